@@ -133,7 +133,7 @@ async def test_forged_checkpoints_are_skipped(
         assert policies.names() == ["tiny", "tiny@0", "tiny@1"]
         said = await letters(broker)
         assert [s.partition("tiny@")[2][:1] for s in said] == ["7", "9", "8"], said
-        status = await of_log(nats_config, trust)
+        status = await of_log(nats_config, trust, 0.8)
         assert status["policies"] == {"tiny": "tiny@1"}
         assert set(checkpoint.unpack(await fetch_adapter(config, kit.MODEL, 1))) == set(
             checkpoint.ADAPTER_FILES

@@ -17,6 +17,7 @@
 | `fast_client` | nats-py's client with a short way for publishes and bulk delivery |
 | `connections` | the connections of this process, for a change of `nats.url` |
 | `provision` | create and update streams, consumers and buckets |
+| `health` | whether the log takes writes, and how full it is |
 | `unwritten` | alarms about events that the store has not written |
 | `credentials` | authentication and TLS of a connection |
 | `retry` | which errors pass by themselves; calls repeated until then |

@@ -6,10 +6,8 @@
 | vLLM | its health page answers with HTTP status 200 | it is killed and restarted |
 | the log (NATS) | every stream acknowledges a write | the server that `up` started is killed and started again |
 
-The log is checked by a write, because after a full disk a stream answers every request and accepts no message until
-its server restarts. The message of a check lives for `ALIVE_TTL_S` on `alive.<stream>`, which no consumer reads.
-
-`Fill` is the size of a stream and its limit. `alarms` are messages to the operator.
+`LogProbe.alarms` are messages to the operator that the log can't record while it takes no writes, and those about its
+size and the store's lag, which hold while no store runs too. The store's alarms (docs/alarms.md) have the same limits.
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ import os
 import select
 import shutil
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import anyio
 import httpx
@@ -29,6 +25,7 @@ import nats.js.errors
 from pipeline import streams
 from pipeline.config import Config, SupervisorConfig
 from pipeline.errors import BrokerError
+from pipeline.log import health
 from pipeline.log.broker import Broker
 from pipeline.log.unwritten import UnwrittenEvents
 from pipeline.running.service import BEAT_S
@@ -36,13 +33,8 @@ from pipeline.telemetry.logs import get_logger
 
 log = get_logger("pipeline.running.liveness")
 
-ALIVE_TTL_S = 60
 MIN_FREE_BYTES = 4 * 1024 * 1024
 """Free bytes on the disk before a frozen log is restarted. With less, the next write would freeze it again."""
-ALARM_SHARE = 0.8
-"""Share of a limit (a stream's bytes, the disk) at which an alarm is raised."""
-_BYTES_EXCEEDED = frozenset({10047, 10054, 10077, 10120})
-"""JetStream's error codes for a limit that is reached. The server works, and a restart does not help."""
 
 
 async def silent(fd: int, deadline_s: float) -> str:
@@ -79,74 +71,26 @@ async def unhealthy(url: str, settings: SupervisorConfig) -> str:
             await anyio.sleep(settings.probe_every_s)
 
 
-@dataclass(frozen=True)
-class Fill:
-    """How full a stream or a bucket is."""
-
-    name: str
-    bytes: int
-    limit: int
-    """0: no limit."""
-    full: str
-    """What happens at the limit."""
-
-    @property
-    def share(self) -> float:
-        return self.bytes / self.limit if self.limit else 0.0
-
-    def alarm(self) -> str:
-        """Return the alarm for the operator; empty if nothing is wrong."""
-        if self.share < ALARM_SHARE:
-            return ""
-        return (
-            f"{self.name} holds {self.bytes:,} of at most {self.limit:,} bytes ({self.share:.0%}); at the limit "
-            f"{self.full}. Raise nats.max_bytes, or wait for the store to catch up and shorten the retention"
-        )
-
-
-async def fills(broker: Broker) -> list[Fill]:
-    """Return the size of every stream and bucket that exists. Raises `BrokerError` if the server does not answer."""
-    out = []
-    at_limit = {s.name: s.at_limit for s in streams.STREAMS}
-    at_limit |= {streams.bucket_stream(b.name): "the server refuses new objects" for b in streams.buckets()}
-    for name, full in at_limit.items():
-        try:
-            info = await broker.js.stream_info(name)
-        except nats.js.errors.NotFoundError:
-            continue
-        except (nats.errors.Error, nats.js.errors.Error) as error:
-            raise BrokerError(f"{name} was not described: {error}") from error
-        out.append(Fill(name, info.state.bytes, max(0, info.config.max_bytes or 0), full))
-    return out
-
-
-def disk_alarm(folder: Path) -> str:
-    """Return the alarm about the disk that holds `folder`; empty if nothing is wrong."""
-    disk = shutil.disk_usage(folder)
-    if disk.free > (1 - ALARM_SHARE) / 2 * disk.total:
-        return ""
-    return (
-        f"the disk under {folder} has {disk.free:,} of {disk.total:,} bytes left: make room, or the log stops"
-    )
-
-
 class LogProbe:
-    """Checks the log by writes.
-
-    `alarms` holds the present alarms for the operator. `on_alarms` is called when they change."""
+    """Checks the log by writes."""
 
     def __init__(self, config: Config, on_alarms: Callable[[], None] = lambda: None) -> None:
+        """`on_alarms` is called when `alarms` change."""
         self._config, self._settings = config, config.supervisor
         self._folder = config.path("nats")
         self._on_alarms = on_alarms
         self._seen: set[str] = set()
         """Streams that existed once. Only they can be missing."""
         self._unwritten = UnwrittenEvents(config.alarms.unwritten_share)
-        self._refused: list[str] = []
-        """Alarms about streams that are at a limit, by the last write to each."""
-        self.alarms: tuple[str, ...] = ()
+        self._present: dict[str, str] = {}
+        """The present alarms, by what they are about."""
         self.checked = anyio.Event()
         """Set when the log was checked for the first time."""
+
+    @property
+    def alarms(self) -> tuple[str, ...]:
+        """The present alarms for the operator."""
+        return tuple(self._present.values())
 
     async def watch(self, lost: Callable[[str], Awaitable[None]]) -> None:
         """Check the log every `supervisor.probe_every_s` and keep `alarms` up to date. When a stream has accepted no
@@ -164,8 +108,8 @@ class LogProbe:
         since: float | None = None
         while True:
             began = anyio.current_time()
-            reason = await self._write(broker)
-            await self._update_alarms(broker, reason)
+            reason, at_limit = await self._write(broker)
+            await self._update_alarms(broker, reason, at_limit)
             self.checked.set()
             if not reason:
                 since = None
@@ -180,57 +124,49 @@ class LogProbe:
                 since = None
             await anyio.sleep(self._settings.probe_every_s)
 
-    async def _write(self, broker: Broker) -> str:
-        """Write a message to every stream. Return why one did not accept it, or an empty string."""
+    async def _write(self, broker: Broker) -> tuple[str, dict[str, str]]:
+        """Write a message to every stream. Return why one did not accept it, or an empty string, and the alarms about
+        streams that are at a limit, by what they are about."""
         reasons: list[str] = []
-        self._refused = []
+        at_limit: dict[str, str] = {}
 
         async def write(name: str) -> None:
-            try:
-                await broker.js.publish(
-                    streams.alive_subject(name), b"", timeout=self._settings.deadline_s,
-                    headers={"Nats-TTL": f"{ALIVE_TTL_S}s"},
-                )  # fmt: skip
-            except nats.js.errors.NoStreamResponseError:
+            refusal = await health.probe(broker, name, self._settings.deadline_s)
+            if refusal is not None and refusal.kind == "at_limit":
+                at_limit[f"{name} at its limit"] = refusal.reason
+            elif refusal is not None and refusal.kind == "missing":
                 if name in self._seen:
-                    reasons.append(await broker.why_no_answer(name))
+                    reasons.append(refusal.reason)
                 return
-            except nats.js.errors.APIError as error:
-                if error.err_code in _BYTES_EXCEEDED:
-                    self._refused.append(
-                        f"{name} takes no events ({error.description}): raise nats.max_bytes"
-                    )
-                elif error.code == 503:
-                    reasons.append(f"{name}: {error.description}")
-            except (nats.errors.Error, TimeoutError) as error:
-                reasons.append(f"{name} did not take a write: {str(error) or type(error).__name__}")
+            elif refusal is not None and refusal.kind == "silent":
+                reasons.append(refusal.reason)
             self._seen.add(name)
 
         async with anyio.create_task_group() as tg:
             for spec in streams.STREAMS:
                 tg.start_soon(write, spec.name)
-        return "; ".join(sorted(reasons))
+        return "; ".join(sorted(reasons)), at_limit
 
-    async def _update_alarms(self, broker: Broker, reason: str) -> None:
+    async def _update_alarms(self, broker: Broker, reason: str, at_limit: dict[str, str]) -> None:
         """Find the present alarms, log those that begin or end, and report a change. `reason`: why writes fail."""
-        found = [f"the log takes no writes: {reason}"] if reason else []
-        found += self._refused
-        if self._folder.exists() and (full := disk_alarm(self._folder)):
-            found.append(full)
+        share = self._config.alarms.full_share
+        present = {"the log": f"the log takes no writes: {reason}"} if reason else {}
+        if self._folder.exists():
+            present["the disk"] = health.disk_fill(self._folder).alarm(share)
         try:
-            found += filter(None, (f.alarm() for f in await fills(broker)))
+            present |= {fill.name: fill.alarm(share) for fill in await health.fills(broker)}
             with anyio.move_on_after(self._settings.deadline_s):
-                found += [one.detail for one in await self._unwritten.found(broker)]
+                for one in await self._unwritten.found(broker):
+                    present[f"{one.consumer} {'lost' if one.share >= 1 else 'waits'}"] = one.detail
         except (BrokerError, nats.errors.Error, nats.js.errors.Error) as error:
             log.warning("the log's size and the store's lag could not be read", error=str(error))
-        for alarm in found:
-            if not any(_same(alarm, a) for a in self.alarms):
-                log.error("alarm", detail=alarm)
-        for alarm in self.alarms:
-            if not any(_same(alarm, a) for a in found):
-                log.info("alarm over", detail=alarm)
-        if self.alarms != tuple(found):
-            self.alarms = tuple(found)
+        present = {about: alarm for about, alarm in (present | at_limit).items() if alarm}
+        for about in present.keys() - self._present.keys():
+            log.error("alarm", detail=present[about])
+        for about in self._present.keys() - present.keys():
+            log.info("alarm over", detail=self._present[about])
+        if self._present != present:
+            self._present = present
             self._on_alarms()
 
     def _restart_can_help(self) -> bool:
@@ -242,8 +178,3 @@ class LogProbe:
             folder=str(self._folder),
         )
         return False
-
-
-def _same(a: str, b: str) -> bool:
-    """Return whether two alarms are about the same thing and differ only in figures."""
-    return a.split()[:4] == b.split()[:4] if a[:4] == "the " else a.split()[0] == b.split()[0]

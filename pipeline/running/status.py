@@ -15,8 +15,8 @@ from pipeline import streams
 from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import AlarmChanged, CheckpointPublished
 from pipeline.log.broker import Broker, BrokerError
+from pipeline.log.health import fills
 from pipeline.printing import visible
-from pipeline.running.liveness import fills
 from pipeline.running.runs import STATE, is_alive, log_of, run_settings
 from pipeline.security.signing import Trust
 from pipeline.telemetry import logs as log
@@ -38,8 +38,8 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
         state["log"] = "it was stopped with the run"  # another run's log may have its port now
     else:
         try:
-            config = run_settings(run_dir, sections=("nats", "signing"))
-            state |= anyio.run(of_log, log_of(config), Trust(config.signing))
+            config = run_settings(run_dir, sections=("nats", "signing", "alarms"))
+            state |= anyio.run(of_log, log_of(config), Trust(config.signing), config.alarms.full_share)
         except BrokerError as error:
             state["log"] = str(error)
     running = {n for n, s in state["services"].items() if s["state"] not in ("stopped", "gone")}
@@ -53,8 +53,9 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
         raise SystemExit(1)
 
 
-async def of_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
-    """What the log tells: streams, lag, policy versions, alarms. Raises `BrokerError`."""
+async def of_log(nats: NatsConfig, trust: Trust, full_share: float) -> dict[str, Any]:
+    """What the log tells: streams, lag, policy versions, alarms. `full_share`: `alarms.full_share`. Raises
+    `BrokerError`."""
     nats = msgspec.structs.replace(nats, publish_deadline_s=min(nats.publish_deadline_s, 10.0))
     async with Broker.connect(nats, name="status", provision=False) as broker:
         held = []
@@ -72,7 +73,7 @@ async def of_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
             if not trust.objection(recorded.event):
                 policies[recorded.event.model] = recorded.event.version
         # The supervisor's alarms are in its state. These are computed if none runs.
-        alarms = [alarm for fill in await fills(broker) if (alarm := fill.alarm())]
+        alarms = [alarm for fill in await fills(broker) if (alarm := fill.alarm(full_share))]
         raised: dict[tuple[str, str, str], AlarmChanged] = {}
         for change in await broker.read(AlarmChanged):
             event = change.event

@@ -47,7 +47,7 @@ class User:
     trims: tuple[str, ...] = ()
     """Streams from which it may delete single messages, for retention."""
     probes: tuple[str, ...] = ()
-    """Streams to which it publishes probes, to find out whether they take messages (`pipeline.running.liveness`)."""
+    """Streams to which it publishes probes, to find out whether they take messages (`pipeline.log.health`)."""
     detects: bool = False
     """Whether it writes, reads and deletes the detected runs that wait for their next call."""
     sets_timers: bool = False

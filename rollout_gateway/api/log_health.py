@@ -1,21 +1,17 @@
-"""Whether the log takes writes, for `/health`, so that a load balancer can send calls to another gateway.
-
-A frozen stream still answers reads, so the probe is a write."""
+"""Whether the log takes writes, for `/health`, so that a load balancer can send calls to another gateway."""
 
 from __future__ import annotations
 
 import anyio
-import nats.errors
-import nats.js.errors
 
 from pipeline import streams
+from pipeline.log import health
 from pipeline.log.broker import Broker
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("rollout_gateway.api.log_health")
 
 PROBE_EVERY_S = 5.0
-_TTL_S = 60
 _STREAM = streams.stream_of_subject("rollout.exchange")
 
 
@@ -38,15 +34,5 @@ class LogHealth:
 
     async def probe(self, broker: Broker) -> str:
         """Return why the log takes no write now; an empty string if it takes one."""
-        try:
-            await broker.js.publish(
-                streams.alive_subject(_STREAM), b"", timeout=broker.config.ack_timeout_s,
-                headers={"Nats-TTL": f"{_TTL_S}s"},
-            )  # fmt: skip
-        except nats.js.errors.NoStreamResponseError:
-            return await broker.why_no_answer(_STREAM)
-        except nats.js.errors.APIError as error:
-            return f"{_STREAM} refuses writes: {error.description}"
-        except (nats.errors.Error, TimeoutError) as error:
-            return f"{_STREAM} did not take a write: {str(error) or type(error).__name__}"
-        return ""
+        refusal = await health.probe(broker, _STREAM, broker.config.ack_timeout_s)
+        return refusal.reason if refusal is not None else ""

@@ -9,8 +9,6 @@ before it started.
 
 from __future__ import annotations
 
-import shutil
-import socket
 from collections.abc import Callable, Iterable
 
 import anyio
@@ -19,14 +17,14 @@ import duckdb
 import nats.errors
 import nats.js.errors
 
-from pipeline import streams
 from pipeline.config import Config
 from pipeline.events import AlarmChanged, now_us
 from pipeline.log.broker import Broker, BrokerError
+from pipeline.log.health import Fill, disk_fill, fills
 from pipeline.log.unwritten import Unwritten, UnwrittenEvents
 from pipeline.telemetry.logs import get_logger
 from store.alarms import reading
-from store.alarms.reading import Fill, Found
+from store.alarms.reading import Found
 from store.alarms.table import ALARMS, by_name
 from store.lake import open_lake
 from store.reading import sql
@@ -112,23 +110,23 @@ class Checker:
     async def _check(self, connection: duckdb.DuckDBPyConnection) -> tuple[list[Found], set[str]]:
         """Run all queries. Return the conditions that are met, and the names of the alarms that could not be
         checked."""
-        fills, measured = await self._fills()
+        measured, complete = await self._fills()
         unwritten: list[Unwritten] = []
-        unknown = set() if measured else {"log_full"}
+        unknown = set() if complete else {"log_full"}
         try:
             unwritten = await self._unwritten.found(self._broker)
         except (BrokerError, nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             log.warning("the store's lag could not be read", why=str(error) or type(error).__name__)
             unknown.add("store_behind")
-        found, failed = await anyio.to_thread.run_sync(self._query, connection, fills, unwritten)
+        found, failed = await anyio.to_thread.run_sync(self._query, connection, measured, unwritten)
         return found, failed | unknown
 
     def _query(
-        self, connection: duckdb.DuckDBPyConnection, fills: list[Fill], unwritten: list[Unwritten]
+        self, connection: duckdb.DuckDBPyConnection, measured: list[Fill], unwritten: list[Unwritten]
     ) -> tuple[list[Found], set[str]]:
         try:
             sql.define_views(connection, self._lake, self._shown)
-            reading.measured_tables(connection, self._config, fills, unwritten)
+            reading.measured_tables(connection, self._config, measured, unwritten)
         except (StoreError, duckdb.Error, OSError) as error:
             log.warning("the alarms were not checked", why=str(error))
             return [], {alarm.name for alarm in ALARMS}
@@ -144,29 +142,12 @@ class Checker:
 
     async def _fills(self) -> tuple[list[Fill], bool]:
         """Return the fill of the disk and of the log's streams and buckets, and whether the log's could be read."""
-        disk = shutil.disk_usage(self._config.path())
-        fills = [
-            Fill(
-                f"the disk of the run directory on {socket.gethostname()}",
-                "disk",
-                disk.total - disk.free,
-                disk.total,
-            )
-        ]
-        names = [s.name for s in streams.STREAMS] + [streams.bucket_stream(b.name) for b in streams.buckets()]
-        for name in names:
-            try:
-                info = await self._broker.js.stream_info(name)
-            except nats.js.errors.NotFoundError:
-                continue
-            except (nats.errors.Error, TimeoutError) as error:
-                log.warning(
-                    "the log's size is not known", stream=name, why=str(error) or type(error).__name__
-                )
-                return fills, False
-            if (limit := info.config.max_bytes or 0) > 0:
-                fills.append(Fill(name, "stream", info.state.bytes, limit))
-        return fills, True
+        disk = disk_fill(self._config.path())
+        try:
+            return [disk, *await fills(self._broker)], True
+        except BrokerError as error:
+            log.warning("the log's size is not known", why=str(error))
+            return [disk], False
 
     async def _apply(self, found: Iterable[Found], unknown: set[str]) -> None:
         """Publish the alarms that are raised or cleared. Alarms named in `unknown` do not change. If another store has

@@ -15,18 +15,8 @@ from pipeline.config import Config
 from store.alarms.table import ALARMS, PARAMETER, Alarm
 
 if TYPE_CHECKING:
-    from pipeline.log.unwritten import Unwritten  # pages read alarms without the log
-
-
-@dataclass(frozen=True)
-class Fill:
-    """How full a stream, a bucket or a disk is."""
-
-    name: str
-    kind: str
-    """`stream` or `disk`."""
-    bytes: int
-    limit: int
+    from pipeline.log.health import Fill  # pages read alarms without the log
+    from pipeline.log.unwritten import Unwritten
 
 
 @dataclass(frozen=True)
@@ -63,6 +53,8 @@ def measured_tables(
         'CREATE OR REPLACE TEMP TABLE fills (name VARCHAR, kind VARCHAR, bytes BIGINT, "limit" BIGINT)'
     )
     for fill in fills:
+        if not fill.limit:
+            continue
         connection.execute(
             "INSERT INTO fills VALUES (?, ?, ?, ?)", [fill.name, fill.kind, fill.bytes, fill.limit]
         )

@@ -119,7 +119,13 @@ async def provision(config: NatsConfig) -> None:
             )
         )  # fmt: skip
         for model, state in (("m", "raised"), ("n", "raised"), ("n", "cleared")):
-            alarm: Any = {"alarm": "kl_rise", "state": state, "model": model, "detail": "it is far", "action": "Lower it."}
+            alarm: Any = {
+                "alarm": "kl_rise",
+                "state": state,
+                "model": model,
+                "detail": "it is far",
+                "action": "Lower it.",
+            }
             await broker.publish(AlarmChanged(project="p", **alarm))
         await broker.js.publish(alive_subject("DEAD"), b"")
 

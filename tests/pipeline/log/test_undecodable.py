@@ -274,7 +274,7 @@ async def test_traces_and_status(nats_config: NatsConfig) -> None:
             await broker.read_at(PolicyLoaded, ack.seq)
         )
         assert ([one.name for one in made], scores) == (["load m@1"], [])
-        status = await of_log(nats_config, Trust(SigningConfig()))
+        status = await of_log(nats_config, Trust(SigningConfig()), 0.8)
         assert status["policies"] == {"m": "m@1"}
         assert len(await buried(broker)) == 1
 

@@ -15,10 +15,12 @@ import msgspec
 import pytest
 
 from pipeline import streams
-from pipeline.config import Config, NatsConfig, SupervisorConfig, load
+from pipeline.config import AlarmsConfig, Config, NatsConfig, SupervisorConfig, load
 from pipeline.errors import BrokerUnavailableError
 from pipeline.events import TrajectoryOpened
 from pipeline.log.broker import Broker
+from pipeline.log.health import Fill
+from pipeline.log.health import fills as log_fills
 from pipeline.running import liveness
 from pipeline.running.plan import ProcessSpec, make_plan
 from pipeline.running.supervisor import Supervisor
@@ -171,11 +173,11 @@ async def test_a_stream_refuses_at_its_limit_and_an_alarm_comes_before(nats_serv
     async with Broker.connect(config) as broker:
         count = 0
 
-        async def fills() -> liveness.Fill:
-            return next(f for f in await liveness.fills(broker) if f.name == "ROLLOUTS")
+        async def fills() -> Fill:
+            return next(f for f in await log_fills(broker) if f.name == "ROLLOUTS")
 
-        assert (await fills()).alarm() == ""
-        while not (alarm := (await fills()).alarm()):
+        assert (await fills()).alarm(0.8) == ""
+        while not (alarm := (await fills()).alarm(0.8)):
             await broker.publish(opened(f"t{count}", 100_000))
             count += 1
         assert "ROLLOUTS" in alarm
@@ -208,6 +210,29 @@ async def test_a_log_without_room_for_one_event_is_an_alarm(nats_server: NatsSer
     assert any(alarm.startswith("ROLLOUTS takes no events") for alarm in probe.alarms)
 
 
+async def test_each_alarm_is_logged_when_it_begins(
+    nats_server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One about a stream that is filled to `alarms.full_share`, then another that begins with the same words."""
+    nats = NatsConfig(url=nats_server.url, max_bytes=1_000_000)
+    probe = liveness.LogProbe(Config(nats=nats, alarms=AlarmsConfig(full_share=0.0001)))
+    async with Broker.connect(nats) as broker:
+        await broker.publish(opened("t1"))
+        await probe._update_alarms(broker, "", {})
+        filled = [alarm for alarm in probe.alarms if alarm.startswith("ROLLOUTS holds")]
+        await probe._update_alarms(
+            broker, "it is away", {"ROLLOUTS at its limit": "ROLLOUTS takes no events"}
+        )
+        await probe._update_alarms(
+            broker, "it is still away", {"ROLLOUTS at its limit": "ROLLOUTS takes no events"}
+        )
+    assert len(filled) == 1
+    begun = [str(vars(record)) for record in caplog.records if record.getMessage() == "alarm"]
+    for text in ("ROLLOUTS holds", "ROLLOUTS takes no events", "it is away"):
+        assert sum(text in one for one in begun) == 1
+    assert not any("still" in one for one in begun)  # the same alarm, in other words
+
+
 async def test_dead_letters_never_stop_the_rest(nats_server: NatsServer) -> None:
     config = NatsConfig(url=nats_server.url, max_bytes=1_000_000)
     async with Broker.connect(config) as broker:
@@ -222,7 +247,7 @@ async def test_a_limit_that_is_not_given_is_left_alone(nats_server: NatsServer) 
     async with Broker.connect(NatsConfig(url=nats_server.url, max_bytes=1_000_000)):
         pass
     async with Broker.connect(NatsConfig(url=nats_server.url)) as broker:
-        found = {f.name: f.limit for f in await liveness.fills(broker)}
+        found = {f.name: f.limit for f in await log_fills(broker)}
     assert found["ROLLOUTS"] == 480_000
     assert found["OBJ_ADAPTERS"] == 170_000
     assert sum(found.values()) <= 1_000_000

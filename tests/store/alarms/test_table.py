@@ -8,10 +8,11 @@ import pytest
 
 from pipeline.config import AlarmsConfig, Config, VllmConfig
 from pipeline.events import Event
+from pipeline.log.health import Fill
 from pipeline.log.unwritten import Unwritten
 from store.alarms import ALARMS
 from store.alarms.docs import alarms_page, runnable
-from store.alarms.reading import Fill, Found, evaluate, evaluate_all, measured_tables, threshold
+from store.alarms.reading import Found, evaluate, evaluate_all, measured_tables, threshold
 from store.alarms.table import by_name
 from store.docs import FOLDER
 from store.reading import sql
