@@ -245,6 +245,7 @@ class Journeywork:
             else:
                 if reply.status_code not in RETRIED_STATUSES:
                     return read(reply)
+                backoff.wait_for_training(reply)
                 last_problem, pause_s = status_problem(reply), retry_after_s(reply)
             time.sleep(backoff.next_pause(last_problem, pause_s))
 
@@ -380,5 +381,6 @@ class AsyncJourneywork:
             else:
                 if reply.status_code not in RETRIED_STATUSES:
                     return read(reply)
+                backoff.wait_for_training(reply)
                 last_problem, pause_s = status_problem(reply), retry_after_s(reply)
             await anyio.sleep(backoff.next_pause(last_problem, pause_s))

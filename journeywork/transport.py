@@ -17,6 +17,7 @@ _log = logging.getLogger("journeywork")
 
 RETRIED_STATUSES = (429, 502, 503, 504)
 CONFLICT = 409
+TOO_MANY = 429
 NOT_FOUND = 404
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _WARN_AFTER_S, _WARN_EVERY_S = 3.0, 30.0
@@ -58,6 +59,20 @@ class Backoff:
         self._warned[url] = now
         left = max(0.0, self._end - now)
         _log.warning("the gateway %s can't be reached (%s); trying for %.0f s more", url, problem, left)
+
+    def wait_for_training(self, reply: httpx.Response) -> None:
+        """Begin to count `wait_s` again if the gateway lets no group begin before others are trained: it is reachable,
+        and the wait ends with the next steps. Log a warning now and then."""
+        if reply.status_code != TOO_MANY or b'"groups_ahead"' not in reply.content:
+            return
+        now = time.monotonic()
+        self._end = now + self._wait_s
+        if (
+            now - self._began >= _WARN_AFTER_S
+            and now - self._warned.get("groups_ahead", -math.inf) >= _WARN_EVERY_S
+        ):
+            self._warned["groups_ahead"] = now
+            _log.warning("a new group waits until the trainer has trained others (gateway.max_groups_ahead)")
 
     def next_pause(self, last_problem: str, retry_after_s: float = 0.0) -> float:
         """Return the seconds to wait before the next attempt: at least `retry_after_s`, but not beyond the end.

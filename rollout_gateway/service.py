@@ -110,11 +110,12 @@ async def _read_log(config: Config, broker: Broker, trust: Trust) -> _LogState:
     registry = Registry(broker, config.project, TrajectoryTokens(key_secret(config), config.project))
     await registry.mark_position()
     gateway = config.gateway
+    ahead = gateway.max_groups_ahead
     pacing = Pacing(
         config.project,
         broker,
         policies.models,
-        limit=gateway.max_groups_ahead,
+        limit=0 if ahead == "auto" else ahead,
         forget_s=gateway.groups_ahead_s,
     )
     await pacing.rebuild()

@@ -136,10 +136,12 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     refused by default."""
     max_calls: Natural = 0
     """Model calls at once in this replica. Beyond it calls get a 429. 0: no limit."""
-    max_groups_ahead: Natural = 0
+    max_groups_ahead: Literal["auto"] | Natural = "auto"
     """Groups that may be open or not trained yet, over all gateways. Beyond it opening a new group gets a 429. 0: no
-    limit. This bounds staleness before agents run; otherwise the trainer discards stale groups after they ran. All
-    gateways of a project need the same value."""
+    limit. This bounds staleness before agents run; otherwise the trainer discards stale groups after they ran. `auto`:
+    `trainer.groups_per_step` x (`trainer.max_staleness` + 1) in the settings that `journeywork up` with a trainer and
+    `journeywork prepare` write, unless `trainer.max_steps` ends the training; elsewhere no limit. All gateways of a
+    project need the same value."""
     groups_ahead_s: Positive = 3600.0
     """Time after which a group no longer counts towards `max_groups_ahead`, because its agents have probably died. Make
     it longer than a group takes from its first run to its training."""

@@ -287,6 +287,18 @@ def _further(spec: ProcessSpec, number: int) -> ProcessSpec:
     return dataclasses.replace(spec, name=f"{spec.name}-{number}", service=spec.name, env=env)
 
 
+def pace(config: Config) -> Config:
+    """Return `config` with a number for `gateway.max_groups_ahead`, if it is `auto`: as many groups as the trainer
+    trains before the newest of them is stale. No limit if `trainer.max_steps` ends the training, because groups stay
+    untrained then."""
+    if config.gateway.max_groups_ahead != "auto":
+        return config
+    trainers = [config.trainer_of(model) for model in config.models]
+    ahead = max((t.groups_per_step * (t.max_staleness + 1) for t in trainers), default=0)
+    bounded = any(t.max_steps for t in trainers)
+    return with_values(config, {"gateway.max_groups_ahead": 0 if bounded else ahead})
+
+
 def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[ProcessSpec]]:
     """Return the settings with every address filled in, and the processes in the order of their start."""
     processes: list[ProcessSpec] = []
@@ -316,6 +328,8 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         processes.append(vllm_command(config, port))
         config = with_values(config, {"vllm.urls": (f"http://127.0.0.1:{port}",), "vllm.port": port})
     config = with_values(config, {"gateway.port": config.gateway.port or free_port()})
+    if "trainer" in services:
+        config = pace(config)
     if "ui" in services and config.ui.enabled:
         config = with_values(config, {"ui.port": config.ui.port or free_port()})
     # Without a trainer here and without keys of one elsewhere, nothing is served but what a later trainer here signs.

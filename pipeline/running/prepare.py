@@ -21,6 +21,7 @@ from pathlib import Path
 from pipeline.config import Config, ConfigError, KeyConfig, load, save, with_values
 from pipeline.files import write_once
 from pipeline.running import run_lock
+from pipeline.running.plan import pace
 from pipeline.security import nkey, signing, users
 
 
@@ -58,7 +59,7 @@ def _prepare(config: Config, keys: Path) -> Config:
         digest = hashlib.sha256(operator.read_bytes().strip()).hexdigest()
         key = KeyConfig(sha256=digest, name="operator", role="operator")
         config = with_values(config, {"gateway.keys": (key,)})
-    config = signing.with_public_key(config)
+    config = pace(signing.with_public_key(config))
     save(config, config.path("config.toml"))
     return config
 

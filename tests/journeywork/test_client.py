@@ -135,3 +135,24 @@ async def test_retry_after_is_honoured_and_the_last_problem_is_told(monkeypatch:
         with pytest.raises(GatewayUnavailableError, match=message):
             await ajm.policies()
     assert pauses[:2] == [7.0, 3.0]
+
+
+def test_a_group_waits_for_the_trainer_longer_than_for_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, answers = [0.0], [0]
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        answers[0] += 1
+        if answers[0] < 50:
+            error = {"error": {"code": "groups_ahead", "message": "24 groups wait for training"}}
+            return httpx.Response(429, json=error, headers={"retry-after": "1"})
+        return httpx.Response(200, json={"data": []})
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(transport_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=sleep))
+    with Journeywork("http://gateway", wait_s=10) as jw:
+        jw._http = httpx.Client(base_url=jw.url, transport=httpx.MockTransport(answer))
+        assert jw.policies() == []
+    assert now[0] > 40

@@ -140,6 +140,25 @@ def test_the_plan_fills_in_every_address(tmp_path: Path) -> None:
     assert external.nats.url == "nats://elsewhere:4222"
 
 
+@pytest.mark.parametrize(
+    ("settings", "ahead"),
+    [
+        ((), 8 * 3),
+        (("trainer.groups_per_step=4", "trainer.max_staleness=1"), 4 * 2),
+        (("gateway.max_groups_ahead=5",), 5),
+        (("gateway.max_groups_ahead=0",), 0),
+        (("trainer.max_steps=10",), 0),  # what is not trained by then stays untrained
+    ],
+)
+def test_groups_ahead_are_those_that_the_trainer_trains_before_they_are_stale(
+    tmp_path: Path, settings: tuple[str, ...], ahead: int
+) -> None:
+    base = load(None, [f"run_dir={tmp_path}", f"models.0.base={tmp_path}", "models.0.name=m", *settings])
+    assert make_plan(base, ("gateway", "trainer"))[0].gateway.max_groups_ahead == ahead
+    if not settings:
+        assert make_plan(base, ("gateway",))[0].gateway.max_groups_ahead == "auto"
+
+
 def test_a_plan_has_several_judges_with_numbers_of_their_own(tmp_path: Path) -> None:
     settings = [f"run_dir={tmp_path}", "judge.processes=3", 'nats.url="nats://elsewhere:4222"']
     _, specs = make_plan(load(None, settings), ("judge", "store"))
