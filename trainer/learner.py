@@ -17,8 +17,10 @@ import msgspec
 import numpy as np
 
 from pipeline import crash
-from pipeline.config import Config, ModelConfig, config_hash, with_values
-from pipeline.events import CheckpointPublished, GroupDiscarded, GroupScored, TrainingBatch, now_us, pack_seqs
+from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, config_hash, with_values
+from pipeline.config.overrides import convert
+from pipeline.config.trainer import OptimizerConfig
+from pipeline.events import CheckpointPublished, GroupDiscarded, TrainingBatch, now_us, pack_seqs
 from pipeline.names import version_name
 from pipeline.sampling import sampling_of
 from pipeline.telemetry.logs import get_logger
@@ -27,7 +29,6 @@ from trainer.batches.sampling import defaults_of
 from trainer.batches.sequences import TokenSequence
 from trainer.checkpoints.checkpoint import (
     STATE_FILE,
-    Best,
     CheckpointError,
     Checkpoints,
     Manifest,
@@ -39,15 +40,19 @@ from trainer.checkpoints.checkpoint import (
     unpack,
     weights_of,
 )
+from trainer.checkpoints.compatibility import base_digest, require_compatible
+from trainer.checkpoints.validation import Validation
 from trainer.engine.engine import Engine
 from trainer.engine.gradients import fixed_settings
 from trainer.engine.parallel import ProcessGroup
-from trainer.engine.state import TrainState, UntrainableError
+from trainer.engine.state import StepResult, TrainState, UntrainableError
 
 log = get_logger("trainer.learner")
 
 MAX_ATTEMPTS = 10
 """After the process died this many times while it computed the same batch, the batch is not computed again."""
+_MAX_ATTEMPTS_ALONE = 2
+"""The same for a group that is tried alone, to find out which of a batch is at fault."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +64,10 @@ class PendingStep:
     """The adapter as a tar."""
     state: TrainState
     """The training state after the step."""
+    discarded: int
+    """How many of `Learner.discarded_rewards` its metrics count."""
+    equal_groups: int
+    """How many of `Learner.equal_groups` its metrics count."""
 
 
 class Learner:
@@ -81,12 +90,12 @@ class Learner:
                 "in the requests",
                 model=model.name, base=model.base, setting=unsupported,
             )  # fmt: skip
-        self._validation: dict[int, list[float]] = {}
-        """Rewards of validation trajectories, by the step that sampled them."""
-        self.without_variance = 0
-        """Number of groups since the last step whose rewards were all equal."""
-        self.untrained_rewards: list[float] = []
-        """Rewards of the training members of groups that were discarded since the last step, for any reason."""
+        self.base_digest = base_digest(model.base, engine.model.get_base_model())
+        self.validation = Validation(self.checkpoints.best(), self.settings.best_min_trajectories)
+        self.equal_groups = 0
+        """Number of groups whose rewards were all equal that no step's metrics count yet."""
+        self.discarded_rewards: list[float] = []
+        """Rewards of the training members of discarded groups that no step's metrics count yet."""
 
     @property
     def version(self) -> str:
@@ -97,8 +106,11 @@ class Learner:
 
     def resume(self, step: int) -> None:
         """Load the checkpoint of `step` from disk, and those adapters of earlier steps within the staleness bound that
-        are on disk. Raises `CheckpointError` if the checkpoint is missing or damaged."""
-        state = state_of(*self.checkpoints.read(step))
+        are on disk. Raises `CheckpointError` if the checkpoint is missing or damaged, `ConfigError` if it was trained
+        on another base model or with another shape of the adapter."""
+        manifest, files = self.checkpoints.read(step)
+        require_compatible(manifest.event, files, self.base_digest, self.engine.lora)
+        state = state_of(manifest, files)
         for earlier in self.checkpoints.steps():
             if step - self.settings.max_staleness - 1 <= earlier < step:
                 state.history[earlier] = weights_of(self.checkpoints.read(earlier)[1])
@@ -111,12 +123,15 @@ class Learner:
         """Continue from an adapter in the object store (`archive`, a tar) with a fresh optimizer. It is used if the
         checkpoint is not on disk.
 
-        Raises `CheckpointError` if the SHA-256 of `archive` is not the one in `event`."""
+        Raises `CheckpointError` if the SHA-256 of `archive` is not the one in `event`, `ConfigError` as `resume`
+        does."""
         if hashlib.sha256(archive).hexdigest() != event.adapter_sha256:
             raise CheckpointError(
                 f"the adapter of {event.version} in the object store does not match its event: restore the object store"
             )
-        weights = weights_of(unpack(archive))
+        files = unpack(archive)
+        require_compatible(event, files, self.base_digest, self.engine.lora)
+        weights = weights_of(files)
         self.engine.load_adapter(weights)
         self.state = TrainState(event.step, weights, history={event.step: weights})
         log.warning(
@@ -129,33 +144,13 @@ class Learner:
         _, files = self.checkpoints.read(step)
         return pack({name: content for name, content in files.items() if name.startswith("adapter_")})
 
-    # -- validation ----------------------------------------------------------------------------------------------
+    # -- groups --------------------------------------------------------------------------------------------------
 
-    def record_validation(self, group: GroupScored) -> None:
-        """Count the rewards of the group's validation members, which are never trained, and update the best
-        checkpoint."""
-        for member in group.members:
-            if member.split == "val" and member.outcome == "scored" and member.first_step == member.last_step:
-                self._validation.setdefault(member.last_step, []).append(member.reward)
-        for step, rewards in self._validation.items():
-            if not step or len(rewards) < self.settings.best_min_trajectories:
-                continue
-            best = self.checkpoints.best()
-            std = float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0
-            found = Best(step, float(np.mean(rewards)), len(rewards), std)
-            if best is None or best.step == step or best.beaten_by(found):
-                self.checkpoints.set_best(found)
-
-    def _validation_metrics(self) -> dict[str, float]:
-        if not self._validation:
-            return {}
-        step = max(self._validation)
-        rewards = self._validation[step]
-        return {
-            "val_step": float(step),
-            "val_reward_mean": float(np.mean(rewards)),
-            "val_trajectories": float(len(rewards)),
-        }
+    def record_discarded(self, rewards: Sequence[float], *, equal: bool) -> None:
+        """Count a group that is not trained in the metrics of the next step: the rewards of its training members, and
+        whether they were all equal."""
+        self.discarded_rewards += rewards
+        self.equal_groups += equal
 
     def unknown_token(self, sequences: Sequence[TokenSequence]) -> int | None:
         """Return a token id of `sequences` that is outside the model's vocabulary, or `None` if there is none. Such a
@@ -180,19 +175,13 @@ class Learner:
         checkpoint's event is published; `request` may hold a learning rate for this step. Raises `UntrainableError` if
         the batch can't be trained, or if the process died `MAX_ATTEMPTS` times while it computed the batch."""
         began, started_at = time.perf_counter(), now_us()
-        groups = tuple(g.event.group for g in batch)
         places = [g.place for g in batch]  # before the computation: the intake may replace a group's place
-        settings = self.settings
-        if request is not None and request.learning_rate is not None:
-            settings = with_values(settings, {"optimizer.learning_rate": request.learning_rate})
-        batch_hash = batch_id(self.version, groups, config_hash(settings))
-        if self.checkpoints.count_attempt(batch_hash) > MAX_ATTEMPTS:
-            raise UntrainableError(f"the trainer died {MAX_ATTEMPTS} times while it computed this batch")
-        self.engine.configure(settings)
-        group_of = [i for i, g in enumerate(batch) for _ in g.sequences or ()]
-        result = self.engine.step(self.state, examples(batch, settings), group_of)
+        settings = self._settings_for(request)
+        discarded, equal_groups = len(self.discarded_rewards), self.equal_groups
+        result = self._compute(batch, settings, MAX_ATTEMPTS)
         self.checkpoints.clear_attempts()
-        metrics = result.metrics | self._group_metrics(batch) | self._validation_metrics()
+        metrics = result.metrics | self.validation.metrics()
+        metrics |= _group_metrics(batch, self.discarded_rewards[:discarded], equal_groups)
         metrics["step_s"] = time.perf_counter() - began
         adapter = adapter_files(result.state.weights, self.engine.lora, self.model.base)
         archive = pack(adapter)
@@ -201,9 +190,10 @@ class Learner:
         digest = hashlib.sha256(archive).hexdigest()
         event = CheckpointPublished(
             project=self.config.project, at=now_us(), model=self.model.name, step=result.state.step, version=version,
-            parent=self.version, batch_id=batch_hash, groups=groups, group_seqs=pack_seqs([p.seq for p in places]),
-            group_times=pack_seqs([p.at for p in places]), config_hash=config_hash(settings),
-            base_model=self.model.base, adapter=f"{self.config.project}/{version}/{digest[:16]}", adapter_sha256=digest,
+            parent=self.version, batch_id=self._batch_id(batch, settings), groups=tuple(g.event.group for g in batch),
+            group_seqs=pack_seqs([p.seq for p in places]), group_times=pack_seqs([p.at for p in places]),
+            config_hash=config_hash(settings), base_model=self.model.base, base_digest=self.base_digest,
+            adapter=f"{self.config.project}/{version}/{digest[:16]}", adapter_sha256=digest,
             adapter_bytes=len(archive),
             files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
             metrics=metrics, started_at=started_at, branch=self.config.trainer.branch,
@@ -214,30 +204,72 @@ class Learner:
         )  # fmt: skip
         crash.point("trainer.before_checkpoint")
         self.checkpoints.write(manifest, files)
-        return PendingStep(manifest, archive, result.state)
+        return PendingStep(manifest, archive, result.state, discarded, equal_groups)
 
-    def _group_metrics(self, batch: Sequence[TrainingGroup]) -> dict[str, float]:
-        members = [m for g in batch for m in g.members]
-        rewards = np.array([m.reward for m in members], np.float64)
-        return {
-            "reward_mean": float(rewards.mean()),
-            "reward_mean_all": float(np.mean([*rewards, *self.untrained_rewards])),
-            "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
-            "groups": float(len(batch)),
-            "no_variance_share": self.without_variance / (self.without_variance + len(batch)),
-            "trajectories": float(len(members)),
-            "tokens_stale": float(sum(g.stale_tokens for g in batch)),
-            "tokens_left_out": float(sum(g.left_out.total() for g in batch)),
-        }
+    def faults(
+        self, batch: Sequence[TrainingGroup], request: TrainingBatch | None = None
+    ) -> dict[TrainingGroup, str]:
+        """Find out which groups of a batch that could not be trained are at fault: a step is computed over each alone
+        and abandoned. Returns them with the reason. Blocks."""
+        settings = self._settings_for(request)
+        faults = {}
+        for group in batch:
+            try:
+                self._compute([group], settings, _MAX_ATTEMPTS_ALONE)
+            except UntrainableError as error:
+                faults[group] = str(error)
+            self.checkpoints.clear_attempts(self._batch_id([group], settings))
+        return faults
+
+    def _settings_for(self, request: TrainingBatch | None) -> TrainerConfig:
+        """The settings of a step. Raises `UntrainableError` if the request's learning rate is out of bounds."""
+        if request is None or request.learning_rate is None:
+            return self.settings
+        try:
+            convert({"learning_rate": request.learning_rate}, OptimizerConfig, "trainer.optimizer")
+        except ConfigError as error:
+            raise UntrainableError(f"the requested learning rate can't be used: {error}") from error
+        return with_values(self.settings, {"optimizer.learning_rate": request.learning_rate})
+
+    def _batch_id(self, batch: Sequence[TrainingGroup], settings: TrainerConfig) -> str:
+        return batch_id(self.version, tuple(g.event.group for g in batch), config_hash(settings))
+
+    def _compute(
+        self, batch: Sequence[TrainingGroup], settings: TrainerConfig, max_attempts: int
+    ) -> StepResult:
+        """Compute a step. The state is unchanged. Raises `UntrainableError`."""
+        if self.checkpoints.count_attempt(self._batch_id(batch, settings)) > max_attempts:
+            raise UntrainableError(f"the trainer died {max_attempts} times while it computed this batch")
+        self.engine.configure(settings)
+        group_of = [i for i, g in enumerate(batch) for _ in g.sequences or ()]
+        return self.engine.step(self.state, examples(batch, settings), group_of)
 
     def commit(self, pending: PendingStep) -> None:
         """Make the step current, after its event is on the log. Deletes checkpoints that are no longer needed."""
         self.state = pending.state
-        self.without_variance = 0
-        self.untrained_rewards.clear()
+        self.equal_groups -= pending.equal_groups
+        del self.discarded_rewards[: pending.discarded]
         keep = max(self.settings.keep_checkpoints, self.settings.max_staleness + 2)
-        best = self.checkpoints.best()
+        best = self.validation.best
         self.checkpoints.prune(keep, frozenset({best.step} if best else ()))
+
+
+def _group_metrics(
+    batch: Sequence[TrainingGroup], discarded_rewards: Sequence[float], equal_groups: int
+) -> dict[str, float]:
+    """Metrics of a step's groups, and of those that were discarded since the step before."""
+    members = [m for g in batch for m in g.members]
+    rewards = np.array([m.reward for m in members], np.float64)
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_mean_all": float(np.mean([*rewards, *discarded_rewards])),
+        "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
+        "groups": float(len(batch)),
+        "no_variance_share": equal_groups / (equal_groups + len(batch)),
+        "trajectories": float(len(members)),
+        "tokens_stale": float(sum(g.stale_tokens for g in batch)),
+        "tokens_left_out": float(sum(g.left_out.total() for g in batch)),
+    }
 
 
 def _too_large(

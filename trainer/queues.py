@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config import TrainerConfig
-from pipeline.events import GroupDiscarded, GroupScored, TrainingBatch
+from pipeline.events import DeadLettered, GroupDiscarded, GroupScored, TrainingBatch
 from pipeline.log.broker import Broker
+from pipeline.log.subjects import subject_filter
 from trainer.batches.groups import TrainingGroup
 from trainer.batches.histories import Histories
 from trainer.learner import Learner
@@ -72,9 +73,9 @@ class ModelQueue:
     @property
     def first_seq(self) -> int:
         """Stream sequence of the first group held here; 0 if none is."""
-        return next((group.place.seq for group in self.held()), 0)
+        return next((group.place.seq for group in self.groups()), 0)
 
-    def held(self) -> Iterator[TrainingGroup]:
+    def groups(self) -> Iterator[TrainingGroup]:
         """Yield all groups that wait or are in the batch."""
         yield from self.waiting
         yield from self.batch
@@ -92,17 +93,23 @@ class ModelQueue:
         batch.groups.insert(_index(batch.groups, group), group)
         batch.settled.add(group.event.group)
 
-    async def expect(self, event: GroupScored, broker: Broker) -> None:
+    async def expect(self, event: GroupScored, broker: Broker, consumer: str) -> None:
         """Begin the requested batch of a group, if it is the first one of it here. Groups of the batch that were
-        discarded before count as settled."""
+        discarded before, or are dead letters of `consumer`, count as settled."""
         request = event.batch
         if request is None or (request.owner, request.id) in self.requested:
             return
         batch = self.requested[request.owner, request.id] = RequestedBatch(request)
         for name in request.groups:
             keys: dict[str, Any] = {"project": event.project, "model": event.model, "group": name}
-            found = await broker.read(GroupDiscarded, **keys)
-            if any(r.event.branch == event.branch and r.event.reason != "too_large" for r in found):
+            discards = await broker.read(GroupDiscarded, **keys)
+            if any(r.event.branch == event.branch and r.event.reason != "too_large" for r in discards):
+                batch.settled.add(name)
+        letters = await broker.read(DeadLettered, stream="GROUPS", consumer=consumer)
+        subjects = [letter.event.original_subject for letter in letters]
+        for name in request.groups:
+            prefix = subject_filter(GroupScored, project=event.project, model=event.model, group=name)
+            if any(subject.startswith(prefix.removesuffix(">")) for subject in subjects):
                 batch.settled.add(name)
 
     def settle(self, event: GroupScored) -> None:

@@ -3,12 +3,12 @@
 Three tasks run side by side. The intake takes `group.scored` events from the durable consumer `trainer`, publishes
 a discard for those that can't train and queues the others by model in stream order. The step loop waits until a
 model has `trainer.groups_per_step` groups, reads their exchanges, computes the step in a thread and commits it.
-The third task publishes checkpoints again that the log lost in a power cut. The broker's heartbeats keep held
-groups from being redelivered meanwhile.
+The third task looks after every reconnect whether the log is whole. The broker's heartbeats keep held groups from
+being redelivered meanwhile.
 
 A commit takes four steps: checkpoint on disk, adapter in the object store, `policy.checkpoint` on the log, groups
-acknowledged. After a crash between any two of them, `recover` compares disk and log at the next start and does the
-rest.
+acknowledged. After a crash between any two of them, the next start compares disk and log and does the rest
+(`trainer.recovery`). A log that lost its end in a power cut ends the trainer, so its next start repairs that, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import anyio
-import anyio.to_thread
+from anyio.to_thread import run_sync
 
 from pipeline import streams
 from pipeline.config import Config
@@ -29,22 +29,24 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker, Consumption, Delivery, HistoryGoneError
 from pipeline.log.messages import Place
-from pipeline.log.subjects import stream_of
 from pipeline.running.service import Ready
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Refusal, TrainingGroup
 from trainer.batches.histories import Histories
-from trainer.checkpoints.commits import Commits
+from trainer.checkpoints.commits import Commits, LogShrankError
 from trainer.checkpoints.consumed import Consumed
 from trainer.checkpoints.retention import Retention
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import UntrainableError
 from trainer.learner import Learner, PendingStep, make_learners
 from trainer.queues import ModelQueue
+from trainer.recovery import recover
 
 log = get_logger("trainer")
 
 _RECONNECT_CHECK_S = 1.0
+_CONSUMED_KEPT = 10_000
+"""With more places of consumed groups in memory, those that the server has acknowledged are dropped."""
 
 
 class Trainer:
@@ -61,66 +63,84 @@ class Trainer:
             )
             for name, learner in learners.items()
         }
+        self.commits = Commits(broker, config)
+        self._consumer = streams.trainer_consumer(config.trainer.branch)
         self._consumed = Consumed()
+        self._newest = Place(0, 0)
+        """The newest group that was delivered, or was read at the start."""
+        self._validated_to = 0
+        """The validation groups up to this sequence were counted at the start."""
         self._redeliveries = 0
         """How many messages that a trainer before this one held the server still has to deliver again."""
         self._redelivered = anyio.Event()
         self._group_queued = anyio.Event()
-        self._publishing = anyio.Lock()
-        self.commits = Commits(broker, config)
 
-    # -- recovery ------------------------------------------------------------------------------------------------
+    # -- start and log -------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Bring every model to its newest committed step, and publish checkpoints that only the disk holds."""
+        """Bring every model to its newest committed step, and queue the groups that wait for the next ones."""
+        state = (await self.broker.stream_info(self._consumer.stream)).state
         for name, queue in self.queues.items():
-            published = await self.commits.published(name)
-            for event in published:
-                self._consumed.add_checkpoint(event)
-            last = max(published, key=lambda e: e.step, default=None)
-            for manifest in await self.commits.recover(queue.learner, last):
-                self._consumed.add_checkpoint(manifest.event)
+            for event in await recover(self.commits, queue.learner):
+                self._consumed.add_checkpoint(event, state.first_seq)
+            scored = await self.broker.read(
+                GroupScored, project=self.config.project, model=name, branch=self.config.trainer.branch, split="val"
+            )  # fmt: skip
+            await self._record_validation(queue, [r.event for r in scored if r.seq <= state.last_seq])
             log.info("resumed", model=name, step=queue.step, version=queue.learner.version)
+        self._validated_to = state.last_seq
         await self._queue_unacknowledged()
 
     async def _queue_unacknowledged(self) -> None:
         """Queue, in stream order, the groups that a trainer before this one held when it died: the server delivers
         them again only after `ack_wait`, behind newer groups."""
-        spec = streams.trainer_consumer(self.config.trainer.branch)
-        info = await self.broker.consumer_info(spec)
+        info = await self.broker.consumer_info(self._consumer)
         floor = int(info.ack_floor.stream_seq) if info.ack_floor else 0
         delivered = int(info.delivered.stream_seq) if info.delivered else 0
         self._redeliveries = int(info.num_ack_pending or 0)
         if not self._redeliveries:
             return
-        scored = await self.broker.read(GroupScored, start_seq=floor + 1)
+        discards = await self.broker.read(GroupDiscarded, start_seq=floor + 1)
         discarded = {
             (r.event.branch, r.event.model, r.event.group)
-            for r in await self.broker.read(GroupDiscarded, start_seq=floor + 1)
+            for r in discards
             # `too_large` concerns some trajectories; the group itself trains.
             if r.event.by == "trainer" and r.event.reason != "too_large"
         }
-        for recorded in scored:
-            event = recorded.event
-            if recorded.seq > delivered:
+        letters = await self.broker.read(
+            DeadLettered, stream=self._consumer.stream, consumer=self._consumer.name
+        )
+        dead = {Place(r.event.stream_seq, r.event.stream_at) for r in letters}
+        for scored in await self.broker.read(GroupScored, start_seq=floor + 1):
+            event = scored.event
+            if scored.seq > delivered:
                 break
-            if (event.branch, event.model, event.group) in discarded:
-                self._consumed.add(recorded.place)
-            await self._admit(event, recorded.place, None)
+            if scored.place in dead or (event.branch, event.model, event.group) in discarded:
+                self._consumed.add(scored.place)
+            await self._admit(event, scored.place, None)
 
-    async def republish_after_reconnects(self) -> None:
-        """After every reconnect, publish the checkpoints again that the log no longer holds: its machine may have
-        lost power. Runs until cancelled."""
-        seen = self.broker.client.stats["reconnects"]
+    async def require_whole_log(self) -> None:
+        """Raise `LogShrankError` if the log lost its end: the newest group that was read, or a committed step."""
+        if self._newest.seq and not await self.broker.holds(self._consumer.stream, self._newest):
+            state = (await self.broker.stream_info(self._consumer.stream)).state
+            if self._newest.seq >= state.first_seq:  # else retention removed it
+                raise LogShrankError(
+                    f"the log lost its end: message {self._newest.seq} of {self._consumer.stream} is gone. Start the "
+                    "trainer again: it reads the log anew"
+                )
+        for name, queue in self.queues.items():
+            await self.commits.require_on_log(name, queue.step)
+
+    async def watch_log(self) -> None:
+        """After every reconnect, check that the log is whole: its machine may have lost power. Runs until cancelled.
+        Raises `LogShrankError`."""
+        checked = self.broker.client.stats["reconnects"]
         while True:
             await anyio.sleep(_RECONNECT_CHECK_S)
-            now = self.broker.client.stats["reconnects"]
-            if now == seen:
-                continue
-            for queue in self.queues.values():
-                async with self._publishing:
-                    await self.commits.republish_lost(queue.learner)
-            seen = now
+            reconnects = self.broker.client.stats["reconnects"]
+            if reconnects != checked:
+                await self.require_whole_log()
+                checked = reconnects
 
     # -- intake --------------------------------------------------------------------------------------------------
 
@@ -137,6 +157,9 @@ class Trainer:
                     await delivery.ack()
                 self._redeliveries -= delivery.deliveries > 1
             self._redelivered.set()
+            if len(self._consumed) > _CONSUMED_KEPT:
+                info = await self.broker.consumer_info(self._consumer)
+                self._consumed.forget(int(info.ack_floor.stream_seq) if info.ack_floor else 0)
 
     async def until_redelivered(self, timeout_s: float) -> None:
         """Wait until the server delivered again what a trainer before this one held, at most `timeout_s` seconds. The
@@ -148,30 +171,36 @@ class Trainer:
                 await self._redelivered.wait()
 
     async def _admit(self, event: GroupScored, place: Place, delivery: Delivery | None) -> None:
-        if self._consumed.has(place, event.group):
+        if 0 < place.seq <= self._consumed.floor:
+            raise LogShrankError(
+                f"the log lost its end: it delivers group {event.group} again, which was acknowledged. Start the "
+                "trainer again: it reads the log anew"
+            )
+        self._newest = max(self._newest, place)
+        # Groups of other branches wait for a trainer of their own.
+        if place in self._consumed or event.branch != self.config.trainer.branch:
             if delivery is not None:
                 await delivery.ack()
             return
-        queue = self.queues.get(event.model)
-        ours = (self.config.project, self.config.trainer.branch)
-        if queue is None or (event.project, event.branch) != ours:
-            log.warning(
-                "group skipped: no model of this trainer has its project, name and branch", group=event.group,
-                model=event.model, project=event.project, branch=event.branch, owner=event.owner,
-            )  # fmt: skip
-            if delivery is not None:
-                await delivery.ack()
-            return
-        for held in queue.held():
-            if held.event.subject() == event.subject():
-                # The same group: delivered again, or scored again after the log lost its first event.
-                held.place, held.delivery = place, delivery
-                return
         group = TrainingGroup(event, place, delivery)
-        await queue.expect(event, self.broker)
+        queue = self.queues.get(event.model)
+        if queue is None or event.project != self.config.project:
+            await self._dead_letter(
+                group, "unknown_model",
+                f"no model of this trainer is {event.model} of project {event.project}: after a start with that model, "
+                "`journeywork dead retry` trains it",
+            )  # fmt: skip
+            return
+        for waiting in queue.groups():
+            if waiting.event.subject() == event.subject():
+                # The same group: delivered again, or scored again after the log lost its first event.
+                waiting.place, waiting.delivery = place, delivery
+                return
+        await queue.expect(event, self.broker, self._consumer.name)
         refusal = await self._refuse_repeated(event)
         if refusal is None:
-            queue.learner.record_validation(event)
+            if place.seq > self._validated_to:
+                await self._record_validation(queue, [event])
             refusal = group.refuse(queue.step, queue.settings)
         if refusal is not None:
             await self._discard(queue, group, refusal)
@@ -179,26 +208,31 @@ class Trainer:
         queue.add(group)
         self._group_queued.set()
 
+    async def _record_validation(self, queue: ModelQueue, groups: Sequence[GroupScored]) -> None:
+        validation = queue.learner.validation
+        if validation.record(groups) and validation.best is not None:
+            await run_sync(queue.learner.checkpoints.set_best, validation.best)  # it waits for the disk
+
     async def _refuse_repeated(self, event: GroupScored) -> Refusal | None:
         """Refuse a group that was already trained, and was scored again because the log lost its event in a power cut.
 
         Returns `None` if `event` is another group with the same id: the earlier event is still on the log, or the
         stream's retention removed it."""
-        before = self._consumed.trained(event.model, event.group)
-        if before is None or not before.place.at:
+        trained = self._consumed.trained(event.model, event.group)
+        if trained is None:
             return None
         try:
-            found = await self.broker.read_at(GroupScored, before.place.seq)
+            earlier = await self.broker.read_at(GroupScored, trained.place.seq)
         except HistoryGoneError:
-            state = (await self.broker.stream_info(stream_of(GroupScored))).state
-            if before.place.seq < state.first_seq:
+            state = (await self.broker.stream_info(self._consumer.stream)).state
+            if trained.place.seq < state.first_seq:
                 return None
         else:
-            if found.place == before.place:
+            if earlier.place == trained.place:
                 return None
         return Refusal(
             "repeated",
-            f"already trained in {before.version}; the log lost the group's first event and it was scored again",
+            f"already trained in {trained.version}; the log lost the group's first event and it was scored again",
         )
 
     async def _discard(self, queue: ModelQueue, group: TrainingGroup, refusal: Refusal) -> None:
@@ -210,18 +244,35 @@ class Trainer:
                 project=event.project, group=event.group, model=event.model,
                 trajectories=tuple(m.trajectory for m in event.members), reason=refusal.reason, by="trainer",
                 split=event.split, detail=refusal.detail, version=queue.learner.version,
-                duration_s=group.duration_s, branch=event.branch,
+                duration_s=group.duration_s, branch=event.branch, owner=event.owner,
             )
         )  # fmt: skip
-        self._consumed.add(group.place)
-        queue.learner.without_variance += refusal.reason == "no_variance"
-        queue.settle(event)
-        self._group_queued.set()  # the group's batch may be complete without it
         if refusal.reason != "repeated":  # its rewards were counted when it was trained
-            queue.learner.untrained_rewards += [m.reward for m in group.members]
+            rewards = [m.reward for m in group.members]
+            queue.learner.record_discarded(rewards, equal=refusal.reason == "no_variance")
+        queue.settle(event)
+        log.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)
+        await self._finish(group)
+
+    async def _dead_letter(self, group: TrainingGroup, reason: str, detail: str) -> None:
+        """Move a group that can't be trained to the dead letters, so that it is not delivered again."""
+        event = group.event
+        await self.broker.publish(
+            DeadLettered(
+                project="", stream=self._consumer.stream, stream_seq=group.place.seq, stream_at=group.place.at,
+                original_subject=event.subject(), consumer=self._consumer.name, reason=reason, detail=detail,
+                payload=encode(event),
+            )
+        )  # fmt: skip
+        log.error("group moved to the dead letters", group=event.group, reason=reason, detail=detail)
+        await self._finish(group)
+
+    async def _finish(self, group: TrainingGroup) -> None:
+        """Acknowledge a group that is not trained. Its batch may be complete without it."""
+        self._consumed.add(group.place)
+        self._group_queued.set()
         if group.delivery is not None:
             await group.delivery.ack()
-        log.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -261,7 +312,10 @@ class Trainer:
         refusals = await queue.histories.read_all(candidates)
         for group in candidates:
             if token := queue.learner.unknown_token(group.sequences or ()):
-                await self._dead_letter(queue, [group], f"token {token} is not in the model's vocabulary")
+                queue.batch.remove(group)
+                await self._dead_letter(
+                    group, "untrainable", f"token {token} is not in the model's vocabulary"
+                )
                 continue
             refusal = (
                 refusals.get(group.place)
@@ -280,26 +334,36 @@ class Trainer:
                 await self._discard(queue, group, refusal)
 
     async def _step(self, queue: ModelQueue) -> None:
-        learner = queue.learner
+        """Train the batch and commit the step. A batch that can't be trained loses the groups at fault; what is left of
+        it waits for more groups, or is trained if it was requested."""
+        await (
+            self.require_whole_log()
+        )  # a group that the log lost and that was scored again may be in the batch
         try:
             pending = await self._compute(queue)
         except UntrainableError as error:
-            await self._dead_letter(queue, list(queue.batch), str(error), error.reason)
+            await self._remove_faults(queue, error)
+            if queue.request is not None and queue.batch:
+                await self._step(queue)
             return
-        event = pending.manifest.event
         # The step is on disk. Finish the commit even if the service is stopped: that is faster than a recovery.
         with anyio.CancelScope(shield=True):
-            async with self._publishing:
-                await self.commits.republish_lost(learner)  # first, so that the log holds the steps in order
-                await self.commits.publish(pending.manifest, pending.adapter)
-                await self.commits.run_in_thread(learner.commit, pending)
-            self._consumed.add_checkpoint(event)
-            for group in queue.batch:
-                if group.delivery is not None:
-                    acknowledge = partial(group.delivery.ack, confirmed=True)
-                    await self.broker.retry(acknowledge, "a group was not acknowledged")
-            queue.batch = []
+            await self._commit(queue, pending)
             await self._refuse_stale_batches(queue)
+
+    async def _commit(self, queue: ModelQueue, pending: PendingStep) -> None:
+        learner, event = queue.learner, pending.manifest.event
+        await self.commits.require_on_log(
+            learner.model.name, queue.step
+        )  # so that the log holds the steps in order
+        await self.commits.publish(pending.manifest, pending.adapter)
+        await run_sync(learner.commit, pending)
+        for group in queue.batch:
+            self._consumed.add(group.place)
+            if group.delivery is not None:
+                acknowledge = partial(group.delivery.ack, confirmed=True)
+                await self.broker.retry(acknowledge, "a group was not acknowledged")
+        queue.batch = []
         metrics = {k: round(v, 6) for k, v in event.metrics.items()}
         log.info("step", version=event.version, batch=event.batch_id, **metrics)
 
@@ -311,7 +375,7 @@ class Trainer:
             # Groups whose exchanges are gone are discarded when their turn comes.
             tg.start_soon(queue.histories.read_all, next_batch)
             try:
-                return await self.commits.run_in_thread(
+                return await run_sync(
                     queue.learner.train_step, queue.batch, _trace_of(queue.batch), queue.request
                 )
             except UntrainableError as caught:
@@ -319,25 +383,16 @@ class Trainer:
         assert error is not None
         raise error
 
-    async def _dead_letter(
-        self, queue: ModelQueue, groups: list[TrainingGroup], detail: str, reason: str = "untrainable"
-    ) -> None:
-        """Move groups of the batch that can't be trained to the dead letters, so that they are not delivered again."""
-        for group in groups:
-            await self.broker.publish(
-                DeadLettered(
-                    project="", stream=stream_of(GroupScored), stream_seq=group.place.seq, stream_at=group.place.at,
-                    original_subject=group.event.subject(), consumer="trainer", reason=reason, detail=detail,
-                    payload=encode(group.event),
-                )
-            )  # fmt: skip
-            self._consumed.add(group.place)
-            if group.delivery is not None:
-                await group.delivery.ack()
+    async def _remove_faults(self, queue: ModelQueue, error: UntrainableError) -> None:
+        """Move the groups that made their batch fail to the dead letters: those that can't be trained alone, or all if
+        each of them can."""
+        faults = dict.fromkeys(queue.batch, str(error))
+        if len(queue.batch) > 1:
+            alone = await run_sync(queue.learner.faults, queue.batch, queue.request)
+            faults = alone or faults
+        for group, detail in faults.items():
             queue.batch.remove(group)
-        log.error(
-            "groups moved to the dead letters", groups=[g.event.group for g in groups], reason=reason, detail=detail
-        )  # fmt: skip
+            await self._dead_letter(group, error.reason, detail)
 
 
 def _trace_of(batch: Sequence[TrainingGroup]) -> dict[str, str]:
@@ -353,23 +408,27 @@ async def train(config: Config, ready: Ready, process_group: ProcessGroup | None
     """Train until every model has reached `trainer.max_steps`, or until cancelled if that is 0.
 
     `ready` is called once recovery is complete. `process_group` connects to the other processes that share the passes
-    of a step. Raises `TrainerError` if the checkpoints on disk do not belong to the log."""
+    of a step. Raises `TrainerError` if disk and log do not belong together; `LogShrankError`, in a group."""
     scratch = config.path(config.trainer.checkpoints)
     user = "trainer" if config.trainer.branch == "main" else "experiment"
     async with Broker.connect(config.nats, name=user) as broker:
-        learners = await anyio.to_thread.run_sync(make_learners, config, scratch, process_group)
+        learners = await run_sync(make_learners, config, scratch, process_group)
         trainer = Trainer(config, broker, learners)
         spec = streams.trainer_consumer(config.trainer.branch)
         await broker.provision_consumer(spec)
         await trainer.recover()
         ready(step=max(q.step for q in trainer.queues.values()))
-        async with broker.consume(spec) as consumption, anyio.create_task_group() as tg:
-            tg.start_soon(trainer.intake, consumption)
-            tg.start_soon(trainer.republish_after_reconnects)
-            tg.start_soon(Retention(config, broker, learners).run)
-            await trainer.run_steps()
-            await trainer.until_redelivered(2 * spec.ack_wait_s)
-            tg.cancel_scope.cancel()
+        try:
+            async with broker.consume(spec) as consumption, anyio.create_task_group() as tg:
+                tg.start_soon(trainer.intake, consumption)
+                tg.start_soon(trainer.watch_log)
+                tg.start_soon(Retention(config, broker, learners).run)
+                await trainer.run_steps()
+                await trainer.until_redelivered(2 * spec.ack_wait_s)
+                tg.cancel_scope.cancel()
+        except* LogShrankError:
+            log.error("the log lost its end: the trainer ends, and reads it anew at its next start")
+            raise
 
 
 async def serve(config: Config, ready: Ready, process_group: ProcessGroup | None = None) -> None:

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.config.types import Count, Decay, Natural, NotNegative, Positive, Section, Share
+from pipeline.config.types import (
+    Coefficient,
+    Count,
+    Decay,
+    Natural,
+    NotNegative,
+    Positive,
+    Scale,
+    Section,
+    Share,
+    SmallCount,
+    Weight,
+)
 
 
 class LoraConfig(Section, frozen=True, kw_only=True):
     """The LoRA adapter that is trained."""
 
-    rank: Count = 8
+    rank: SmallCount = 8
     """Rank of the adapter's matrices, at most `vllm.max_lora_rank`."""
-    alpha: Positive = 16.0
+    alpha: Scale = 16.0
     """Scale of the adapter; its output is multiplied by `alpha / rank`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type in which adapters are published. `auto`: bfloat16 if the base model's weights are (`trainer.dtype`),
@@ -37,7 +49,7 @@ class LossConfig(Section, frozen=True, kw_only=True):
 
     type: LossType = "dapo"
     """TRL's name of the loss."""
-    beta: NotNegative = 0.0
+    beta: Coefficient = 0.0
     """Weight of the KL divergence from the base model. 0: the divergence is reported and not trained on."""
     kl_unbiased: bool = True
     """Multiply the KL term by the probability ratio, so that its gradient is the gradient of the reverse KL
@@ -48,26 +60,26 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """How replies sampled by an older version are corrected. The importance ratio compares the trainer's logprobs
     with the recorded ones, per token or per sequence. `..._truncate` limits the ratio to `importance_clip`;
     `..._mask` drops what exceeds it. `none`: no ratio; the recorded logprobs are the old policy of the PPO clip."""
-    importance_clip: Positive = 3.0
+    importance_clip: Scale = 3.0
     """Largest importance ratio."""
-    importance_clip_min: NotNegative | None = None
+    importance_clip_min: Coefficient | None = None
     """Smallest importance ratio. `..._truncate` raises smaller ratios to it; `..._mask` drops them. Not set: no
     lower limit."""
     importance_level: Literal["token", "sequence"] = "token"
     """Whether the ratio in the PPO clip is taken per token, or per sequence (GSPO)."""
-    epsilon: NotNegative = 0.2
+    epsilon: Coefficient = 0.2
     """Range of the PPO clip: the probability ratio is limited to 1 ± `epsilon`. In a step of one update it has an
     effect only with `importance_sampling = "none"`, and so do `epsilon_high` and `delta`: with the other
     corrections that ratio compares the trainer with itself and is always 1, and the metric `clip_ratio` is 0. In
     a step of several updates (`trainer.optimizer.epochs`, `minibatches`) it has an effect with every correction."""
-    epsilon_high: NotNegative | None = None
+    epsilon_high: Coefficient | None = None
     """Upper range of the PPO clip, where it differs from `epsilon`. With type `cispo` it is the limit of the ratio
     itself; not set, that limit is 5."""
-    delta: Positive | None = None
+    delta: Scale | None = None
     """Two-sided clipping: largest ratio where the advantage is negative. Must be above `1 + epsilon_high`."""
-    off_policy_mask: NotNegative | None = None
+    off_policy_mask: Coefficient | None = None
     """Sequences with a negative advantage are dropped if their mean log ratio of sampler to trainer exceeds this."""
-    entropy_coef: float = 0.0
+    entropy_coef: Weight = 0.0
     """Weight of an entropy bonus: the batch's mean entropy per trained token, in nats."""
     advantage_scaling: Literal["group", "batch", "none"] = "group"
     """Standard deviation that advantages are divided by: that of the group's rewards, that of the batch's, or none."""
@@ -86,24 +98,24 @@ class LossConfig(Section, frozen=True, kw_only=True):
 class OptimizerConfig(Section, frozen=True, kw_only=True):
     """AdamW on the adapter. Changed values apply from the next start on."""
 
-    learning_rate: NotNegative = 1e-5
+    learning_rate: Share = 1e-5
     """The default suits models of 0.5 to 10 billion parameters. Much smaller models need more: 6e-3 for the demo's
     model of 0.9 million parameters."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
     """How the learning rate changes after the warm-up. `linear` and `cosine` fall to 0 at `trainer.max_steps`.
     `inverse_sqrt` falls with the square root of the steps and needs no end; with `warmup_steps` = 0 it falls
     from step 10,000 on. All updates of a step have the same learning rate."""
-    epochs: Count = 1
+    epochs: SmallCount = 1
     """Times that a step trains each of its groups. With more than one epoch or minibatch, a step takes several
     optimizer updates over its batch, as PPO does, and still makes one checkpoint. The logprobs before the first
     update are computed in an additional forward pass, and the PPO clip of every update compares with them; with
     `importance_sampling = "none"` it compares with the recorded logprobs."""
-    minibatches: Count = 1
+    minibatches: SmallCount = 1
     """Optimizer updates of one epoch. Each trains an equal share of the step's groups, drawn anew in every epoch.
     Groups are not split, so an epoch has at most as many minibatches as groups."""
     warmup_steps: Natural = 0
     """Steps over which the learning rate rises from 0."""
-    weight_decay: NotNegative = 0.0
+    weight_decay: Share = 0.0
     """Weight decay of AdamW."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
@@ -148,16 +160,16 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Type of the base model's weights. `auto`: float32 on CPU, bfloat16 on CUDA. `float64` is for comparing
     results."""
-    groups_per_step: Count = 8
+    groups_per_step: SmallCount = 8
     """Groups in one optimizer step."""
     max_steps: Natural = 0
     """The trainer stops after this step. 0: it never stops."""
     max_staleness: Natural = 2
     """Tokens that were sampled more than this many steps ago are not trained. A group without younger tokens is
     discarded."""
-    processes: Count = 1
+    processes: SmallCount = 1
     """Processes, one per GPU, that share the passes of a step. `journeywork up` starts them by `accelerate launch`."""
-    threads: Count = 1
+    threads: SmallCount = 1
     """CPU threads of the trainer's computation. The inference server uses the other cores."""
     start_timeout_s: Positive = 600.0
     """A trainer that has not loaded its models after this time is killed and started again."""
@@ -176,7 +188,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     unknown, not reported."""
     checkpoints: str = "checkpoints"
     """Folder of checkpoints under the run directory."""
-    keep_checkpoints: Count = 3
+    keep_checkpoints: SmallCount = 3
     """Newest checkpoint folders that stay on disk. The log's object store keeps adapters by `[retention]`."""
     best_min_trajectories: Natural = 8
     """Validation trajectories that a step needs before it can become the best one. It replaces the best one if the

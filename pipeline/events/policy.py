@@ -26,10 +26,11 @@ class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoi
     group_seqs: StreamSeqs = b""
     """Stream sequences of the consumed `group.scored` events, in the order of `groups`."""
     group_times: StreamSeqs = b""
-    """Stream times of these events, in microseconds: after a power cut, another event may have the same sequence.
-    Empty in old checkpoints."""
+    """Stream times of these events, in microseconds: after a power cut, another event may have the same sequence."""
     config_hash: str
     base_model: str = ""
+    base_digest: str = ""
+    """Hash of the base model's configuration and of some of its weights. Training continues on the same one only."""
     adapter: str
     """Object name in the adapter bucket: one uncompressed tar of the PEFT adapter folder."""
     adapter_sha256: str

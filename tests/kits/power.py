@@ -30,10 +30,6 @@ class Power:
         """Everything since `synced` is gone; with `keep_consumers` not what consumers had acknowledged by then."""
         await anyio.to_thread.run_sync(self._cut, keep_consumers)
 
-    async def cut_again(self) -> None:
-        shutil.rmtree(self._server.folder / "lost")
-        await self.cut()
-
     def _cut(self, keep_consumers: bool) -> None:
         self._server.kill()
         there = self._server.folder / "js"

@@ -39,8 +39,8 @@ VOCAB = 32
 MODEL = "tiny"
 
 
-def make_model(folder: Path) -> str:
-    torch.manual_seed(0)
+def make_model(folder: Path, seed: int = 0) -> str:
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
@@ -52,6 +52,15 @@ def make_model(folder: Path) -> str:
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def logprobs_of(base: str, prompt: Sequence[int], sampled: Sequence[int]) -> list[float]:
+    """Logprobs, in nats, with which the base model samples a reply."""
+    ids = torch.tensor([[*prompt, *sampled]])
+    with torch.no_grad():
+        logits = Qwen3ForCausalLM.from_pretrained(base)(input_ids=ids).logits[0]
+    places = range(len(prompt) - 1, len(prompt) + len(sampled) - 1)
+    return [float(logits[at].log_softmax(-1)[token]) for at, token in zip(places, sampled, strict=True)]
 
 
 def exactly(engine: Engine) -> Engine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,7 @@ from tests.trainer.kit import (
 )
 from trainer import service
 from trainer.batches.packing import Layout
+from trainer.batches.sequences import build
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.commits import TrainerError
 from trainer.engine.engine import Engine
@@ -52,7 +55,7 @@ async def test_groups_become_a_checkpoint(nats_config: NatsConfig, tiny_base: st
         assert set(checkpoint.unpack(tar)) == set(checkpoint.ADAPTER_FILES)
         assert event.metrics["reward_mean"] == pytest.approx(2 / 3)
         assert event.metrics["tokens"] == 2 * 3 * 6
-        manifest, _ = checkpoint.Checkpoints(tmp_path / "checkpoints" / "tiny").read(1)
+        manifest, _ = checkpoint.Checkpoints.of(config, kit.MODEL).read(1)
         assert manifest.event.batch_id == event.batch_id
 
 
@@ -274,17 +277,6 @@ async def test_two_models_share_a_process_and_take_turns(
         assert events[0].adapter_sha256 != events[1].adapter_sha256
 
 
-async def test_groups_of_other_models_and_branches_are_acknowledged_and_not_trained(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
-    async with Broker.connect(nats_config) as broker, running(config):
-        await broker.publish(kit.group("g", [0.0, 1.0], model="stranger"))
-        await broker.publish(kit.group("g", [0.0, 1.0], branch="replay-1"))
-        await all_acked(broker)
-        assert await checkpoints(broker) == []
-
-
 async def test_a_second_trainer_on_the_same_model_is_an_error(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
@@ -350,7 +342,7 @@ async def test_a_batch_that_its_version_did_not_sample_is_refused_and_logged_as_
         await all_acked(broker)
         assert await checkpoints(broker) == []
     (said,) = [r for r in caplog.records if r.levelname == "ERROR"]
-    assert said.getMessage() == "groups moved to the dead letters"
+    assert said.getMessage() == "group moved to the dead letters"
 
 
 async def test_a_group_sampled_under_a_penalty_is_discarded_and_says_so(
@@ -400,18 +392,23 @@ async def test_only_the_group_with_tokens_of_another_model_goes_to_the_dead_lett
         assert "vocabulary" in dead.event.detail
 
 
+def dies_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a step over trajectories of this group raise, as if the process had died."""
+    original = Engine.step
+
+    def step(self: Engine, state: TrainState, examples: Any, groups: Any) -> Any:
+        if any(e.sequence.trajectory.startswith(name) for e in examples):
+            raise SystemError("as if the process had died")
+        return original(self, state, examples, groups)
+
+    monkeypatch.setattr(Engine, "step", step)
+
+
 async def test_a_batch_during_which_the_trainer_dies_ten_times_goes_to_the_dead_letters(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.learner.MAX_ATTEMPTS", 2)
-    original = Engine.step
-
-    def dies(self: Engine, state: TrainState, examples: Any, groups: Any) -> Any:
-        if examples[0].sequence.trajectory.startswith("killer"):
-            raise SystemError("as if the process had died")
-        return original(self, state, examples, groups)
-
-    monkeypatch.setattr(Engine, "step", dies)
+    dies_of("killer", monkeypatch)
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
     async with Broker.connect(nats_config) as broker:
         await kit.publish_group(broker, "killer", [0.0, 1.0], seed=1)
@@ -486,3 +483,245 @@ async def test_a_batch_that_trains_nothing_or_stays_incomplete_holds_nothing_up(
         reasons = {d.group: d.reason for d in await discards(broker)}
     assert event.groups == ("plain",)
     assert reasons == {"equal": "no_variance", "half": "stale"}
+
+
+@pytest.mark.usefixtures("quick_redelivery")
+async def test_groups_of_another_model_or_project_become_dead_letters(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """A trainer that starts under another name meets the groups that wait for the former one."""
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await broker.publish(kit.group("g", [0.0, 1.0], model="former"))
+        await broker.publish(kit.group("g", [0.0, 1.0], project="former"))
+        await broker.publish(kit.group("g", [0.0, 1.0], branch="replay-1"))
+        await all_acked(broker)
+        letters = [letter async for letter in dead_letters(broker)]
+        assert [(d.reason, d.original_subject) for d in letters] == [
+            ("unknown_model", "group.scored.p.former.g.j.main"),
+            ("unknown_model", "group.scored.former.tiny.g.j.main"),
+        ]
+        assert await checkpoints(broker) == []  # a branch has a trainer of its own
+
+
+async def test_a_dead_lettered_group_is_not_queued_again_after_a_restart(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """A predecessor died between the letter and the acknowledgement. One group's batch waits for the other group."""
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    spec = streams.trainer_consumer("main")
+    request = batch_request("bad", "good")
+    async with Broker.connect(nats_config) as broker:
+        await broker.provision_consumer(spec)
+        await kit.publish_group(broker, "bad", [0.0, 1.0], seed=1, batch=request)
+        async with broker.consume(spec) as consumption:
+            (held,) = await consumption.batch(1, 10.0)
+            await broker.publish(
+                DeadLettered(
+                    project="", stream="GROUPS", stream_seq=held.seq, stream_at=held.place.at,
+                    original_subject=held.event.subject(), consumer="trainer", reason="sampler_mismatch",
+                )
+            )  # fmt: skip
+        async with running(config):
+            await kit.publish_group(broker, "good", [0.0, 1.0], seed=2, batch=request)
+            (event,) = await steps_reach(broker, 1)
+            await all_acked(broker)
+    assert event.groups == ("good",)
+
+
+async def test_groups_with_foreign_logprobs_take_no_healthy_ones_along(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=8, logprob_bound=1e-3)
+    names = ["foreign0", "good0", "good1", "foreign1", "good2", "foreign2", "good3", "good4"]
+    async with Broker.connect(nats_config) as broker, running(config):
+        for seed, name in enumerate(names):
+            logprobs = (
+                None if name.startswith("foreign") else kit.logprobs_of(tiny_base, [5, 6], [7, 8 + seed])
+            )
+            await kit.publish_calls(broker, name, [7, 8 + seed], logprobs=logprobs)
+
+        async def buried() -> list[DeadLettered]:
+            found = [letter async for letter in dead_letters(broker)]
+            return found if len(found) == 3 else []
+
+        letters = await until(buried)
+        assert {d.reason for d in letters} == {"sampler_mismatch"}
+        assert [d.original_subject.split(".")[4] for d in letters] == ["foreign0", "foreign1", "foreign2"]
+        for i in range(3):  # the five healthy ones still wait
+            sampled = [7, 20 + i]
+            await kit.publish_calls(
+                broker, f"more{i}", sampled, logprobs=kit.logprobs_of(tiny_base, [5, 6], sampled)
+            )
+        (event,) = await steps_reach(broker, 1)
+        assert event.groups == ("good0", "good1", "good2", "good3", "good4", "more0", "more1", "more2")
+
+
+async def test_a_group_that_kills_the_trainer_takes_no_healthy_one_along(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.learner.MAX_ATTEMPTS", 2)
+    dies_of("killer", monkeypatch)
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=2)
+    async with Broker.connect(nats_config) as broker:
+        for i, name in enumerate(("good0", "killer", "good1")):
+            await kit.publish_group(broker, name, [0.0, 1.0], seed=i)
+        for _ in range(4):
+            with pytest.raises(ExceptionGroup):
+                await service.serve(config, lambda **_: None)
+        async with running(config):
+            (event,) = await steps_reach(broker, 1)
+        assert event.groups == ("good0", "good1")
+        (dead,) = [letter async for letter in dead_letters(broker)]
+        assert dead.original_subject.split(".")[4] == "killer"
+
+
+async def test_a_restart_keeps_the_best_checkpoints_statistics(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """Regression: eight more rewards of the best checkpoint replaced its hundred, and a worse one became the best."""
+    config = kit.settings(tiny_base, tmp_path, nats_config)
+    folder = checkpoint.Checkpoints.of(config, kit.MODEL)
+    async with Broker.connect(nats_config) as broker:
+
+        async def validate(name: str, rewards: list[float], step: int) -> checkpoint.Best | None:
+            scored = kit.group(name, rewards, step=step, split="val")
+            members = tuple(msgspec.structs.replace(m, split="val") for m in scored.members)
+            await broker.publish(msgspec.structs.replace(scored, members=members))
+
+            async def discarded() -> bool:
+                return name in {d.group for d in await discards(broker)}
+
+            await until(discarded)
+            return folder.best()
+
+        async with running(config):
+            before = await validate("hundred", [0.5, 1.0] * 50, 1)
+        async with running(config):
+            after = await validate("eight", [0.0] * 8, 1)
+            worse = await validate("worse", [0.5] * 8, 2)
+    assert before is not None
+    assert after is not None
+    assert worse is not None
+    assert (before.step, before.trajectories, before.reward) == (1, 100, 0.75)
+    assert (after.step, after.trajectories) == (1, 108)
+    assert after.reward == pytest.approx(75 / 108)
+    assert worse.step == 1
+
+
+async def test_the_best_checkpoint_is_written_in_a_thread(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An fsync on the event loop holds up every heartbeat."""
+    threads: list[threading.Thread] = []
+    original = checkpoint.Checkpoints.set_best
+
+    def noting(self: checkpoint.Checkpoints, best: checkpoint.Best) -> None:
+        threads.append(threading.current_thread())
+        original(self, best)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "set_best", noting)
+    config = kit.settings(tiny_base, tmp_path, nats_config, best_min_trajectories=2)
+    async with Broker.connect(nats_config) as broker, running(config):
+        scored = kit.group("v", [1.0, 1.0], step=1, split="val")
+        members = tuple(msgspec.structs.replace(m, split="val") for m in scored.members)
+        await broker.publish(msgspec.structs.replace(scored, members=members))
+        await all_acked(broker)
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+async def test_rewards_of_groups_discarded_during_a_step_count_in_the_next_one(
+    tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path)
+    learner = service.make_learners(config, tmp_path)["tiny"]
+    batch = [kit.training_group(kit.group("g", [0.0, 1.0]), build("g-1", kit.turns("g-1", 1)))]
+    learner.record_discarded([1.0, 1.0], equal=True)
+    pending = learner.train_step(batch)
+    learner.record_discarded([0.25, 0.25], equal=True)  # while the step's event goes to the log
+    learner.commit(pending)
+    after = learner.train_step(batch).manifest.event.metrics
+    before = pending.manifest.event.metrics
+    assert (before["reward_mean_all"], before["no_variance_share"]) == (0.75, 0.5)
+    assert (after["reward_mean_all"], after["no_variance_share"]) == (0.375, 0.5)
+
+
+async def test_two_projects_in_one_run_directory_have_checkpoints_of_their_own(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker:
+        async with running(config):
+            await kit.publish_group(broker, "g", [0.0, 1.0], seed=1)
+            await steps_reach(broker, 1)
+        async with running(msgspec.structs.replace(config, project="other")) as facts:
+            assert facts == {"step": 0}
+
+
+@pytest.mark.parametrize("disk_lost", [False, True])
+async def test_checkpoints_of_another_base_model_of_the_same_shape_are_refused(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, disk_lost: bool
+) -> None:
+    config = kit.settings(tiny_base, tmp_path / "run", nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "g", [0.0, 1.0], seed=1)
+        await steps_reach(broker, 1)
+    if disk_lost:
+        shutil.rmtree(tmp_path / "run")
+    shutil.copytree(tiny_base, tmp_path / "moved")
+    moved = kit.settings(str(tmp_path / "moved"), tmp_path / "run", nats_config)
+    async with running(moved) as facts:  # the same model elsewhere
+        assert facts == {"step": 1}
+    other = kit.settings(kit.make_model(tmp_path / "other", seed=1), tmp_path / "run", nats_config)
+    with pytest.raises(ConfigError, match="base model"):
+        await service.serve(other, lambda **_: None)
+
+
+@pytest.mark.parametrize("disk_lost", [False, True])
+@pytest.mark.parametrize(
+    ("setting", "value"), [("lora.alpha", 4.0), ("lora.rank", 2), ("lora.targets", ("q_proj",))]
+)
+async def test_a_resumed_adapter_keeps_its_scale_rank_and_targets(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, setting: str, value: object, disk_lost: bool
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "g", [0.0, 1.0], seed=1)
+        await steps_reach(broker, 1)
+    if disk_lost:
+        shutil.rmtree(tmp_path / "checkpoints")
+    changed = kit.settings(tiny_base, tmp_path, nats_config, **{setting: value})
+    with pytest.raises(ConfigError, match=f"trainer.{setting}"):
+        await service.serve(changed, lambda **_: None)
+
+
+async def test_a_lost_checkpoint_folder_does_not_restart_the_learning_rates_schedule(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(
+        tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=4, **{"optimizer.schedule": "linear"}
+    )
+    async with Broker.connect(nats_config) as broker:
+        async with running(config):
+            for i in range(2):
+                await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+            await steps_reach(broker, 2)
+        shutil.rmtree(tmp_path / "checkpoints")
+        async with running(config):
+            await kit.publish_group(broker, "g2", [0.0, 1.0], seed=2, step=2)
+            events = await steps_reach(broker, 3)
+    assert [e.metrics["learning_rate"] for e in events] == pytest.approx([1e-2, 0.75e-2, 0.5e-2])
+
+
+async def test_a_requested_learning_rate_out_of_bounds_goes_to_the_dead_letters(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=batch_request("b0", rate=1e9))
+        await kit.publish_group(broker, "plain", [0.0, 1.0], seed=2)
+        (event,) = await steps_reach(broker, 1)
+        (dead,) = [letter async for letter in dead_letters(broker)]
+    assert event.groups == ("plain",)
+    assert "trainer.optimizer.learning_rate" in dead.detail

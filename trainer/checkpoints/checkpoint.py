@@ -1,11 +1,12 @@
 """Checkpoints on disk: each is there completely or not at all.
 
-    <checkpoints>/<model>/step-00000012/
+    <checkpoints>/<project>/<branch>/<model>/step-00000012/
         adapter_config.json  adapter_model.safetensors     PEFT's format: what vLLM loads
-        state.pt                                           optimizer, scheduler, random state
+        state.pt                                           optimizer, random state
         manifest.json                                      its event on the log, and the settings it was trained with
-    <checkpoints>/<model>/best.json                        the step with the best validation reward
-    <checkpoints>/<model>/log                              identifies the log that these checkpoints were published on
+    .../<model>/best.json                                  the step with the best validation reward
+    .../<model>/log                                        identifies the log that these checkpoints were published on
+    .../<model>/attempts.json                              computations that began and did not end
 
 A checkpoint is written into a folder with a temporary name. Every file is fsynced, the manifest is written last,
 and a rename gives the folder its name. Folders with a temporary name are left by crashes and are deleted at start.
@@ -45,7 +46,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 STATE_FILE = "state.pt"
 MANIFEST_FILE = "manifest.json"
 BEST_FILE = "best.json"
-ATTEMPTS_FILE = "tries"
+ATTEMPTS_FILE = "attempts.json"
 LOG_FILE = "log"
 
 
@@ -73,15 +74,18 @@ def batch_id(parent: str, groups: tuple[str, ...], config_hash: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def adapter_files(weights: Weights, lora: LoraConfig, base: str) -> dict[str, bytes]:
-    """The files of a PEFT adapter folder by name. The same weights give the same bytes."""
+def adapter_config(lora: LoraConfig, base: str) -> bytes:
+    """The content of `adapter_config.json`."""
     settings = {k: v for k, v in lora.to_dict().items() if v is not None}
     settings |= {"base_model_name_or_path": base, "inference_mode": True}
     settings["target_modules"] = sorted(settings["target_modules"])
+    return msgspec.json.format(msgspec.json.encode(settings, order="sorted", enc_hook=_plain), indent=2)
+
+
+def adapter_files(weights: Weights, lora: LoraConfig, base: str) -> dict[str, bytes]:
+    """The files of a PEFT adapter folder by name. The same weights give the same bytes."""
     return {
-        "adapter_config.json": msgspec.json.format(
-            msgspec.json.encode(settings, order="sorted", enc_hook=_plain), indent=2
-        ),
+        "adapter_config.json": adapter_config(lora, base),
         "adapter_model.safetensors": safetensors.torch.save({k: v.contiguous() for k, v in weights.items()}),
     }
 
@@ -125,7 +129,7 @@ def weights_of(files: Mapping[str, bytes]) -> Weights:
 def state_bytes(state: TrainState) -> bytes:
     """The content of `state.pt`."""
     out = io.BytesIO()
-    torch.save({name: getattr(state, name) for name in ("optimizer", "scheduler", "rng", "master")}, out)
+    torch.save({name: getattr(state, name) for name in ("optimizer", "rng", "master")}, out)
     return out.getvalue()
 
 
@@ -153,11 +157,9 @@ class Checkpoints:
     @classmethod
     def of(cls, config: Config, model: str) -> Checkpoints:
         """The folder of a model on the branch that `config` trains."""
-        branch = config.trainer.branch
-        parents = () if branch == "main" else ("branches", subject_token(branch).replace("/", "%2F"))
-        return cls(
-            config.path(config.trainer.checkpoints, *parents, subject_token(model).replace("/", "%2F"))
-        )
+        names = (config.project, config.trainer.branch, model)
+        folders = (subject_token(name).replace("/", "%2F") for name in names)
+        return cls(config.path(config.trainer.checkpoints, *folders))
 
     def prepare_folder(self) -> None:
         """Make the folder, and delete what a crash left incomplete. Only the process that writes checkpoints may call
@@ -239,24 +241,32 @@ class Checkpoints:
         write_whole(self.folder / BEST_FILE, msgspec.json.encode(best), durable=True)
 
     def log_id(self) -> str:
-        """The identity of the log on which the checkpoints were published; empty where it was not stored yet."""
+        """The identity of the log on which the checkpoints were published; empty before the first start on it, or where
+        an operator deleted the file to use another log."""
         path = self.folder / LOG_FILE
         return path.read_text("utf-8").strip() if path.exists() else ""
 
     def set_log_id(self, identity: str) -> None:
         write_whole(self.folder / LOG_FILE, identity.encode(), durable=True)
 
-    def count_attempt(self, batch: str) -> int:
-        """Store that a computation of `batch` begins; returns how many began without an end, this one included."""
+    def _attempts(self) -> dict[str, int]:
         path = self.folder / ATTEMPTS_FILE
-        before = path.read_text().split() if path.exists() else []
-        attempts = 1 + (int(before[1]) if before[:1] == [batch] and len(before) == 2 else 0)
-        write_whole(path, f"{batch} {attempts}")
-        return attempts
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, int]) if path.exists() else {}
 
-    def clear_attempts(self) -> None:
-        """The computation ended."""
-        (self.folder / ATTEMPTS_FILE).unlink(missing_ok=True)
+    def count_attempt(self, batch: str) -> int:
+        """Store that a computation of `batch` begins. Returns how many began without an end, this one included."""
+        attempts = self._attempts()
+        attempts[batch] = attempts.get(batch, 0) + 1
+        write_whole(self.folder / ATTEMPTS_FILE, msgspec.json.encode(attempts))
+        return attempts[batch]
+
+    def clear_attempts(self, batch: str = "") -> None:
+        """Store that a computation of `batch` has ended; without a name, of all batches."""
+        left = {name: n for name, n in self._attempts().items() if batch and name != batch}
+        if left:
+            write_whole(self.folder / ATTEMPTS_FILE, msgspec.json.encode(left))
+        else:
+            (self.folder / ATTEMPTS_FILE).unlink(missing_ok=True)
 
     def prune(self, keep: int, also: frozenset[int] = frozenset()) -> None:
         """Delete all but the newest `keep` and the steps in `also`."""
@@ -269,7 +279,4 @@ def state_of(manifest: Manifest, files: Mapping[str, bytes]) -> TrainState:
     """The training state that a checkpoint holds."""
     state = torch.load(io.BytesIO(files[STATE_FILE]), weights_only=True)
     weights, step = weights_of(files), manifest.event.step
-    master = state.get("master")  # checkpoints of earlier versions have none
-    return TrainState(
-        step, weights, state["optimizer"], state["scheduler"], state["rng"], {step: weights}, master
-    )
+    return TrainState(step, weights, state["optimizer"], state["rng"], {step: weights}, state["master"])

@@ -1,4 +1,4 @@
-"""The groups that a model is done with: they are acknowledged and not trained when they are delivered again."""
+"""The groups that a trainer is done with: they are acknowledged and not trained when they are delivered again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipeline.events import CheckpointPublished, unpack_seqs
 from pipeline.log.messages import Place
 
 
-class ConsumedGroup(NamedTuple):
+class TrainedGroup(NamedTuple):
     """A group that a checkpoint learned from."""
 
     place: Place
@@ -16,36 +16,40 @@ class ConsumedGroup(NamedTuple):
 
 
 class Consumed:
-    """Groups by their place in GROUPS. A place is sequence and stream time, since the server reuses sequences after a
-    power cut."""
+    """Places in GROUPS of scored groups. A place is sequence and stream time, since the server reuses sequences after
+    a power cut."""
 
     def __init__(self) -> None:
         self._places: set[Place] = set()
-        self._named: set[tuple[int, str]] = set()
-        """(sequence, group id) of the groups of checkpoints that have no stream times."""
-        self._trained: dict[tuple[str, str], ConsumedGroup] = {}
+        self._trained: dict[tuple[str, str], TrainedGroup] = {}
+        self.floor = 0
+        """Every group up to this sequence was acknowledged; their places are not kept."""
+
+    def __len__(self) -> int:
+        return len(self._places)
 
     def add(self, place: Place) -> None:
-        """Add a group that was discarded or moved to the dead letters."""
+        """Add a group that was trained, discarded or moved to the dead letters."""
         self._places.add(place)
 
-    def add_checkpoint(self, event: CheckpointPublished) -> None:
-        """Add the groups that a checkpoint learned from."""
-        seqs = unpack_seqs(event.group_seqs).tolist() or [0] * len(event.groups)
-        times = unpack_seqs(event.group_times).tolist() or [0] * len(seqs)
-        for seq, at, group in zip(seqs, times, event.groups, strict=True):
-            place = Place(seq, at)
-            if at:
-                self._places.add(place)
-            else:
-                self._named.add((seq, group))
-            self._trained[event.model, group] = ConsumedGroup(place, event.version)
+    def add_checkpoint(self, event: CheckpointPublished, first_seq: int) -> None:
+        """Add the groups that a checkpoint learned from, but for those before `first_seq`, the first message that
+        retention left in the stream: the log can neither deliver nor lose them."""
+        seqs, times = unpack_seqs(event.group_seqs).tolist(), unpack_seqs(event.group_times).tolist()
+        for seq, at, group in zip(seqs, times, event.groups, strict=False):
+            if seq >= first_seq:
+                self._places.add(Place(seq, at))
+                self._trained[event.model, group] = TrainedGroup(Place(seq, at), event.version)
 
-    def has(self, place: Place, group: str) -> bool:
-        """Whether the event of `group` at `place` was added."""
-        return place in self._places or (place.seq, group) in self._named
+    def forget(self, floor: int) -> None:
+        """Drop the places up to the sequence `floor`, up to which the server knows every acknowledgement."""
+        self.floor = max(self.floor, floor)
+        self._places = {place for place in self._places if place.seq > self.floor}
 
-    def trained(self, model: str, group: str) -> ConsumedGroup | None:
-        """The group's place on the log when a checkpoint of `model` trained on it, and that checkpoint's version;
-        `None` if no checkpoint did."""
+    def __contains__(self, place: Place) -> bool:
+        return place in self._places
+
+    def trained(self, model: str, group: str) -> TrainedGroup | None:
+        """The group's place and the version that learned from it, if a checkpoint of `model` did before this trainer
+        started; else `None`."""
         return self._trained.get((model, group))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 
@@ -36,7 +36,7 @@ from trainer.learner import Learner
 
 log = get_logger("trainer.checkpoints.retention")
 
-_Version = CheckpointPublished | PolicyLoaded | PolicyUnloaded | PolicyRetired | PolicyPromoted
+_PolicyEvent = CheckpointPublished | PolicyLoaded | PolicyUnloaded | PolicyRetired | PolicyPromoted
 
 _SWEEP_EVERY_S = 3600.0
 _ORPHAN_AGE_S = 3600.0
@@ -58,25 +58,67 @@ def versions_to_keep(
 
 
 class Holdings:
-    """The versions that each inference server has loaded, by the events of its gateways."""
+    """The versions that each inference server has loaded, by the events of its sampler agent."""
 
     def __init__(self) -> None:
-        self._held: dict[str, tuple[str, set[str]]] = {}
-        """For each replica, its incarnation and its loaded versions."""
+        self._loaded: dict[str, tuple[str, set[str]]] = {}
+        """For each server, the process that it was last, and the versions loaded there."""
 
     def note(self, event: PolicyLoaded | PolicyUnloaded) -> None:
         """Take in an event, in the order of the log."""
-        incarnation, versions = self._held.get(event.replica, ("", set()))
+        process, versions = self._loaded.get(event.replica, ("", set()))
         if isinstance(event, PolicyLoaded):
-            if incarnation != event.incarnation:
+            if process != event.incarnation:
                 versions = set()  # a restarted server has nothing loaded
-            self._held[event.replica] = event.incarnation, versions | {event.version}
-        elif incarnation == event.incarnation:
+            self._loaded[event.replica] = event.incarnation, versions | {event.version}
+        elif process == event.incarnation:
             versions.discard(event.version)
 
     def versions(self) -> set[str]:
         """The versions that at least one server has loaded."""
-        return {v for _, versions in self._held.values() for v in versions}
+        return {v for _, versions in self._loaded.values() for v in versions}
+
+
+class Version(NamedTuple):
+    """A version of the log whose adapter may still be in the object store."""
+
+    step: int
+    version: str
+    adapter: str
+    branch: str
+
+
+class ModelHistory:
+    """What POLICY says about the versions of one model; those whose adapter was removed are left out."""
+
+    def __init__(self) -> None:
+        self.versions: dict[tuple[str, str], Version] = {}
+        """By branch and version."""
+        self.retired: dict[tuple[str, str], int] = {}
+        """Stream time of the retirement of a version in microseconds, by branch and version."""
+        self.holdings = Holdings()
+
+    def note(self, recorded: Recorded[_PolicyEvent]) -> None:
+        """Take in an event, in the order of the log."""
+        match recorded.event:
+            case CheckpointPublished() as event:
+                version = Version(event.step, event.version, event.adapter, event.branch)
+                self.versions[event.branch, event.version] = version
+            case PolicyRetired() as event if event.withdrawn:
+                self.retired.pop((event.branch, event.version), None)
+            case PolicyRetired() as event:
+                self.retired.setdefault((event.branch, event.version), recorded.place.at)
+            case PolicyLoaded() | PolicyUnloaded() as event:
+                self.holdings.note(event)
+
+    def of_branch(self, branch: str) -> list[Version]:
+        """The versions of a branch, oldest first."""
+        return sorted(v for v in self.versions.values() if v.branch == branch)
+
+    def forget(self, version: Version) -> None:
+        """The version's adapter is no longer in the object store."""
+        del self.versions[version.branch, version.version]
+        self.retired.pop((version.branch, version.version), None)
 
 
 class Retention:
@@ -84,16 +126,13 @@ class Retention:
 
     def __init__(self, config: Config, broker: Broker, learners: Mapping[str, Learner]) -> None:
         self._config, self._broker, self._learners = config, broker, learners
-        self._settings = config.retention
-        self._project = config.project
-        self._gone: set[str] = set()
-        """Adapters that are known to be removed from the object store."""
+        self._settings, self._project, self._branch = config.retention, config.project, config.trainer.branch
         self._reconnects = -1
         self._reset()
 
     def _reset(self) -> None:
         """Forget what was read from the log: a power cut may have taken its end."""
-        self._holdings: dict[str, Holdings] = {name: Holdings() for name in self._learners}
+        self._models = {name: ModelHistory() for name in self._learners}
         self._pinned: dict[str, TrajectoryOpened] = {}
         """The openings of the trajectories that were pinned to a version and may be open."""
         self._next_policy = self._next_rollout = 1
@@ -119,101 +158,73 @@ class Retention:
         if reconnects != self._reconnects:
             self._reset()
             self._reconnects = reconnects
+        await self._read_news()
         for name, learner in self._learners.items():
             await self._retire_and_remove(name, learner)
 
     # -- one model -----------------------------------------------------------------------------------------------
 
     async def _retire_and_remove(self, name: str, learner: Learner) -> None:
-        branch, now = self._config.trainer.branch, time.time()
-        checkpoints = await self._checkpoints(model=name, branch=branch)
-        checkpoints.sort(key=lambda e: e.step)
-        needed = await self.needed(name, learner, checkpoints)
-        retired = await self._retired(name)
-        for event in checkpoints:
-            if event.version in needed:
-                if event.version in retired:
-                    await self._publish_retired(event, withdrawn=True)
-            elif event.version not in retired:
-                if await self._adapter_exists(event):
-                    await self._publish_retired(event)
-            elif (
-                event.adapter not in self._gone
-                and retired[event.version] / 1e6 + self._settings.grace_s <= now
-            ):
-                await self._remove(event)
+        now, history = time.time(), self._models[name]
+        versions = history.of_branch(self._branch)
+        needed = await self._needed(name, learner, versions)
+        for version in versions:
+            retired = history.retired.get((version.branch, version.version))
+            if version.version in needed:
+                if retired is not None:
+                    await self._publish_retired(name, version, withdrawn=True)
+            elif retired is None:
+                if await objects.exists(self._broker, streams.ADAPTERS_BUCKET, version.adapter):
+                    await self._publish_retired(name, version)
+                else:
+                    history.forget(version)
+            elif retired / 1e6 + self._settings.grace_s <= now:
+                await self._remove(history, version)
 
-    async def needed(self, name: str, learner: Learner, checkpoints: list[CheckpointPublished]) -> set[str]:
-        """The versions of a model that are needed. `checkpoints` are all of its branch, oldest first."""
-        settings = learner.settings
-        best = learner.checkpoints.best()
-        by_step = {e.step: e.version for e in checkpoints}
-        needed = {by_step[best.step]} if best is not None and best.step in by_step else set()
+    async def _needed(self, name: str, learner: Learner, versions: Sequence[Version]) -> set[str]:
+        """The versions of a model that are needed. `versions` are those of its branch, oldest first."""
+        best = learner.validation.best
+        needed = {v.version for v in versions if best is not None and v.step == best.step}
         promoted: set[str] = set()
-        if self._config.trainer.branch == "main":  # other branches are not served
-            await self._read_news()
+        if self._branch == "main":  # other branches are not served
             last = await self._broker.read_last(PolicyPromoted, project=self._project, model=name)
             if last is not None:
                 promoted = {last.event.version, last.event.other} - {""}
-            needed |= self._holdings[name].versions()
+            needed |= self._models[name].holdings.versions()
             needed |= await self._pins(name)
-        newest = max(self._settings.adapters, settings.max_staleness + 2)
-        return versions_to_keep([e.version for e in checkpoints], newest, needed, promoted)
+        newest = max(self._settings.adapters, learner.settings.max_staleness + 2)
+        return versions_to_keep([v.version for v in versions], newest, needed, promoted)
 
-    async def _checkpoints(self, **keys: Any) -> list[CheckpointPublished]:
-        history = await self._broker.read(CheckpointPublished, project=self._project, **keys)
-        return [r.event for r in history]
-
-    async def _retired(self, name: str) -> dict[str, int]:
-        """For each retired version of this branch, the stream time of its retirement in microseconds."""
-        out: dict[str, int] = {}
-        for recorded in await self._broker.read(PolicyRetired, project=self._project, model=name):
-            event = recorded.event
-            if event.branch != self._config.trainer.branch:
-                continue
-            if event.withdrawn:
-                out.pop(event.version, None)
-            else:
-                out.setdefault(event.version, recorded.place.at)
-        return out
-
-    async def _publish_retired(self, event: CheckpointPublished, *, withdrawn: bool = False) -> None:
+    async def _publish_retired(self, model: str, version: Version, *, withdrawn: bool = False) -> None:
         await self._broker.publish(
             PolicyRetired(
-                project=event.project, model=event.model, version=event.version, branch=event.branch,
+                project=self._project, model=model, version=version.version, branch=version.branch,
                 withdrawn=withdrawn,
             )
         )  # fmt: skip
-        log.info("version retired", version=event.version, withdrawn=withdrawn)
+        log.info("version retired", version=version.version, withdrawn=withdrawn)
 
-    async def _adapter_exists(self, event: CheckpointPublished) -> bool:
-        if event.adapter in self._gone:
-            return False
-        if await objects.exists(self._broker, streams.ADAPTERS_BUCKET, event.adapter):
-            return True
-        self._gone.add(event.adapter)
-        return False
-
-    async def _remove(self, event: CheckpointPublished) -> None:
+    async def _remove(self, history: ModelHistory, version: Version) -> None:
         # Branches that trained an equal adapter share one object.
-        of_all_branches = await self._checkpoints(model=event.model)
-        if not any(e.adapter == event.adapter and e.branch != event.branch for e in of_all_branches):
-            await objects.remove(self._broker, streams.ADAPTERS_BUCKET, event.adapter)
-            log.info("adapter removed", version=event.version, adapter=event.adapter)
-        self._gone.add(event.adapter)
+        others = (v for v in history.versions.values() if v.branch != version.branch)
+        if all(v.adapter != version.adapter for v in others):
+            await objects.remove(self._broker, streams.ADAPTERS_BUCKET, version.adapter)
+            log.info("adapter removed", version=version.version, adapter=version.adapter)
+        history.forget(version)
 
     # -- who needs a version -------------------------------------------------------------------------------------
 
     async def _read_news(self) -> None:
-        """Read the loads, unloads and pinned trajectories that came since the last round."""
-        loads: Sequence[Recorded[PolicyLoaded | PolicyUnloaded]] = await self._broker.read_all(
-            (PolicyLoaded, PolicyUnloaded), start_seq=self._next_policy, project=self._project
-        )
-        for load in loads:
-            if load.event.model in self._holdings:
-                self._holdings[load.event.model].note(load.event)
-            self._next_policy = load.seq + 1
-        more = True
+        """Read the events of versions and the pinned trajectories that came since the last round."""
+        news: Sequence[Recorded[_PolicyEvent]] = await self._broker.read_all(
+            (CheckpointPublished, PolicyLoaded, PolicyUnloaded, PolicyRetired),
+            start_seq=self._next_policy, project=self._project,
+        )  # fmt: skip
+        for recorded in news:
+            if recorded.event.model in self._models:
+                self._models[recorded.event.model].note(recorded)
+            self._next_policy = recorded.seq + 1
+        more = self._branch == "main"
         while more:
             page = await self._broker.read_page(TrajectoryOpened, self._next_rollout, project=self._project)
             for opened in page.events:
@@ -257,14 +268,18 @@ class Retention:
         removed versions. Returns how many."""
         deleted = 0
         for name in self._learners:
-            events: Sequence[Recorded[_Version]] = await self._broker.read_all(
+            events: Sequence[Recorded[_PolicyEvent]] = await self._broker.read_all(
                 (CheckpointPublished, PolicyLoaded, PolicyUnloaded, PolicyRetired, PolicyPromoted),
                 project=self._project,
                 model=name,
             )
             last = max((r.seq for r in events if isinstance(r.event, PolicyPromoted)), default=0)
-            checkpoints = [r.event for r in events if isinstance(r.event, CheckpointPublished)]
-            kept = {e.version for e in checkpoints if await self._adapter_exists(e)}
+            kept = {
+                r.event.version
+                for r in events
+                if isinstance(r.event, CheckpointPublished)
+                and await objects.exists(self._broker, streams.ADAPTERS_BUCKET, r.event.adapter)
+            }
             for recorded in events:
                 event = recorded.event
                 if recorded.place.at >= before_us or recorded.seq == last:

@@ -123,12 +123,11 @@ class Engine(GradientEngine):
         update = self._update(state, optimizer, examples, groups)
         metrics, unchecked_steps = self._measure(state, update)
         metrics["learning_rate"] = float(scheduler.get_last_lr()[0])
-        scheduler.step()
         step = state.step + 1
         history = {s: w for s, w in state.history.items() if s >= step - self.config.max_staleness - 1}
         history[step] = update.weights
         after = TrainState(
-            step, update.weights, optimizer.state_dict(), scheduler.state_dict(), get_rng(), history,
+            step, update.weights, optimizer.state_dict(), get_rng(), history,
             None if update.weights is update.master else update.master, unchecked_steps,
         )  # fmt: skip
         metrics |= self._speed(metrics, time.perf_counter() - began)

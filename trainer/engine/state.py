@@ -42,7 +42,6 @@ class TrainState:
     """The adapter as it is published, in the published type: what samplers load."""
     optimizer: dict[str, Any] | None = None
     """`None` if nothing was trained yet, or the state was lost."""
-    scheduler: dict[str, Any] | None = None
     rng: dict[str, Any] | None = None
     history: dict[int, Weights] = field(default_factory=dict)
     """Published adapters of the newest steps by step, to recompute logprobs at the version that sampled."""

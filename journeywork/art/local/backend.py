@@ -185,7 +185,9 @@ class LocalBackend(RemoteBackend):
         """As `RemoteBackend.train`. The result names the folder of the checkpoint if the installation runs in
         `path`."""
         result = await self._train(model, trajectory_groups, learning_rate, options)
-        folder = self.run_dir(model) / "checkpoints" / model.name / f"step-{result.step:08d}"
+        folder = self.run_dir(model).joinpath(
+            "checkpoints", model.project, "main", model.name, f"step-{result.step:08d}"
+        )
         return LocalTrainResult(result.step, result.metrics, str(folder) if folder.is_dir() else None)
 
     async def train_sft(

@@ -12,5 +12,6 @@ def get_model_step(model: Any, art_path: str) -> int:
     folder = Path(art_path, model.project, "models", model.name)
     # A fine-tuned base model begins anew, in a run directory whose name sorts behind those before it.
     newest = max(folder.glob("journeywork*"), default=folder)
-    steps = (path.name.removeprefix("step-") for path in newest.glob(f"checkpoints/{model.name}/step-*"))
+    checkpoints = newest.joinpath("checkpoints", model.project, "main", model.name)
+    steps = (path.name.removeprefix("step-") for path in checkpoints.glob("step-*"))
     return max((int(step) for step in steps if step.isdigit()), default=0)

@@ -11,6 +11,7 @@ from pipeline.events import Member
 from tests.trainer import kit
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints, Manifest, batch_id, pack, unpack
+from trainer.checkpoints.validation import Validation
 
 
 def manifest(step: int, files: dict[str, bytes]) -> Manifest:
@@ -128,14 +129,8 @@ def test_adapter_files_are_pefts(tmp_path: Path, tiny_base: str) -> None:
         torch.testing.assert_close(loaded(input_ids=ids).logits, engine.model(input_ids=ids).logits)
 
 
-def test_one_validation_reward_does_not_replace_a_best_mean_of_a_hundred(
-    tiny_base: str, tmp_path: Path
-) -> None:
-    from trainer.engine.engine import Engine
-    from trainer.learner import Learner
-
-    config = kit.settings(tiny_base, tmp_path)
-    learner = Learner(config, config.models[0], Engine(tiny_base, config.trainer, tmp_path))
+def test_one_validation_reward_does_not_replace_a_best_mean_of_a_hundred() -> None:
+    validation = Validation(None, 8)
 
     def played(step: int, rewards: list[float]) -> checkpoint.Best | None:
         members = tuple(
@@ -144,13 +139,13 @@ def test_one_validation_reward_does_not_replace_a_best_mean_of_a_hundred(
             )
             for i, r in enumerate(rewards)
         )
-        learner.record_validation(kit.group(f"v{step}", [], members=members))
-        return learner.checkpoints.best()
+        validation.record([kit.group(f"v{step}", [], members=members)])
+        return validation.best
 
     assert played(1, [1.0] * 7) is None  # fewer than best_min_trajectories
     hundred = played(2, [0.0, 1.0, 1.0, 1.0] * 25)
     assert hundred is not None
-    assert (hundred.step, hundred.reward, hundred.trajectories) == (2, 0.75, 100)
+    assert (hundred.step, hundred.reward, hundred.trajectories) == (2, pytest.approx(0.75), 100)
     assert played(3, [1.0]) == hundred
     assert played(4, [0.0, *[1.0] * 7]) == hundred  # 0.875 over 8: within chance
     better = played(5, [0.0, *[1.0] * 99])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import anyio
 import pytest
 
-from pipeline.config import NatsConfig
-from pipeline.events import CheckpointPublished, GroupScored, unpack_seqs
+from pipeline.config import Config, NatsConfig
+from pipeline.events import GroupScored, unpack_seqs
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.kits.power import Power
@@ -15,7 +18,7 @@ from tests.trainer import kit
 from tests.trainer.kit import all_acked, checkpoints, discards, running, steps_reach
 from trainer import service
 from trainer.checkpoints.checkpoint import Checkpoints
-from trainer.checkpoints.commits import TrainerError
+from trainer.checkpoints.commits import LogShrankError, TrainerError
 
 pytestmark = pytest.mark.anyio
 
@@ -23,6 +26,24 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def power(nats_server: NatsServer, tmp_path: Path) -> Power:
     return Power(nats_server, tmp_path)
+
+
+@asynccontextmanager
+async def ended_by_the_cut(config: Config) -> AsyncIterator[None]:
+    """The trainer service, which has to end because its log lost its end in the block."""
+    lines: list[str] = []
+    try:
+        async with running(config):
+            yield
+            with anyio.fail_after(60):
+                await anyio.sleep_forever()
+    except* LogShrankError as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            (error,) = error.exceptions
+        lines = [str(error)]
+    assert lines
+    assert lines[0].startswith("the log lost its end: ")
 
 
 @pytest.mark.parametrize("keep_consumers", [False, True])
@@ -71,24 +92,48 @@ async def test_checkpoints_that_the_log_lost_are_published_again_from_disk(
 async def test_after_a_power_cut_of_the_log_a_running_trainer_trains_new_groups(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power
 ) -> None:
-    """The log's machine alone lost its power; the trainer's connection came back."""
+    """The log's machine alone lost its power. The trainer sees it when its connection is back, ends, and reads the log
+    anew at its next start."""
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
     async with Broker.connect(nats_config):
         pass
     await power.synced()
-    async with Broker.connect(nats_config) as broker, running(config):
-        for i in range(3):
-            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
-        before = await steps_reach(broker, 3)
-        await all_acked(broker)
-        await power.cut()
-        assert await steps_reach(broker, 3) == before  # without waiting for a step
-        await power.cut_again()
-        for i in range(10, 13):
-            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=3)
-        events = await steps_reach(broker, 6)
+    async with Broker.connect(nats_config) as broker:
+        async with ended_by_the_cut(config):
+            for i in range(3):
+                await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+            before = await steps_reach(broker, 3)
+            await all_acked(broker)
+            await power.cut()
+        async with running(config):
+            assert await steps_reach(broker, 3) == before  # without waiting for a step
+            for i in range(10, 13):
+                await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=3)
+            events = await steps_reach(broker, 6)
         assert events[:3] == before
         assert [e.groups for e in events[3:]] == [("g10",), ("g11",), ("g12",)]
+
+
+async def test_a_step_is_not_published_behind_one_that_the_log_lost(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cut comes while a step is computed, before the trainer looks after the log."""
+    monkeypatch.setattr(service, "_RECONNECT_CHECK_S", 3600.0)
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config):
+        pass
+    await power.synced()
+    async with Broker.connect(nats_config) as broker:
+        async with ended_by_the_cut(config):
+            await kit.publish_group(broker, "g0", [0.0, 1.0], seed=0)
+            before = await steps_reach(broker, 1)
+            await all_acked(broker)
+            await power.cut()
+            await kit.publish_group(broker, "g1", [0.0, 1.0], seed=1, step=1)
+        async with running(config):
+            events = await steps_reach(broker, 2)
+        assert events[:1] == before
+        assert events[1].groups == ("g1",)
 
 
 async def test_steps_that_neither_log_nor_disk_holds_are_reported_and_training_continues(
@@ -134,14 +179,3 @@ async def test_a_disk_that_diverged_from_the_log_is_refused(
         await steps_reach(broker, 1)
     with pytest.raises(TrainerError, match="checkpoints of another log"):
         await service.serve(config, lambda **_: None)
-
-
-async def test_checkpoints_from_before_stream_times_still_count(nats_config: NatsConfig) -> None:
-    old = CheckpointPublished(
-        project="p", model="m", step=1, version="m@1", parent="m@0", batch_id="b", groups=("g",),
-        group_seqs=(7).to_bytes(8, "little"), config_hash="", adapter="a", adapter_sha256="", adapter_bytes=0,
-    )  # fmt: skip
-    consumed = service.Consumed()
-    consumed.add_checkpoint(old)
-    assert consumed.has(service.Place(7, 123), "g")
-    assert not consumed.has(service.Place(7, 123), "another group under that number")

@@ -72,7 +72,7 @@ async def test_versions_that_are_needed_are_kept(
         for step in range(1, 13):
             await publish(broker, step)
         await publish(broker, 1, branch="other")
-        learners["tiny"].checkpoints.set_best(Best(2, 0.9, 8))
+        learners["tiny"].validation.best = Best(2, 0.9, 8)
         await broker.publish(
             PolicyPromoted(
                 project="p", model="tiny", version=V[5], action="split", other=V[7], percent=50, request="1"

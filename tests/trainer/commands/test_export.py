@@ -57,7 +57,7 @@ async def test_step_best_exports_the_step_with_the_best_validation_reward(
     with pytest.raises(SystemExit) as none:
         export.main([str(tmp_path / "out"), "--run-dir", str(run_dir), "--step", "best"])
     assert none.value.code == 1
-    Checkpoints(run_dir / "checkpoints" / kit.MODEL).set_best(checkpoint.Best(3, 0.5, 4))
+    Checkpoints(run_dir / "checkpoints" / "p" / "main" / kit.MODEL).set_best(checkpoint.Best(3, 0.5, 4))
     export.main([str(tmp_path / "out"), "--run-dir", str(run_dir), "--step", "best"])
     assert {p.name for p in (tmp_path / "out").iterdir()} == set(checkpoint.ADAPTER_FILES)
 

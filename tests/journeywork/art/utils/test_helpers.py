@@ -19,11 +19,13 @@ def test_the_newest_checkpoint_of_the_newest_base_model_counts(tmp_path: Path) -
     model = SimpleNamespace(name="m", project="p")
     folder = tmp_path / "p" / "models" / "m"
     for step in ("step-00000009", "step-00000011", "step-x", "other"):
-        (folder / "journeywork" / "checkpoints" / "m" / step).mkdir(parents=True)
+        (folder / "journeywork" / "checkpoints" / "p" / "main" / "m" / step).mkdir(parents=True)
     assert get_model_step(model, str(tmp_path)) == 11
     (folder / "journeywork-sft-0001").mkdir()
     assert get_model_step(model, str(tmp_path)) == 0
-    (folder / "journeywork-sft-0001" / "checkpoints" / "m" / "step-00000002").mkdir(parents=True)
+    (folder / "journeywork-sft-0001" / "checkpoints" / "p" / "main" / "m" / "step-00000002").mkdir(
+        parents=True
+    )
     assert get_model_step(model, str(tmp_path)) == 2
 
 

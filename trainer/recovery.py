@@ -1,0 +1,115 @@
+"""What a trainer does at its start: from disk and log to the newest committed step of every model.
+
+A step is written to disk first, then published. So there are three cases:
+
+- The disk is level with the log: continue.
+- The disk is ahead, by one step after a crash, or by several after a power cut that took the end of the log: publish
+  those steps in order.
+- The disk is behind or empty: rebuild from the adapter in the log.
+
+Checkpoints that do not continue the log belong to another log: they are not touched, and the trainer does not start.
+"""
+
+from __future__ import annotations
+
+from anyio.to_thread import run_sync
+
+from pipeline import streams
+from pipeline.events import CheckpointPublished
+from pipeline.log.broker import Broker
+from pipeline.log.subjects import stream_of
+from pipeline.telemetry.logs import get_logger
+from trainer.checkpoints.checkpoint import CheckpointError, Manifest
+from trainer.checkpoints.commits import Commits, TrainerError
+from trainer.learner import Learner
+
+log = get_logger("trainer.recovery")
+
+
+async def recover(commits: Commits, learner: Learner) -> list[CheckpointPublished]:
+    """Bring `learner` to its newest committed step, and publish the checkpoints that only the disk holds. Returns the
+    checkpoints of its model on the log, oldest first.
+
+    Raises `TrainerError` if the disk does not continue the log, and `ConfigError` if the newest step was trained on
+    another base model or with another shape of the adapter."""
+    published = await commits.published(learner.model.name)
+    last = max(published, key=lambda event: event.step, default=None)
+    log_id = await _log_id(commits.broker)
+    unpublished = await run_sync(_unpublished, learner, last, log_id)
+    for manifest in unpublished:
+        archive = await run_sync(learner.adapter_archive, manifest.event.step)
+        await commits.publish(manifest, archive)
+        log.warning("published a checkpoint that the log did not hold", version=manifest.event.version)
+    if unpublished:
+        await run_sync(learner.resume, unpublished[-1].event.step)
+    elif last is not None:
+        await _resume_from(commits, learner, last)
+    await run_sync(learner.checkpoints.set_log_id, log_id)
+    return [*published, *(manifest.event for manifest in unpublished)]
+
+
+async def _log_id(broker: Broker) -> str:
+    """When POLICY was created. It identifies the log: restarts and power cuts of the server do not change it."""
+    info = await broker.stream_info(stream_of(CheckpointPublished))
+    if info.created is None:
+        raise TrainerError(
+            "the NATS server does not report when the stream POLICY was created: use version 2.11 or newer"
+        )
+    return str(info.created.isoformat())
+
+
+async def _resume_from(commits: Commits, learner: Learner, last: CheckpointPublished) -> None:
+    """Load the checkpoint `last`: from disk if it is there, else its adapter from the object store."""
+    try:
+        manifest, _ = await run_sync(learner.checkpoints.read, last.step)
+    except CheckpointError as error:
+        log.warning("no usable checkpoint on disk", version=last.version, reason=str(error))
+    else:
+        if manifest.event.adapter_sha256 == last.adapter_sha256:
+            await run_sync(learner.resume, last.step)
+            await commits.publish_discarded(manifest)
+            return
+    archive = await commits.broker.get_object(streams.ADAPTERS_BUCKET, last.adapter)
+    await run_sync(learner.rebuild, last, archive)
+
+
+def _unpublished(learner: Learner, last: CheckpointPublished | None, log_id: str) -> list[Manifest]:
+    """The manifests of the checkpoints on disk that are newer than `last`, the newest on the log, oldest first. Raises
+    `TrainerError` if they do not continue this log."""
+    last_step = last.step if last else 0
+    manifests: dict[int, Manifest] = {}
+    for step in learner.checkpoints.steps():
+        if step >= last_step:
+            try:
+                manifests[step] = learner.checkpoints.read(step)[0]
+            except CheckpointError as error:
+                log.error("damaged checkpoint skipped", reason=str(error))
+    shared = manifests.pop(last_step, None)
+    if not manifests:
+        return []
+    unpublished = list(manifests.values())
+    first = unpublished[0].event
+    if shared is not None and last is not None and shared.event.adapter_sha256 != last.adapter_sha256:
+        raise _foreign_log(learner, f"{last.version} on disk is not the one on the log")
+    if first.step == last_step + 1 and first.parent != (last.version if last else f"{learner.model.name}@0"):
+        raise _foreign_log(
+            learner, f"{first.version} on disk continues {first.parent}, which is not on the log"
+        )
+    # The log is the right one if its identity was stored or its newest step is on disk.
+    if shared is None and learner.checkpoints.log_id() not in ("", log_id):
+        raise _foreign_log(
+            learner, f"the disk holds step {unpublished[-1].event.step}, the log's newest is {last_step}"
+        )
+    if first.step > last_step + 1:
+        log.error(
+            "steps lost", model=learner.model.name, first=last_step + 1, last=first.step - 1,
+            detail="neither the log nor the disk holds them; training continues from the next step on disk",
+        )  # fmt: skip
+    return unpublished
+
+
+def _foreign_log(learner: Learner, why: str) -> TrainerError:
+    return TrainerError(
+        f"{why}: {learner.checkpoints.folder} holds checkpoints of another log. Point nats.url at their log, or "
+        "use a fresh run_dir."
+    )
