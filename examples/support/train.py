@@ -22,7 +22,7 @@ import anyio.to_thread
 import openai
 
 from examples.common import curve, running, stand_in
-from examples.support.desk import SYSTEM, Ticket, keeps_all_rules, score, ticket
+from examples.support.desk import SYSTEM, keeps_all_rules, score, ticket
 from journeywork import AsyncJourneywork, Trajectory
 
 MODEL = "support"
@@ -59,27 +59,30 @@ async def reply(run: Trajectory, text: str) -> str:
     return answer.choices[0].message.content or ""
 
 
-async def answer_held_out(run: Trajectory, asked: Ticket) -> float:
-    return float(keeps_all_rules(asked, await reply(run, asked.text)))
+async def answer(run: Trajectory, text: str) -> float:
+    """Answer one ticket. Returns 1 if the reply keeps all rules, else 0."""
+    kept = float(keeps_all_rules(text, await reply(run, text)))
+    run.metrics = {"all_rules": kept}
+    return kept
 
 
 async def rehearse(run: Trajectory, text: str) -> None:
     """A training run: its reward is the judge's."""
-    await reply(run, text)
+    await answer(run, text)
 
 
 async def serve_customers(client: AsyncJourneywork, args: argparse.Namespace, shift: str) -> None:
     """Answer customers by whatever version the model's name stands for. Their runs are recorded and never trained."""
     limiter = anyio.CapacityLimiter(CONCURRENCY)
 
-    async def serve(asked: Ticket) -> None:
-        async with limiter, client.trajectory(MODEL, task=asked.text) as run:
-            run.metrics = {"all_rules": float(keeps_all_rules(asked, await reply(run, asked.text)))}
+    async def serve(text: str) -> None:
+        async with limiter, client.trajectory(MODEL, task=text) as run:
+            await answer(run, text)
             run.outcome = "masked"
 
     async with anyio.create_task_group() as tg:
         for number in range(CUSTOMERS):
-            tg.start_soon(serve, ticket(f"customer/{args.seed}/{shift}/{number}"))
+            tg.start_soon(serve, ticket(f"customer/{args.seed}/{shift}/{number}").text)
 
 
 async def rehearsals(client: AsyncJourneywork, args: argparse.Namespace) -> None:
@@ -126,8 +129,8 @@ async def main() -> None:
             await decide(args, "pin", base, "--reason", "in production")
             await serve_customers(client, args, "before")
             await rehearsals(client, args)
-            held_out = [ticket(f"val/{n}") for n in range(args.held_out)]
-            compared = await client.compare(base, last, held_out, answer_held_out, concurrency=CONCURRENCY)
+            held_out = [ticket(f"val/{n}").text for n in range(args.held_out)]
+            compared = await client.compare(base, last, held_out, answer, concurrency=CONCURRENCY)
             if compared.difference.low > 0:
                 await decide(
                     args, "split", last, base, "--percent", "20", "--reason", f"{compared.difference}"
@@ -135,7 +138,7 @@ async def main() -> None:
                 await serve_customers(client, args, "split")
                 await decide(args, "promote", last, "--reason", "the customers of the split had no complaint")
             await serve_customers(client, args, "after")
-    curve.report(args, compared)
+    curve.report(args, compared, metric="all_rules")
     print(running.ask(args.run_dir, ANSWERED_BY, "table"))
 
 

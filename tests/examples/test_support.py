@@ -34,7 +34,7 @@ def test_each_rule_is_broken_alone() -> None:
     }
     for broken, reply in replies.items():
         assert {rule for rule, kept in kept_rules(ASKED.text, reply).items() if not kept} == ({broken} - {""})
-        assert keeps_all_rules(ASKED, reply) == (broken == "")
+        assert keeps_all_rules(ASKED.text, reply) == (broken == "")
         assert score(f"[user] {ASKED.text}", f"[assistant] {reply}\n") == {"": 1.0, "action": 0.6}.get(
             broken, 0.8
         )
@@ -53,7 +53,7 @@ def test_the_teacher_breaks_rules_and_the_tokenizer_knows_its_words() -> None:
     tokenizer = tiny.make_tokenizer(words())
     draw = random.Random(0)
     chats = [taught(ticket(str(n)), draw) for n in range(300)]
-    kept = [keeps_all_rules(ticket(str(n)), chat[-1]["content"]) for n, chat in enumerate(chats)]
+    kept = [keeps_all_rules(ticket(str(n)).text, chat[-1]["content"]) for n, chat in enumerate(chats)]
     assert 0.1 < sum(kept) / len(kept) < 0.4
     for chat in chats[:20]:
         text = tokenizer.apply_chat_template(chat, tokenize=False)
