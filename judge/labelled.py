@@ -16,9 +16,6 @@ from judge.ruler.conversations import Conversation
 from judge.ruler.transcripts import Transcript
 from pipeline.config import ConfigError
 
-TIE = 1e-6
-"""Rewards that differ by at most this are equal."""
-
 
 class GroupMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One trajectory of a group."""
@@ -128,7 +125,7 @@ def measure_agreement(groups: Sequence[tuple[Mapping[str, float], Mapping[str, f
     for truth, scores in groups:
         names = sorted(truth)
         signs = [
-            (sign(truth[a] - truth[b], TIE), sign(scores[a] - scores[b], TIE))
+            (sign(truth[a] - truth[b]), sign(scores[a] - scores[b]))
             for i, a in enumerate(names)
             for b in names[i + 1 :]
         ]
@@ -139,7 +136,7 @@ def measure_agreement(groups: Sequence[tuple[Mapping[str, float], Mapping[str, f
         pairs += differing
         right += sum((1 + t * s) / 2 for t, s in signs if t)
         true_mean, score_mean = fmean(truth.values()), fmean(scores[n] for n in names)
-        sides = [(sign(truth[n] - true_mean, TIE), sign(scores[n] - score_mean, TIE)) for n in names]
+        sides = [(sign(truth[n] - true_mean), sign(scores[n] - score_mean)) for n in names]
         counted += sum(t != 0 for t, _ in sides)
         flips += sum(t * s < 0 for t, s in sides)
     return Agreement(

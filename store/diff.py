@@ -22,12 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config import ConfigError
+from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.running.runs import run_settings
 from store.reading import sql
 from store.storage import StoreError
-
-TOLERANCE = 1e-6
-"""Rewards that differ by less count as equal, as in training."""
 
 _KEYS = ("branch", "judge", "judge_model")
 
@@ -69,13 +67,13 @@ def _ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _signs(values: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Return the sign of each advantage; 0 within `TOLERANCE`."""
+    """Return the sign of each advantage; 0 within `REWARD_TOLERANCE`."""
     centered = values - values.mean()
-    return np.where(np.abs(centered) <= TOLERANCE, 0, np.sign(centered)).astype(np.int64)
+    return np.where(np.abs(centered) <= REWARD_TOLERANCE, 0, np.sign(centered)).astype(np.int64)
 
 
 def _has_no_variance(values: npt.NDArray[np.float64]) -> bool:
-    return bool(values.max() - values.min() <= TOLERANCE)
+    return bool(values.max() - values.min() <= REWARD_TOLERANCE)
 
 
 def compare(a: dict[str, dict[str, float]], b: dict[str, dict[str, float]]) -> dict[str, Any]:

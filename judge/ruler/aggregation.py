@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.events.types import REWARD_TOLERANCE
+
 _RIDGE = 2.0
 """Regularisation towards no position effect, in units of groups judged twice."""
 _DECAY = 0.995
@@ -151,19 +153,19 @@ def _difference(a: Mapping[str, float], b: Mapping[str, float]) -> float:
     return sum(abs(a[n] - b[n]) for n in shared) / len(shared) if shared else 0.0
 
 
-def pairwise_agreement(a: Mapping[str, float], b: Mapping[str, float], tie: float = 1e-6) -> float | None:
+def pairwise_agreement(a: Mapping[str, float], b: Mapping[str, float]) -> float | None:
     """Return the share of pairs that both put into the same order; a pair tied in one only counts half. `None`
     without pairs."""
     names = sorted(a.keys() & b.keys())
     agreed, pairs = 0.0, 0
     for i, x in enumerate(names):
         for y in names[i + 1 :]:
-            first, second = sign(a[x] - a[y], tie), sign(b[x] - b[y], tie)
+            first, second = sign(a[x] - a[y]), sign(b[x] - b[y])
             pairs += 1
             agreed += 1.0 if first == second else 0.5 if 0 in (first, second) else 0.0
     return agreed / pairs if pairs else None
 
 
-def sign(value: float, tie: float) -> int:
-    """Return -1, 0 or 1; 0 for an absolute value of at most `tie`."""
-    return 0 if abs(value) <= tie else (1 if value > 0 else -1)
+def sign(difference: float) -> int:
+    """Return -1, 0 or 1; 0 for an absolute value of at most `REWARD_TOLERANCE`."""
+    return 0 if abs(difference) <= REWARD_TOLERANCE else (1 if difference > 0 else -1)

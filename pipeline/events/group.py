@@ -196,8 +196,6 @@ class GroupLabeled(Event, frozen=True, kw_only=True, tag="group.labeled"):
     group: str
     model: str
     labels: tuple[Label, ...]
-    ranked: bool = False
-    """Whether the person ranked the trajectories: then only the order of the scores means anything."""
     by: str = ""
     """Who labelled: the name of the API key, or what the caller said where there are no keys."""
     source: str = ""

@@ -24,6 +24,9 @@ StreamSeqs = Annotated[bytes, msgspec.Meta(extra={"column": "list<int64>"})]
 Json = Annotated[bytes, msgspec.Meta(extra={"column": "json"})]
 """A JSON document, UTF-8, as it went over the wire."""
 
+REWARD_TOLERANCE = 1e-6
+"""Rewards that differ by at most this are equal: sums of a judge's scores carry rounding errors."""
+
 MAX_NUMBER = 1e15
 """Largest absolute value of a reward or metric. Sums and products of a few such numbers are finite."""
 

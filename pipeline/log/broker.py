@@ -52,10 +52,9 @@ _WRONG_LAST_SEQUENCE = 10071
 _SKIPPED_REMEMBERED = 10_000
 # As plain text: an enumeration's member prints as its name.
 _MSG_ID = api.Header.MSG_ID.value
-EXPECTED_LAST_SEQ = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
-"""Header of a publish: the sequence of the last message on its subject. If it is another, the publish has no effect,
-and its acknowledgement is that of the same payload after it, else of the last message after it, as a duplicate. Such a
-publish carries no message id, which the server would keep in memory for the stream's deduplication window."""
+_EXPECTED_LAST_SEQ = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
+"""Header of a publish on a condition: the sequence of the last message on its subject. Such a publish carries no
+message id, which the server would keep in memory for the stream's deduplication window."""
 _RETRY = streams.RETRY_HEADER.encode()
 _HEADERS_MARGIN = 4096
 _OTHER_SERVERS_S = 0.5
@@ -173,9 +172,9 @@ class Broker(Reader):
     ) -> Ack:
         """Publish `event` and return once the server acknowledged it; safe to repeat. `form`: how the log shall hold an
         exchange (`pipeline.log.exchanges`). `after`: the sequence of the newest message on its subject that the caller
-        has read, 0 if there is none. If there is a newer one, nothing is published, and the acknowledgement is that
-        message's, as a duplicate. `message_id`, without `after`: another than the event's own, for an event that the
-        log held before and lost.
+        has read, 0 if there is none. If there is a newer one, nothing is published, and the acknowledgement has
+        `duplicate=True` and the sequence of that message, or of the event itself if an earlier attempt published it.
+        `message_id`, without `after`: another than the event's own, for an event that the log held before and lost.
 
         Retries while the log is unavailable, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
         subject, payload = event.subject(), encode(form or event)
@@ -185,8 +184,8 @@ class Broker(Reader):
         if event.unique_subject:
             after = 0
         if after is not None:
-            sent[EXPECTED_LAST_SEQ] = str(after)
-        if EXPECTED_LAST_SEQ not in sent:
+            sent[_EXPECTED_LAST_SEQ] = str(after)
+        if _EXPECTED_LAST_SEQ not in sent:
             sent[_MSG_ID] = message_id or event.message_id()
         ack = await self._publish_until_acked(subject, payload, sent)
         counts.published[wire_name(event)] += 1
@@ -200,7 +199,7 @@ class Broker(Reader):
         been deleted since: needed where readers delete messages."""
         if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
             payload = await self._check_in(subject, payload, "")
-        sent = {**headers, EXPECTED_LAST_SEQ: "0"}
+        sent = {**headers, _EXPECTED_LAST_SEQ: "0"}
         if message_id:
             sent[_MSG_ID] = message_id
         return await self._publish_until_acked(subject, payload, sent, replace_undecodable=False)
@@ -240,7 +239,7 @@ class Broker(Reader):
         """Return an acknowledgement of the message that was on the subject before ours: our own, if an earlier attempt
         arrived, whatever others published after it. None if there is none that counts: then the expected last
         sequence in `headers` is corrected, and the publish can be repeated."""
-        stream, expected = streams.stream_of_subject(subject), int(headers[EXPECTED_LAST_SEQ])
+        stream, expected = streams.stream_of_subject(subject), int(headers[_EXPECTED_LAST_SEQ])
         found: int | None = None
         last = expected
         async for message in self.messages(stream, expected + 1, subject=subject):
@@ -256,7 +255,7 @@ class Broker(Reader):
         if last == expected:  # the expected message was deleted, or retention removed it
             before = await self.leader_get(stream, {"last_by_subj": subject})
             last = before.seq if before is not None else 0
-        headers[EXPECTED_LAST_SEQ] = str(last)
+        headers[_EXPECTED_LAST_SEQ] = str(last)
         return None
 
     async def _check_in(self, subject: str, payload: bytes, event: str) -> bytes:

@@ -119,7 +119,6 @@ class GroupRoutes:
             labels=tuple(
                 Label(trajectory=one.trajectory, score=one.score, comment=one.comment) for one in body.labels
             ),
-            ranked=body.ranked,
             by=access.owner or body.by,
             source=body.source,
             request=body.request or new_id("l"),

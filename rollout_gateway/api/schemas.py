@@ -90,7 +90,6 @@ class GroupLabels(Body, frozen=True, kw_only=True):
     """Body of `POST /v1/groups/{group}/label`: a person's scores of trajectories of the group."""
 
     labels: Annotated[list[TrajectoryLabel], Meta(min_length=1, max_length=1024)]
-    ranked: bool = False
     by: By = ""
     source: Annotated[str, Meta(max_length=MAX_NAME)] = ""
     request: RequestId = ""

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from pipeline.events import ExchangeRecorded, TrajectoryOpened
-from pipeline.log.broker import EXPECTED_LAST_SEQ, BrokerError, HistoryGoneError
+from pipeline.log.broker import BrokerError, HistoryGoneError
 from pipeline.log.messages import Page
 from pipeline.log.subjects import subject_filter
 from pipeline.telemetry.logs import get_logger
@@ -194,10 +194,10 @@ class Trajectory:
 
         Raises `BrokerError` if the log refuses the event although `recorded` is up to date."""
         known = self.recorded
-        headers = {"traceparent": traceparent, EXPECTED_LAST_SEQ: str(known.last_stream_seq)}
         broker = self.log.broker
         form = broker.exchanges.shortest(event)
-        ack = await broker.publish(event, headers, form=form)
+        headers = {"traceparent": traceparent}
+        ack = await broker.publish(event, headers, form=form, after=known.last_stream_seq)
         # A duplicate: the condition did not hold. What was written after the known message may be this event, by an
         # earlier attempt of this publish whose acknowledgement was lost.
         published = not ack.duplicate or await self._is_at(event, ack.seq)

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from pipeline.events import CheckpointPublished, GroupAdmitted, GroupAhead, GroupDiscarded, now_us
-from pipeline.log.broker import EXPECTED_LAST_SEQ, Broker, Recorded
+from pipeline.log.broker import Broker, Recorded
 from pipeline.log.follow import follow_events
 from pipeline.log.subjects import stream_of
 from rollout_gateway.http.errors import ApiError
@@ -134,7 +134,7 @@ class Pacing:
             group=group,
             ahead=tuple(GroupAhead(group=name, at=at) for name, at in state.groups.items()),
         )
-        await self._broker.publish(event, {EXPECTED_LAST_SEQ: str(state.last_seq)})
+        await self._broker.publish(event, after=state.last_seq)
         await self._read(model, state)
 
     async def _read(self, model: str, state: _Model) -> None:

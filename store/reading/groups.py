@@ -59,7 +59,7 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
         chosen,
     )
     labels = history.rows(
-        'SELECT unnest(labels, recursive := true), ranked, "by", source, "at" FROM group_labeled '
+        'SELECT unnest(labels, recursive := true), "by", source, "at" FROM group_labeled '
         'WHERE "group" = $group ORDER BY "at"',
         chosen,
     )

@@ -16,12 +16,11 @@ import numpy as np
 
 from pipeline.config import TrainerConfig
 from pipeline.events import GroupScored, Member
+from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.log.broker import Delivery
 from pipeline.log.messages import Place
 from trainer.batches.sequences import TokenSequence
 
-EQUAL = 1e-6
-"""Rewards that differ by no more than this are equal: a judge's sums carry rounding errors."""
 _STD_FLOOR = 1e-4
 
 Reason = Literal["too_small", "no_variance", "stale", "history_gone", "validation", "repeated", "too_large"]
@@ -84,7 +83,7 @@ class TrainingGroup:
                 "too_small", f"{len(members)} scored member(s) in the training split; at least 2 are needed"
             )
         rewards = [m.reward for m in members]
-        if max(rewards) - min(rewards) <= EQUAL:
+        if max(rewards) - min(rewards) <= REWARD_TOLERANCE:
             return Refusal("no_variance", f"all {len(members)} rewards are {rewards[0]:.6g}")
         newest = max(m.last_step for m in members)
         if step - newest > bound:

@@ -1,7 +1,10 @@
 """Views of groups: what was scored, by whom, at what cost."""
 
+# ruff: noqa: S608 - the only value put into SQL here is a constant
+
 from __future__ import annotations
 
+from pipeline.events.types import REWARD_TOLERANCE
 from store.reading.views.view import View, documented
 
 GROUPS = View(
@@ -26,7 +29,7 @@ GROUPS = View(
         decided_at="When the group was scored, or else discarded, UTC.",
         stream_seq="Sequence of the event in GROUPS.",
     ),
-    """
+    f"""
         WITH scored AS (
           SELECT *, [m.reward FOR m IN members IF m.outcome = 'scored'] AS rewards FROM group_scored
         ), discarded AS (
@@ -41,7 +44,8 @@ GROUPS = View(
           CASE WHEN s.project IS NULL THEN 'discarded' ELSE 'scored' END AS status, s.judge,
           coalesce(len(s.members), 0) AS size, list_avg(s.rewards) AS reward_mean,
           list_min(s.rewards) AS reward_min, list_max(s.rewards) AS reward_max,
-          CASE s.split WHEN 'train' THEN list_max(s.rewards) - list_min(s.rewards) > 1e-6 END AS has_signal,
+          CASE s.split WHEN 'train' THEN list_max(s.rewards) - list_min(s.rewards) > {REWARD_TOLERANCE} END
+            AS has_signal,
           s.closed_by, s.origin, s.offline, coalesce(d.discarded, 0) AS discarded, d.reason, d."by" AS decided_by,
           coalesce(s."at", d."at") AS decided_at, coalesce(s.log_seq, d.log_seq) AS stream_seq
         FROM scored s FULL JOIN discarded d
@@ -130,9 +134,8 @@ LABELS = View(
     "labels",
     "One row per trajectory that a person scored, with the judge's score of it.",
     documented(
-        "project model group_id trajectory score ranked comment labeled_by source labeled_at judge_model judge_score",
+        "project model group_id trajectory score comment labeled_by source labeled_at judge_model judge_score",
         score="The person's score from 0 to 1.",
-        ranked="Whether the person ranked the group: then only the order of the scores means anything.",
         comment="The person's words.",
         labeled_by="Who labelled.",
         source="Where the label was given, such as `dashboard`.",
@@ -145,7 +148,7 @@ LABELS = View(
           SELECT project, group_id, trajectory, judge_model, avg(score) AS judge_score FROM verdicts
           WHERE branch = 'main' AND group_id IN (SELECT "group" FROM group_labeled) GROUP BY ALL
         )
-        SELECT e.project, e.model, e."group" AS group_id, e.l.trajectory AS trajectory, e.l.score AS score, e.ranked,
+        SELECT e.project, e.model, e."group" AS group_id, e.l.trajectory AS trajectory, e.l.score AS score,
           e.l.comment AS comment, e."by" AS labeled_by, e.source, e."at" AS labeled_at, j.judge_model, j.judge_score
         FROM each e LEFT JOIN judged j
           ON j.project = e.project AND j.group_id = e."group" AND j.trajectory = e.l.trajectory

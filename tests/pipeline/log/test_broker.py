@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.events import DeadLettered, ExchangeRecorded, TrajectoryCompleted, pack_ids, pack_logprobs
-from pipeline.log.broker import EXPECTED_LAST_SEQ, Broker
+from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.kits.log import read_stream
 
@@ -46,7 +46,7 @@ async def test_only_a_publish_without_a_condition_has_a_message_id(nats_config: 
     async with Broker.connect(nats_config) as broker:
         acks = [
             await broker.publish(completed()),
-            await broker.publish(exchange(), {EXPECTED_LAST_SEQ: "0"}),
+            await broker.publish(exchange(), after=0),
             await broker.publish(exchange("t2")),
         ]
         messages = [await broker.leader_get("ROLLOUTS", {"seq": ack.seq}) for ack in acks]
@@ -59,11 +59,11 @@ async def test_a_repeated_publish_finds_its_own_message_behind_which_others_came
 ) -> None:
     async with Broker.connect(nats_config) as broker:
         event = exchange(seq=0)
-        first = await broker.publish(event, {EXPECTED_LAST_SEQ: "0"})
-        last = await broker.publish(exchange(seq=1), {EXPECTED_LAST_SEQ: str(first.seq)})
-        again = await broker.publish(event, {EXPECTED_LAST_SEQ: "0"})
+        first = await broker.publish(event, after=0)
+        last = await broker.publish(exchange(seq=1), after=first.seq)
+        again = await broker.publish(event, after=0)
         assert (again.seq, again.duplicate) == (first.seq, True)
-        other = await broker.publish(exchange(seq=2), {EXPECTED_LAST_SEQ: "0"})
+        other = await broker.publish(exchange(seq=2), after=0)
         assert (other.seq, other.duplicate) == (last.seq, True)
 
 

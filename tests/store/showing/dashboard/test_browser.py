@@ -117,7 +117,7 @@ def test_a_lineage_is_followed_from_a_checkpoint_to_tokens_and_back(page: Page) 
     assert '"batch_id": "b1"' in page.locator("pre").inner_text()
 
 
-def test_a_group_is_scored_and_ranked(page: Page, run: Living) -> None:
+def test_a_group_is_scored(page: Page, run: Living) -> None:
     where = f"group/{quote(GROUPS[1], safe='')}"
     page.goto(f"/{where}")
     page.fill("input[name^='score:'] >> nth=0", "0.75")
@@ -126,13 +126,13 @@ def test_a_group_is_scored_and_ranked(page: Page, run: Living) -> None:
     page.click("text=Record the label")
     page.wait_for_url("**labeled=1")
     for number in range(MEMBERS):
-        page.fill(f"input[name^='place:'] >> nth={number}", str(MEMBERS - number))
+        page.fill(f"input[name^='score:'] >> nth={number}", str(number / (MEMBERS - 1)))
     page.click("text=Record the label")
     page.wait_for_url(f"**labeled={MEMBERS}")
     run.until(f"{where}.json", lambda data: sum(len(m["labels"]) for m in data["members"]) == 1 + MEMBERS)
     page.goto(f"/{where}")
     assert page.locator("text=ada: 0.75, a good opening").count() == 1
-    assert page.locator("text=a person: ranked 1.00").count() == 1
+    assert page.locator("text=a person: 1.00").count() == 1
     rows = run.until("judge.json", lambda data: data["agreement"])["agreement"]
     assert [(row["judge_model"], row["pairs"], row["share"]) for row in rows] == [("judge/1", 3, 0.0)]
 
