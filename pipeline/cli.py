@@ -27,10 +27,12 @@ import anyio
 import anyio.abc
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 
 from pipeline import streams
 from pipeline.commands import SDK, run_module
 from pipeline.config import Config, ConfigError, load, save, with_values
+from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running import environment, run_lock, status
 from pipeline.running.plan import SERVICES, ProcessSpec, make_plan, nats_command, vllm_command
@@ -310,6 +312,7 @@ async def _supervise(
         console.print(ready, soft_wrap=True)
         if "ui" in supervisor.watched:
             console.print(f"the dashboard is at [bold]http://{config.ui.host}:{config.ui.port}[/]")
+        console.print(memory.retention(config.nats), soft_wrap=True)
         for alarm in supervisor.alarms:
             console.print(f"[bold red]alarm[/] {alarm}")
         tg.start_soon(terminal.show)
@@ -324,6 +327,8 @@ def _ready(config: Config, services: Sequence[str]) -> str:
 
 def _report(terminal: Terminal, watched: Watched) -> None:
     terminal.say(f"{watched.spec.name:<10} {watched.state:<9} pid {watched.pid}")
+    for error in watched.errors:
+        terminal.say(f"[bold red]{watched.spec.name}[/] {escape(error)}")
 
 
 def _status(args: argparse.Namespace) -> None:

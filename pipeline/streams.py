@@ -106,6 +106,8 @@ TIMERS = StreamSpec(
 its group open."""
 TIMER_SET, TIMER_DUE = "timer.set", "timer.due"
 """Prefixes of the subjects of a timer that is set, and of one that is due."""
+MEMORY_SHARES = {"ROLLOUTS": 0.8, "GROUPS": 0.2}
+"""The streams whose subjects grow with the number of runs, and their shares of `nats.max_memory`."""
 CLAIMS_SHARE = 0.25
 """The size of a stream's bucket of large events, as a share of the stream's own share and in addition to it."""
 

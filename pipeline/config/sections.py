@@ -35,6 +35,11 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     max_bytes: Natural = 0
     """Bytes that all streams and buckets may use on the disk; docs/streams.md has the share of each. 0: half of the
     free space for the server that `journeywork up` starts, no limit for other servers."""
+    max_memory: Natural = 0
+    """Bytes of memory that the NATS server may use for the subjects of runs and groups, 560 bytes each. Above it the
+    supervisor deletes the oldest events that the judge, the trainer and the store have read, so the log keeps them for
+    less than `rollouts_max_age_h`. 0: an eighth of the machine's memory for the server that `journeywork up` starts, no
+    limit for other servers."""
     rollouts_max_age_h: Positive = 48.0
     """Age in hours at which the log deletes the events of runs. History is kept in the store. A trajectory that was
     opened longer ago takes no calls, can't be completed and is not trained, and its id is not reused. An alarm is

@@ -18,6 +18,7 @@
 | `connections` | the connections of this process, for a change of `nats.url` |
 | `provision` | create and update streams, consumers and buckets |
 | `health` | whether the log takes writes, and how full it is |
+| `memory` | bounds the memory of the NATS server by deleting the oldest events |
 | `unwritten` | alarms about events that the store has not written |
 | `credentials` | authentication and TLS of a connection |
 | `retry` | which errors pass by themselves; calls repeated until then |

@@ -249,6 +249,10 @@ class StreamReader:
         info = await self._subjects_info(stream, {"subjects_filter": subject})
         return int((info["state"].get("subjects") or {}).get(subject, 0))
 
+    async def count_subjects(self, stream: str) -> int:
+        """Return how many subjects of a stream hold a message; nats-py's description of a stream lacks it."""
+        return int((await self._subjects_info(stream, {}))["state"].get("num_subjects", 0))
+
     async def _subjects_info(self, stream: str, request: dict[str, Any]) -> dict[str, Any]:
         data = await self._request(f"STREAM.INFO.{stream}", request, f"the list of subjects of {stream}")
         info: dict[str, Any] = msgspec.json.decode(data)

@@ -18,7 +18,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -121,6 +121,12 @@ class LogFile:
                 break
         self._file.seek(at)
 
+    def skip_to(self, offset: int) -> None:
+        """Leave out what lies before byte `offset`."""
+        if self._open():
+            assert self._file is not None
+            self._file.seek(offset)
+
     def entries(self) -> Iterator[Entry]:
         """The complete lines from where the last call ended, also those of the file that took its name."""
         while True:
@@ -201,6 +207,18 @@ class Logs:
         """What was written since the last call, also to files that are new, in the order of time."""
         self._find()
         return sorted(self.entries(), key=lambda entry: entry.at)
+
+
+def errors(path: Path, offset: int, most: int = 5) -> list[str]:
+    """Return the first line of each error from byte `offset` of a log on, the newest `most` of them."""
+    file = LogFile(path)
+    file.skip_to(offset)
+    try:
+        found = [e for e in file.entries() if e.level in ("error", "critical")]
+    finally:
+        file.close()
+    lines = [shown(replace(e, text=e.text.partition("\n")[0]), 0).plain for e in found[-most:]]
+    return [line.partition(f"{file.service} ")[2] for line in lines]
 
 
 def shown(entry: Entry, width: int) -> Text:

@@ -309,6 +309,8 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         # consumers.
         values = {
             "nats.max_bytes": config.nats.max_bytes or log_bytes(config.path("nats")),
+            "nats.max_memory": config.nats.max_memory
+            or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8,
             "nats.users": config.nats.users or str(config.path("keys").absolute()),
             "nats.nkey_seed": "", "nats.credentials": "", "nats.provision": False,
         }  # fmt: skip

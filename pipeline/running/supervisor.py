@@ -18,13 +18,15 @@ import anyio
 import anyio.abc
 import httpx
 import msgspec
+import nats.errors
 
 from pipeline import streams
 from pipeline.backoff import Backoff
 from pipeline.config import Config, save
 from pipeline.files import write_whole
+from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError, BrokerUnavailableError
-from pipeline.running import child, environment, liveness
+from pipeline.running import child, environment, liveness, log_files
 from pipeline.running.plan import ProcessSpec
 from pipeline.running.run_lock import private
 from pipeline.security import signing
@@ -36,6 +38,7 @@ BACKOFF_FIRST_S, BACKOFF_MAX_S, HEALTHY_AFTER_S = 0.25, 30.0, 60.0
 GIVE_UP_AFTER = 5
 """Failed starts in a row after which a process that never worked ends the installation."""
 PROBE_EVERY_S = 0.1
+TRIM_EVERY_S = 10.0
 DRAIN_S = 60.0
 STOP_ORDER = ("ui", "gateway", "sampler", "judge", "trainer", "telemetry", "store", "vllm", "nats")
 
@@ -55,6 +58,10 @@ class Watched:
     pid: int = 0
     restarts: int = 0
     ever_ready: bool = False
+    log_begin: int = 0
+    """Size of its log, in bytes, when it was started."""
+    errors: tuple[str, ...] = ()
+    """The errors in its log since then, when it became ready or ended."""
     process: anyio.abc.Process | None = None
 
 
@@ -162,6 +169,7 @@ class Supervisor:
             "PYTHONFAULTHANDLER": "1",
         }
         with (self._logs / f"{spec.name}.log").open("ab") as sink:
+            watched.log_begin = sink.tell()
             process, read_end = await child.launch(
                 spec.argv, env=env, sink=sink, handles=self._inherit, reports=not spec.probe
             )
@@ -204,8 +212,23 @@ class Supervisor:
             if watched is not None and watched.state == "ready":
                 await self._end(watched, reason)
 
-        with anyio.CancelScope() as self._probing:
+        async with anyio.create_task_group() as tg:
+            self._probing = tg.cancel_scope
+            if self.config.nats.max_memory:
+                tg.start_soon(self._bound_memory)
             await self._log_probe.watch(lost)
+
+    async def _bound_memory(self) -> None:
+        """Delete the oldest events while the log's server needs more memory than `nats.max_memory`."""
+        while True:
+            try:
+                async with Broker.connect(self.config.nats, name="supervisor", provision=False) as broker:
+                    while True:
+                        await memory.trim(broker, self.config.nats.max_memory)
+                        await anyio.sleep(TRIM_EVERY_S)
+            except (BrokerError, nats.errors.Error) as error:
+                log.warning("the log's memory was not checked; trying again", exc=error)
+            await anyio.sleep(TRIM_EVERY_S)
 
     async def _end(self, watched: Watched, reason: str) -> None:
         """Kill a process that hangs; `_keep` starts it again."""
@@ -301,6 +324,11 @@ class Supervisor:
 
     def _change(self, watched: Watched, state: str) -> None:
         watched.state = state
+        watched.errors = ()
+        if state in ("ready", "backoff"):
+            watched.errors = tuple(
+                log_files.errors(self._logs / f"{watched.spec.name}.log", watched.log_begin)
+            )
         log.info("process", process=watched.spec.name, state=state, pid=watched.pid)
         self._write_state()
         if self._on_change is not None:

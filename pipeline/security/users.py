@@ -53,8 +53,8 @@ class User:
     sets_timers: bool = False
     """Whether it may set and cancel timers of groups."""
     provisions: bool = False
-    """Whether it may create and update streams, consumers and buckets, and delete single messages, but never whole
-    streams."""
+    """Whether it may create and update streams, consumers and buckets, and delete single messages and the oldest events
+    (`pipeline.log.memory`), but never whole streams."""
 
 
 USERS: tuple[User, ...] = (
@@ -204,7 +204,10 @@ def rights(user: User) -> Rights:
     if user.provisions:
         publish += [f"{api}STREAM.{verb}.*" for verb in ("CREATE", "UPDATE", "INFO")]
         publish += [f"{api}CONSUMER.{verb}.*.>" for verb in ("CREATE", "DURABLE.CREATE", "INFO")]
-        publish.append(f"{api}STREAM.MSG.DELETE.DEAD")
+        publish += [
+            f"{api}STREAM.MSG.DELETE.DEAD",
+            *(f"{api}STREAM.PURGE.{s}" for s in streams.MEMORY_SHARES),
+        ]
     return Rights(tuple(publish), tuple(deny), (f"{inbox_prefix(user.name)}.>",))
 
 

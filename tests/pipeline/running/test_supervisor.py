@@ -101,6 +101,34 @@ async def test_a_process_that_never_works_is_an_error_with_its_last_words(tmp_pa
     assert "no such base model" in str(error)
 
 
+async def test_errors_of_a_start_are_told_with_its_state(tmp_path: Path) -> None:
+    """Those of the present start only, whether it works or not."""
+    told: list[tuple[str, tuple[str, ...]]] = []
+    flag = tmp_path / "failed"
+    code = f"""
+import pathlib, sys
+from pipeline.telemetry import logs
+logs.configure("judge")
+flag = pathlib.Path({str(flag)!r})
+if not flag.exists():
+    flag.touch()
+    logs.get_logger("judge").error("no such model", model="x")
+    sys.exit(1)
+logs.get_logger("judge").error("no library", name="wandb")
+"""
+    supervisor = Supervisor(
+        config(tmp_path),
+        [service("judge", code + SERVICE)],
+        on_change=lambda w: told.append((w.state, w.errors)),
+    )
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tg:
+            await tg.start(supervisor.run)
+            supervisor.stop()
+    assert ("backoff", ("no such model model=x",)) in told
+    assert ("ready", ("no library name=wandb",)) in told
+
+
 async def test_a_child_dies_with_a_killed_supervisor(tmp_path: Path) -> None:
     code = f"""
 import anyio, sys
