@@ -168,6 +168,7 @@ def make_member(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> 
         outcome=outcome,
         split=event.split,
         components=dict(rewards.components.get(event.trajectory, event.rewards)),
+        metrics=event.metrics,
         exchanges=event.exchanges,
         first_step=event.first_step,
         last_step=event.last_step,

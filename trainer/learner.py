@@ -20,7 +20,7 @@ from pipeline import crash
 from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, config_hash, with_values
 from pipeline.config.overrides import convert
 from pipeline.config.trainer import OptimizerConfig
-from pipeline.events import CheckpointPublished, GroupDiscarded, TrainingBatch, now_us, pack_seqs
+from pipeline.events import CheckpointPublished, GroupDiscarded, Member, TrainingBatch, now_us, pack_seqs
 from pipeline.names import version_name
 from pipeline.sampling import sampling_of
 from pipeline.telemetry.logs import get_logger
@@ -269,7 +269,17 @@ def _group_metrics(
         "trajectories": float(len(members)),
         "tokens_stale": float(sum(g.stale_tokens for g in batch)),
         "tokens_left_out": float(sum(g.left_out.total() for g in batch)),
+        **_run_metrics(members),
     }
+
+
+def _run_metrics(members: Sequence[Member]) -> dict[str, float]:
+    """Return the mean of each metric that agents gave to runs, over the runs that have it, as `run/<name>`."""
+    values: dict[str, list[float]] = {}
+    for member in members:
+        for name, value in member.metrics.items():
+            values.setdefault(f"run/{name}", []).append(value)
+    return {name: float(np.mean(found)) for name, found in values.items()}
 
 
 def _too_large(

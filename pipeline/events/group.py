@@ -57,6 +57,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int = 0
     completed_seq: int = 0
     """Stream sequence of the member's `rollout.completed`."""
+    metrics: dict[str, float] = {}
+    """The agent's metrics of the run. Checkpoints hold their means as `run/<name>`."""
 
 
 class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):

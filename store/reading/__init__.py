@@ -5,6 +5,8 @@
 | `views` | the documented views |
 | `sql` | DuckDB over the lake; `journeywork sql` |
 | `history` | one DuckDB over the views, refreshed as files appear |
+| `state` | what runs of it on this machine |
+| `summary` | a run in four sentences |
 | `overview` | a run as a whole: counts, curves; two branches compared |
 | `groups` | groups, one group |
 | `trajectories` | trajectories, one trajectory with its calls and tokens |

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -25,6 +26,17 @@ def part(value: Any, *path: str | int) -> Any:
         except (KeyError, IndexError, TypeError):
             return None
     return value
+
+
+def sent(request: str | None) -> list[Any]:
+    """The messages of a recorded request."""
+    return part(parsed(request), "messages") or []
+
+
+def after(before: list[Any], later: list[Any]) -> list[Any]:
+    """The messages of `later` that follow those which it has in common with `before` from the beginning on."""
+    pairs = zip(before, later, strict=False)
+    return later[sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
 
 
 def message(sent: Any) -> Row:

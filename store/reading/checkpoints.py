@@ -12,6 +12,7 @@ from store.reading.overview import models
 _COLUMNS = {
     "published": "published_at", "step": "step", "version": "version", "branch": "branch", "parent": "parent",
     "groups": "groups", "loss": "metrics['loss']", "kl": "metrics['kl']", "entropy": "metrics['entropy']",
+    "reward": "coalesce(metrics['reward_mean_all'], metrics['reward_mean'])",
 }  # fmt: skip
 _CHECKPOINTS = """(
     SELECT model, version, step, branch, parent, len(groups) AS groups, "at" AS published_at, metrics,

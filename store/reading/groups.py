@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, get_args, get_type_hints
 
 from pipeline.events import GroupDiscarded
-from store.reading.chat import reply
+from store.reading import chat
 from store.reading.errors import InvalidQueryError, NotFoundError
-from store.reading.history import History
+from store.reading.history import History, Row
 from store.reading.lists import Query, as_step, branch_of, listed, numbered, one_of
+from store.reading.overview import branches
 
 _COLUMNS = {
     "when": "decided_at", "group": "group_id", "task": "task", "status": "coalesce(reason, status)", "size": "size",
@@ -23,15 +24,17 @@ _AT_STEP = "(group_id, branch) IN (SELECT group_id, branch FROM rewards WHERE la
 
 
 def groups(history: History, query: Query) -> dict[str, Any]:
-    """Groups by task, status, reason, split, branch, policy step, and whether their rewards differ."""
+    """Groups by task, status, reason, split, branch, policy step, and whether their rewards differ; training first."""
     step = query.get("step", "").strip()
     if step and as_step(step) is None:
         raise InvalidQueryError(f"step={step[:40]!r}: write the number of a policy step.")
-    return listed(
-        history, query, "groups", _COLUMNS, choices=_CHOICES, model="model = $model", branch="branch = $branch",
+    rows = listed(
+        history, query, "groups", _COLUMNS, first="split = 'train'", choices=_CHOICES,
+        model="model = $model", branch="branch = $branch",
         split="split = $split", status="status = $status", reason="reason = $reason",
         signal="has_signal = ($signal = 'yes')", task=_TEXT, step=_AT_STEP,
     )  # fmt: skip
+    return {**rows, "branches": branches(history)}
 
 
 def group(history: History, name: str, query: Query) -> dict[str, Any]:
@@ -69,8 +72,9 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
         member["run"], member["reply"] = runs.get(one), replies.get(one)
         member["verdicts"] = [v for v in verdicts if v["trajectory"] == one]
         member["labels"] = [label for label in labels if label["trajectory"] == one]
+    best, worst = _ends(members)
     return {
-        **chosen, "scored": scored, "members": members,
+        **chosen, "scored": scored, "members": members, **_conversations(history, best, worst),
         "trained_in": history.rows(
             "SELECT version, step, branch FROM checkpoints WHERE list_contains(groups, $group) ORDER BY step", chosen
         ),
@@ -81,9 +85,41 @@ def _replies(history: History, members: list[str]) -> dict[str, Any]:
     """The last reply of each member."""
     if not members:
         return {}
-    found = history.rows(
+    replies = history.rows(
         f"""SELECT trajectory, arg_max(response, (seq, -choice)) AS response FROM exchanges
             WHERE {one_of("trajectory", members)} GROUP BY 1""",  # noqa: S608
         numbered(members),
     )
-    return {row["trajectory"]: reply(row["response"], 0) for row in found}
+    return {row["trajectory"]: chat.reply(row["response"], 0) for row in replies}
+
+
+def _ends(members: list[Row]) -> tuple[str, str]:
+    """The best and the worst scored member; the worst is empty where no member is worse than the best."""
+    scored = [row for row in members if row["outcome"] == "scored" and row["reward"] is not None]
+    if not scored:
+        return (members[0]["trajectory"] if members else ""), ""
+    best, worst = scored[0], min(scored, key=lambda row: row["reward"])
+    return best["trajectory"], worst["trajectory"] if worst["reward"] < best["reward"] else ""
+
+
+def _conversations(history: History, best: str, worst: str) -> Row:
+    """`prompt`: the messages with which the group began; `best` and `worst`: what was said after them, or `None`."""
+    names = [one for one in (best, worst) if one]
+    rows = history.rows(
+        f"""SELECT trajectory, arg_min(request, (seq, choice)) AS first, arg_max(request, (seq, -choice)) AS last,
+              arg_max(response, (seq, -choice)) AS response
+            FROM exchanges WHERE {one_of("trajectory", names)} AND NOT side_call GROUP BY 1""",  # noqa: S608
+        numbered(names),
+    ) if names else []  # fmt: skip
+    of = {row["trajectory"]: row for row in rows}
+    begin = next((chat.sent(of[one]["first"]) for one in names if one in of), [])
+    said = {
+        one: [chat.message(m) for m in chat.after(begin, chat.sent(of[one]["last"]))]
+        + [chat.reply(of[one]["response"], 0)]
+        for one in names if one in of
+    }  # fmt: skip
+    return {
+        "prompt": [chat.message(one) for one in begin],
+        "best": {"trajectory": best, "messages": said[best]} if best in said else None,
+        "worst": {"trajectory": worst, "messages": said[worst]} if worst in said else None,
+    }

@@ -22,14 +22,15 @@ def listed(
     source: str,
     columns: Mapping[str, str],
     key: str = "",
+    first: str = "true",
     choices: Mapping[str, Collection[str]] | None = None,
     **conditions: str,
 ) -> Row:
     """Rows of `source`, SQL text of this program that can follow FROM.
 
     `columns`: what the list can be ordered by, to its expression; the first is the order that is used if the address
-    names none. `key`: a column that tells rows apart; then only it is sorted, and the rest read afterwards. `choices`:
-    the values that a filter can have, for filters that have few.
+    names none; there, rows for which `first` holds come before others. `key`: a column that tells rows apart; then only
+    it is sorted, and the rest read afterwards. `choices`: the values that a filter can have, for filters that have few.
     `sort=<column>` orders from the lowest value up and `sort=-<column>` from the highest down. The column
     `stream_seq` makes the order definite. `conditions`: filters by parameter, SQL with `$<parameter>`.
     Raises `InvalidQueryError` for a parameter with another value."""
@@ -46,7 +47,8 @@ def listed(
     where = " AND ".join(conditions[one] for one in used) or "true"
     page = _page(query)
     direction = "DESC" if down else "ASC"
-    order_by = f"{columns[name]} {direction} NULLS LAST, stream_seq {direction}"
+    order_by = "" if query.get("sort") or first == "true" else f"({first}) DESC, "
+    order_by += f"{columns[name]} {direction} NULLS LAST, stream_seq {direction}"
     rows = history.rows(
         f"SELECT {key or '*'} FROM {source} WHERE {where} ORDER BY {order_by} "  # noqa: S608
         f"LIMIT {PAGE + 1} OFFSET {page * PAGE}",

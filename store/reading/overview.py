@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from store.reading.alarms import alarms_of
 from store.reading.errors import NotFoundError
 from store.reading.history import History
 from store.reading.lists import Query, branch_of
+from store.reading.summary import summary
 
 _POINTS = 400
 """Points of a curve at most; more steps are averaged."""
@@ -53,6 +53,21 @@ _THROUGHPUT = """
     SELECT epoch("at")::BIGINT // $seconds * $seconds AS "at", count(*) / $seconds AS trajectories_per_s,
       sum(sampled_tokens) / $seconds AS tokens_per_s
     FROM rollout_completed WHERE model = $model GROUP BY 1 ORDER BY 1
+"""
+_METRIC_NAMES = """
+    SELECT name FROM (
+      SELECT unnest(map_keys(metrics)) AS name FROM rollout_completed WHERE model = $model AND cardinality(metrics) > 0
+    ) GROUP BY name ORDER BY count(*) DESC, name LIMIT 24
+"""
+"""Of the metrics that agents gave to runs, the most frequent first."""
+_METRICS = """
+    WITH each AS (
+      SELECT last_step // $width * $width AS step, split, unnest(map_entries(metrics)) AS m FROM rollout_completed
+      WHERE model = $model AND outcome = 'scored' AND cardinality(metrics) > 0
+    )
+    SELECT m.key AS name, step, split, avg(m.value) AS mean,
+      CASE WHEN count(*) > 1 THEN 1.96 * stddev_samp(m.value) / sqrt(count(*)) END AS half
+    FROM each WHERE isfinite(m.value) GROUP BY ALL ORDER BY name, step, split
 """
 _COST = """
     WITH spent AS (
@@ -104,6 +119,7 @@ def overview(history: History, query: Query) -> dict[str, Any]:
     return {
         **data,
         "branches": branches(history),
+        "run_metrics": [row["name"] for row in history.shared_rows(_METRIC_NAMES, data)],
         "discards": history.shared_rows(_DISCARDS, data),
         "evaluations": history.rows(
             f"""SELECT * FROM evaluations WHERE measure = 'reward' AND (model = $model OR kind = 'external')
@@ -123,12 +139,12 @@ def with_curves(history: History, query: Query) -> dict[str, Any]:
 
 
 def numbers(history: History, query: Query) -> dict[str, Any]:
-    """What the overview shows again and again: counts and alarms."""
+    """What the overview shows again and again: the run in sentences, its alarms and counts."""
     chosen = chosen_of(history, query)
     return {
         **chosen,
         "counts": history.shared_rows(_COUNTS, chosen)[0],
-        "alarms": alarms_of(history),
+        "summary": summary(history, chosen),
     }
 
 
@@ -159,6 +175,7 @@ def curves(history: History, query: Query) -> dict[str, Any]:
         "staleness": history.shared_rows(_STALENESS, chosen),
         "throughput": history.shared_rows(_THROUGHPUT, chosen),
         "cost": history.shared_rows(_COST, chosen),
+        "metrics": history.shared_rows(_METRICS, chosen),
     }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ _COLUMNS = {
     "calls": "exchanges", "tokens": "sampled_tokens", "step": "last_step", "seconds": "duration_s",
 }  # fmt: skip
 _CHOICES = {"outcome": ("scored", "no_result", "masked", "open"), "split": ("train", "val")}
+_SIBLINGS = "SELECT trajectory FROM trajectories WHERE group_id = $group ORDER BY attempt, trajectory"
 _TEXT = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
 CALLS = 20
 """Calls of a trajectory that one page shows."""
@@ -35,7 +35,7 @@ def trajectories(history: History, query: Query) -> dict[str, Any]:
     if step and as_step(step) is None:
         raise InvalidQueryError(f"step={step[:40]!r}: write the number of a policy step.")
     return listed(
-        history, query, "trajectories", _COLUMNS, "trajectory", _CHOICES, model="model = $model",
+        history, query, "trajectories", _COLUMNS, key="trajectory", choices=_CHOICES, model="model = $model",
         split="split = $split", outcome="outcome = $outcome", group="group_id = $group", task=_TEXT,
         step="last_step = try_cast($step AS BIGINT)",
     )  # fmt: skip
@@ -59,22 +59,31 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
     )
     decode = _decoder(history, run["model"])
     before: list[Any] = []
+    replied: Row | None = None
     for call in calls:
-        request = chat.parsed(call["request"])
-        sent = chat.part(request, "messages") or []
-        call["earlier"] = _shared(before, sent)
-        call["messages"] = [chat.message(one) for one in sent[call["earlier"] :]]
-        call["tools"] = chat.part(request, "tools") or []
+        sent = chat.sent(call["request"])
+        call["messages"] = [chat.message(one) for one in chat.after(before, sent)]
+        if call["messages"] and call["messages"][0] == replied:
+            del call["messages"][0]  # it stands as the reply of the call before
+        call["earlier"] = len(sent) - len(call["messages"])
+        call["tools"] = chat.part(chat.parsed(call["request"]), "tools") or []
+        began, opened = call["started_at"], run["opened_at"]
+        call["after_s"] = (began - opened).total_seconds() if began and opened else None
         call["reply"] = chat.reply(call["response"], call["choice"])
         call["untrained"] = _untrained(history, call)
         call["tokens"] = _tokens(call, decode)
-        before = sent
+        before, replied = sent, call["reply"]
         del call["request"], call["response"], call["sampled_ids"], call["logprobs"], call["forced"]
     more = history.row(
         "SELECT max(seq) AS last, count(*) AS calls FROM exchanges WHERE trajectory = $trajectory", chosen
     )
+    siblings = [row["trajectory"] for row in history.rows(_SIBLINGS, {"group": run["group_id"]})]
+    place = siblings.index(name) if name in siblings else 0
     return {
-        "trajectory": name, "run": run, "calls": calls, "from": first, "last": (more or {}).get("last"),
+        "trajectory": name, "run": run, "metadata": chat.parsed(run["metadata"]),
+        "previous": siblings[place - 1] if place else None,
+        "next": siblings[place + 1] if place + 1 < len(siblings) else None,
+        "calls": calls, "from": first, "last": (more or {}).get("last"),
         "count": (more or {}).get("calls"), "step_of": CALLS,
         "verdicts": history.rows(
             """SELECT * FROM verdicts WHERE group_id = $group AND trajectory = $trajectory
@@ -91,12 +100,6 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
         ),
         "decoded": decode is not str,
     }  # fmt: skip
-
-
-def _shared(before: list[Any], sent: list[Any]) -> int:
-    """How many messages two calls have in common from the beginning on."""
-    pairs = zip(before, sent, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _untrained(history: History, call: Row) -> Untrained:

@@ -90,6 +90,7 @@ async def test_a_full_group_passes_its_rewards_through_in_the_order_of_the_log(
                         "c",
                         reward=None,
                         rewards={"u": 0.25, "v": 0.5},
+                        metrics={"turns": 4.0},
                         first_step=2,
                         last_step=3,
                         exchanges=4,
@@ -111,8 +112,9 @@ async def test_a_full_group_passes_its_rewards_through_in_the_order_of_the_log(
             "agent",
         )
         last = group.members[2]
-        assert (last.components, last.first_step, last.last_step, last.exchanges) == (
+        assert (last.components, last.metrics, last.first_step, last.last_step, last.exchanges) == (
             {"u": 0.25, "v": 0.5, "agent": 0.75},
+            {"turns": 4.0},
             2,
             3,
             4,

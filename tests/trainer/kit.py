@@ -139,7 +139,14 @@ def group(
     name: str, rewards: Sequence[float], *, step: int = 0, exchanges: int = 2, **other: object
 ) -> GroupScored:
     members = tuple(
-        Member(trajectory=f"{name}-{i}", reward=r, exchanges=exchanges, first_step=step, last_step=step)
+        Member(
+            trajectory=f"{name}-{i}",
+            reward=r,
+            exchanges=exchanges,
+            first_step=step,
+            last_step=step,
+            metrics={"turns": float(i)},
+        )
         for i, r in enumerate(rewards)
     )
     fields: dict[str, object] = {

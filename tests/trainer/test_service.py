@@ -241,6 +241,7 @@ async def test_validation_groups_are_scored_and_never_trained(
         assert {(d.group, d.reason, d.split) for d in await discards(broker)} == {
             ("val0", "validation", "val"), ("val1", "validation", "val"), ("flat", "no_variance", "train"),
         }  # fmt: skip
+        assert [e.metrics["run/turns"] for e in events] == [0.5, 0.5]
         # A group that was won as a whole teaches nothing, and is part of how well the policy does.
         assert [(e.metrics["reward_mean"], e.metrics["reward_mean_all"]) for e in events] == [
             (0.5, 0.5),

@@ -25,6 +25,8 @@ ALIASES = {
     "val_reward_mean": "val/reward",
 }
 """ART's names of the trainer's metrics."""
+RUN = "run/"
+"""Prefix of the means of agents' metrics among the trainer's. ART calls such a metric `train/<name>`."""
 
 Key = tuple[str, str, int, str]
 """Model, branch, step, evaluation."""
@@ -59,8 +61,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def named(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Return the trainer's metrics by the names of curves."""
-    found: dict[str, float | None] = {f"trainer/{name}": value for name, value in metrics.items()}
-    return found | {ALIASES[name]: value for name, value in metrics.items() if name in ALIASES}
+    found: dict[str, float | None] = {}
+    for name, value in metrics.items():
+        alias = ALIASES.get(name)
+        if name.startswith(RUN):
+            own = _plain_name(name.removeprefix(RUN))
+            name, alias = f"{RUN}{own}", f"train/{own}"
+        found[f"trainer/{name}"] = value
+        if alias:
+            found[alias] = value
+    return found
 
 
 def make_row(recorded: Recorded[CheckpointPublished | PolicyEvaluated]) -> Row | None:
@@ -81,11 +91,14 @@ def make_row(recorded: Recorded[CheckpointPublished | PolicyEvaluated]) -> Row |
     )  # fmt: skip
 
 
+def _plain_name(text: str) -> str:
+    """Return the text with the characters that MLflow takes in names."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", ".", text).strip(".")
+
+
 def _measured(event: PolicyEvaluated) -> dict[str, float | None]:
     """Return an evaluation's measures, each with the ends of its interval, by the names of curves."""
-    scenarios = re.sub(r"[^A-Za-z0-9_.-]+", ".", event.scenarios).strip(
-        "."
-    )  # MLflow takes few other characters
+    scenarios = _plain_name(event.scenarios)
     tasks = f"eval/{scenarios}" if scenarios else "eval"
     found: dict[str, float | None] = {}
     for measure in event.measures:

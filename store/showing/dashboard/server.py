@@ -13,6 +13,7 @@ from urllib.parse import quote
 import anyio.to_thread
 import duckdb
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -27,6 +28,8 @@ from pipeline.running.runs import SETTINGS, run_settings, runs_under
 from store.reading import checkpoints, events, groups, judge, overview, texts, trajectories
 from store.reading.errors import InvalidQueryError, NotFoundError, ReadingError
 from store.reading.history import History
+from store.reading.sql import EXAMPLES
+from store.reading.views import VIEWS
 from store.showing.dashboard import labels, sandbox
 from store.showing.dashboard.access import COOKIE, HEADERS, Access
 from store.showing.dashboard.errors import PageError
@@ -72,7 +75,13 @@ class Dashboard:
             trim_blocks=True, lstrip_blocks=True,
         )  # fmt: skip
         self._templates.filters.update(
-            number=texts.number, when=texts.when, short=texts.short, pretty=texts.pretty
+            number=texts.number,
+            when=texts.when,
+            short=texts.short,
+            pretty=texts.pretty,
+            signed=texts.signed,
+            name=texts.name,
+            code=_code,
         )
         routes = [Route("/", self._home), Mount("/static", StaticFiles(directory=_HERE / "static"))]
         for name, load in _LISTS.items():
@@ -171,7 +180,7 @@ class Dashboard:
         query = request.query_params.get("query", "")
 
         def load() -> Data:
-            data: Data = {"query": query, "result": None, "error": ""}
+            data: Data = {"query": query, "result": None, "error": "", "examples": EXAMPLES, "views": VIEWS}
             if query.strip():
                 try:
                     data["result"] = sandbox.run(self._history.config.path(SETTINGS), query)
@@ -266,6 +275,14 @@ class Dashboard:
         if not length.isascii() or not length.isdigit() or int(length) > _BODY:
             raise PageError(413, f"A form has at most {_BODY} bytes.")
         return {name: str(value) for name, value in (await request.form(max_files=0)).items()}
+
+
+def _code(text: str) -> Markup:
+    """Text with parts between backticks as HTML."""
+    parts = text.split("`")
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in enumerate(parts)
+    )
 
 
 class _Guard:

@@ -55,10 +55,8 @@ def describe(data: dict[str, Any], args: argparse.Namespace) -> str:
         *([fields(("task", run["task"]))] if run["task"] else []),
         *([fields(("metrics", run["metrics"]))] if run["metrics"] else []),
     ]  # fmt: skip
-    replied: dict[str, Any] | None = None
     for call in data["calls"]:
-        lines += ["", *_call(call, replied)]
-        replied = call["reply"]
+        lines += ["", *_call(call)]
     if data["rewards"] or data["verdicts"]:
         lines += ["", "verdicts"]
     lines += [
@@ -71,8 +69,8 @@ def describe(data: dict[str, Any], args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _call(call: dict[str, Any], replied: dict[str, Any] | None) -> list[str]:
-    """The lines of a call. `replied` is the reply to the call before, which is not shown again as sent."""
+def _call(call: dict[str, Any]) -> list[str]:
+    """The lines of a call."""
     status = call["status"] if call["status"] != "complete" else None
     head = fields(
         ("call", call["seq"]), ("choice", call["choice"] or None), ("by", call["policy_version"]), ("status", status),
@@ -83,12 +81,9 @@ def _call(call: dict[str, Any], replied: dict[str, Any] | None) -> list[str]:
     names = [tool.get("function", {}).get("name") or tool.get("name") for tool in call["tools"] if tool]
     if names:
         lines.append("  " + fields(("tools", [name for name in names if name])))
-    sent, earlier = call["messages"], call["earlier"]
-    if sent and sent[0] == replied:
-        sent, earlier = sent[1:], earlier + 1
-    if earlier:
+    if earlier := call["earlier"]:
         lines.append(f"  ({earlier} earlier message{'s' if earlier > 1 else ''})")
-    for message in [*sent, call["reply"]]:
+    for message in [*call["messages"], call["reply"]]:
         lines += _message(message)
     for token in call.get("tokens", ()):
         notes = "  forced" if token["forced"] else "" if token["trained"] else "  not trained"

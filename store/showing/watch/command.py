@@ -27,7 +27,8 @@ from pipeline.log.broker import Broker
 from pipeline.running.runs import run_settings, service_url
 from pipeline.telemetry import logs as log
 from store.reading.history import History
-from store.showing.watch.snapshot import Snapshot, log_lag, read_state, take_snapshot
+from store.reading.state import read_state
+from store.showing.watch.snapshot import Snapshot, log_lag, take_snapshot
 from store.showing.watch.view import lines, plain
 from store.storage import StoreError
 

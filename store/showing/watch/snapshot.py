@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
-
 from pipeline import streams
 from pipeline.config import Config
 from pipeline.log.broker import Broker
-from pipeline.running.runs import STATE, is_alive
 from store.reading.alarms import alarms_of
 from store.reading.history import History
+from store.reading.state import state_of
 
 RATE_S = 60
 """Window of rates in seconds."""
@@ -97,22 +95,17 @@ def take_snapshot(history: History, lag: dict[str, int] | None, now: datetime | 
     """Return the present figures. `lag`: as in `Snapshot`. `now`: the time to use instead of the present one. Blocks.
     Raises `StoreError`, `duckdb.Error`."""
     config = history.config
-    state = read_state(config)
+    state = state_of(config)
     at = (now or datetime.now(UTC)).replace(tzinfo=None)
     totals = history.row(_TOTALS, {"now": at}) or {}
     opened = history.row(_OPEN, {"now": at}) or {}
-    urls = {name: url for name, url in state.get("urls", {}).items() if isinstance(url, str)}
-    alive = is_alive(state.get("pid", 0))
     return Snapshot(
         run_dir=str(config.run_dir),
         at=at,
-        running=alive,
-        urls=urls,
-        services={
-            name: one["state"] if one["state"] == "stopped" or is_alive(one["pid"]) else "gone"
-            for name, one in state.get("services", {}).items()
-        },
-        supervisor_alarms=tuple(state.get("alarms", ())) if alive else (),
+        running=bool(state.running),
+        urls=state.urls,
+        services=state.services,
+        supervisor_alarms=state.alarms,
         runs_per_s=totals.get("runs_per_s") or 0.0,
         calls_per_s=totals.get("calls_per_s") or 0.0,
         open_runs=opened.get("open_runs") or 0,
@@ -124,12 +117,6 @@ def take_snapshot(history: History, lag: dict[str, int] | None, now: datetime | 
         replicas=_replicas(config, history.rows(_HELD)),
         alarms=tuple(alarms_of(history)),
     )
-
-
-def read_state(config: Config) -> dict[str, Any]:
-    """The supervisor's state; empty where nothing was started."""
-    path = config.path(STATE)
-    return dict(msgspec.json.decode(path.read_bytes())) if path.is_file() else {}
 
 
 async def log_lag(broker: Broker) -> dict[str, int]:

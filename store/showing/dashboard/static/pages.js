@@ -1,7 +1,12 @@
-// Draws the curves of a page from its JSON. Elements with data-chart say which.
+// Draws the curves of a page from its JSON, and keeps them up to date while the run is running.
+// Elements with data-chart say what they show: rows and columns of the JSON.
 "use strict";
 
-const sources = new Map();
+const REFRESH_MS = 10000;
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000];
+const STROKES = ["--curve", "--second"];
+const drawn = new Map(); // element to its chart and the number of its series
+let sources = new Map();
 
 function load(source) {
   if (!sources.has(source)) {
@@ -21,15 +26,42 @@ function figure(value) {
   return value === null || value === undefined ? "–" : String(Number(value.toPrecision(4)));
 }
 
-function axes() {
+function axes(time) {
   const line = { grid: { stroke: colour("--line"), width: 0.5 }, ticks: { stroke: colour("--line") }, stroke: colour("--quiet") };
-  return [line, { ...line, size: 64, values: (_, ticks) => ticks.map(figure) }];
+  const whole = time ? {} : { incrs: WHOLE, values: (_, ticks) => ticks.map(String) };
+  return [{ ...line, ...whole }, { ...line, size: 64, values: (_, ticks) => ticks.map(figure) }];
 }
 
 // "metrics.kl" of a row
 function pick(row, path) {
   const value = path.split(".").reduce((part, name) => (part === null || part === undefined ? null : part[name]), row);
   return typeof value === "number" ? value : null;
+}
+
+function smoothing() {
+  return Number(document.getElementById("smoothing")?.value ?? 1);
+}
+
+// The mean of a value and of those before it, at most `width` in all; a gap stays a gap and begins anew.
+function smooth(values, width) {
+  let window = [];
+  return values.map((value) => {
+    if (value === null) { window = []; return null; }
+    window = [...window, value].slice(-width);
+    return window.reduce((sum, one) => sum + one, 0) / window.length;
+  });
+}
+
+// Points further apart than `widest` get an empty one between them: a pause is a gap and no diagonal.
+function withGaps(data, widest) {
+  const out = data.map(() => []);
+  data[0].forEach((x, i) => {
+    if (i && x - data[0][i - 1] > widest) {
+      out.forEach((column, j) => column.push(j ? null : data[0][i - 1] + widest));
+    }
+    out.forEach((column, j) => column.push(data[j][i]));
+  });
+  return out;
 }
 
 function describe(element, name, values) {
@@ -39,75 +71,138 @@ function describe(element, name, values) {
   }
 }
 
-function plot(element, data, series, { bands = [], time = false } = {}) {
-  element.replaceChildren();
-  if (!data.slice(1).some((values) => values.some((value) => value !== null))) {
+// `lines`: label, values, stroke, and `low` and `high` where there is an interval. A line without neighbouring points
+// gets its intervals as whiskers, others as a band.
+function plot(element, xs, lines, { time = false, stepped = false, widest = Infinity } = {}) {
+  if (!lines.some((line) => line.values.some((value) => value !== null))) {
     element.textContent = "Nothing to draw yet.";
     return;
   }
-  series.forEach((one, i) => { if (one.stroke !== "transparent") describe(element, one.label, data[i + 1]); });
+  const width = stepped ? 1 : smoothing(), data = [xs], series = [{ label: time ? "time" : "step" }], bands = [], whiskers = [];
+  for (const line of lines) {
+    describe(element, line.label, line.values);
+    if (width > 1) {
+      data.push(line.values);
+      series.push({ label: line.label, class: "edge", stroke: `${line.stroke}66`, width: 1, points: { show: false } });
+    }
+    data.push(width > 1 ? smooth(line.values, width) : line.values);
+    const paths = stepped ? { paths: uPlot.paths.stepped({ align: 1 }) } : {};
+    series.push({ label: line.label, stroke: line.stroke, width: 2, ...paths });
+    if (!line.low) continue;
+    const alone = !line.values.some((value, i) => i && value !== null && line.values[i - 1] !== null && xs[i] - xs[i - 1] <= widest);
+    const edge = { class: "edge", stroke: "transparent", points: { show: false } };
+    data.push(line.high, line.low);
+    series.push({ ...edge, label: "high" }, { ...edge, label: "low" });
+    if (alone) whiskers.push({ stroke: line.stroke, high: data.length - 2, low: data.length - 1 });
+    else if (width === 1) bands.push({ series: [data.length - 2, data.length - 1], fill: `${line.stroke}33` });
+  }
+  const shown = withGaps(data, widest), known = drawn.get(element);
+  if (known && known.series === series.length && known.width === width) {
+    known.chart.setData(shown);
+    return;
+  }
+  element.replaceChildren();
   const height = element.classList.contains("small") ? 160 : 280;
-  const shown = series.map((one) => ({ value: (_, value) => figure(value), spanGaps: true, ...one }));
-  const chart = new uPlot(
-    { width: element.clientWidth, height, scales: { x: { time } }, axes: axes(), series: [{ label: time ? "time" : "step" }, ...shown], bands },
-    data, element,
-  );
-  new ResizeObserver(() => chart.setSize({ width: element.clientWidth, height })).observe(element);
+  const whisker = (chart) => {
+    for (const { stroke, high, low } of whiskers) {
+      chart.ctx.strokeStyle = stroke;
+      chart.ctx.lineWidth = 2 * devicePixelRatio;
+      chart.data[0].forEach((x, i) => {
+        if (chart.data[high][i] === null || chart.data[high][i] === undefined) return;
+        const at = chart.valToPos(x, "x", true);
+        chart.ctx.beginPath();
+        chart.ctx.moveTo(at, chart.valToPos(chart.data[high][i], "y", true));
+        chart.ctx.lineTo(at, chart.valToPos(chart.data[low][i], "y", true));
+        chart.ctx.stroke();
+      });
+    }
+  };
+  const chart = new uPlot({
+    width: element.clientWidth, height, axes: axes(time), bands, hooks: { draw: [whisker] },
+    scales: { x: { time, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } },
+    cursor: { sync: { key: time ? "time" : "step" } },
+    series: series.map((one, i) => (i ? { value: (_, value) => figure(value), spanGaps: false, ...one } : one)),
+  }, shown, element);
+  if (element.dataset.link) {
+    chart.over.classList.add("linked");
+    chart.over.addEventListener("click", () => {
+      const step = chart.data[0][chart.cursor.idx];
+      if (Number.isInteger(step)) location.href = element.dataset.link + step;
+    });
+  }
+  if (!known) {
+    new ResizeObserver(() => drawn.get(element).chart.setSize({ width: element.clientWidth, height })).observe(element);
+  }
+  known?.chart.destroy();
+  drawn.set(element, { chart, series: series.length, width });
 }
 
-const strokes = ["--curve", "--second"];
-
-function reward(element, page) {
-  const splits = [...new Set(page.curve.map((row) => row.split))].sort();
-  const steps = [...new Set(page.curve.map((row) => row.step))].sort((a, b) => a - b);
-  const data = [steps], series = [], bands = [];
-  splits.forEach((split, i) => {
-    const rows = new Map(page.curve.filter((row) => row.split === split).map((row) => [row.step, row]));
-    const stroke = colour(strokes[i % 2]);
-    const at = (value) => steps.map((step) => (rows.has(step) ? value(rows.get(step)) : null));
-    const first = data.length;
-    data.push(at((row) => row.mean), at((row) => (row.half === null ? null : row.mean + row.half)),
-      at((row) => (row.half === null ? null : row.mean - row.half)));
-    const edge = { stroke: "transparent", points: { show: false } };
-    series.push({ label: split === "val" ? "held-out" : "training", stroke, width: 2, spanGaps: false },
-      { ...edge, label: "95 % high" }, { ...edge, label: "95 % low" });
-    bands.push({ series: [first + 1, first + 2], fill: stroke + "33" });
+// One line for training and one for held-out runs, with intervals.
+function splits(element, page) {
+  const { rows, names } = element.dataset;
+  const chosen = page[rows].filter((row) => row.name === undefined || row.name === names);
+  const xs = [...new Set(chosen.map((row) => row.step))].sort((a, b) => a - b);
+  const lines = [...new Set(chosen.map((row) => row.split))].sort().map((split) => {
+    const of = new Map(chosen.filter((row) => row.split === split).map((row) => [row.step, row]));
+    const at = (value) => xs.map((x) => (of.has(x) ? value(of.get(x)) : null));
+    return {
+      label: split === "val" ? "held-out" : "training", stroke: colour(STROKES[split === "val" ? 1 : 0]), values: at((row) => row.mean),
+      high: at((row) => (row.half === null ? null : row.mean + row.half)), low: at((row) => (row.half === null ? null : row.mean - row.half)),
+    };
   });
-  plot(element, data, series, { bands });
+  plot(element, xs, lines, { widest: page.width });
 }
 
-function line(element, page) {
-  const { rows, x, y, names } = element.dataset;
-  const found = page[rows], paths = y.split(",");
-  const data = [found.map((row) => row[x]), ...paths.map((path) => found.map((row) => pick(row, path)))];
-  const series = names.split(",").map((label, i) => ({ label, stroke: colour(strokes[i % 2]), width: 1.5 }));
-  plot(element, data, series, { time: x === "at" });
+function line(element, page, { stepped = false } = {}) {
+  const { rows, x, y, names } = element.dataset, time = x === "at", paths = y.split(",");
+  const lines = names.split(",").map((label, i) => ({ label, stroke: colour(STROKES[i % 2]), values: page[rows].map((row) => pick(row, paths[i])) }));
+  plot(element, page[rows].map((row) => row[x]), lines, { time, stepped, widest: stepped ? Infinity : time ? page.seconds : page.width });
+}
+
+function total(element, page) {
+  line(element, page, { stepped: true });
 }
 
 function compare(element, page) {
   const { rows, x, y } = element.dataset;
-  const kept = page.sides.map((side) => side[rows].filter((row) => row.split === undefined || row.split === "train"));
-  const steps = [...new Set(kept.flatMap((side) => side.map((row) => row[x])))].sort((a, b) => a - b);
-  const data = [steps], series = [];
-  page.sides.forEach((side, i) => {
-    const values = new Map(kept[i].map((row) => [row[x], pick(row, y)]));
-    data.push(steps.map((step) => values.get(step) ?? null));
-    series.push({ label: `${side.run.split("/").pop()} ${side.branch}`, stroke: colour(strokes[i]), width: 2 });
+  const chosen = page.sides.map((side) => side[rows].filter((row) => row.split === undefined || row.split === "train"));
+  const xs = [...new Set(chosen.flatMap((side) => side.map((row) => row[x])))].sort((a, b) => a - b);
+  const lines = page.sides.map((side, i) => {
+    const of = new Map(chosen[i].map((row) => [row[x], pick(row, y)]));
+    return { label: `${side.run.split("/").pop()} ${side.branch}`, stroke: colour(STROKES[i]), values: xs.map((at) => of.get(at) ?? null) };
   });
-  plot(element, data, series);
+  plot(element, xs, lines, { widest: Math.max(...page.sides.map((side) => side.width)) });
 }
 
-const charts = { reward, line, compare };
+const charts = { splits, line, total, compare };
 
 function draw() {
   for (const element of document.querySelectorAll("[data-chart]")) {
     element.dataset.label ??= element.getAttribute("aria-label");
-    element.setAttribute("aria-label", element.dataset.label);
     load(element.dataset.source)
-      .then((page) => charts[element.dataset.chart](element, page))
-      .catch((error) => { element.textContent = `The curve could not be loaded (${error.message}).`; });
+      .then((page) => {
+        element.setAttribute("aria-label", element.dataset.label);
+        charts[element.dataset.chart](element, page);
+      })
+      .catch((error) => { if (!drawn.has(element)) element.textContent = `The curve could not be loaded (${error.message}).`; });
   }
 }
 
+function redraw() {
+  for (const [element, { chart }] of drawn) { chart.destroy(); element.replaceChildren(); }
+  drawn.clear();
+  draw();
+}
+
+const choice = document.getElementById("smoothing");
+if (choice) {
+  choice.value = sessionStorage.getItem("smoothing") ?? "1";
+  choice.addEventListener("change", () => { sessionStorage.setItem("smoothing", choice.value); draw(); });
+}
 draw();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+setInterval(() => {
+  if (document.hidden || !document.querySelector(".summary.running")) return;
+  sources = new Map();
+  draw();
+}, REFRESH_MS);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);

@@ -15,7 +15,7 @@ from journeywork.art.training import METRICS
 from pipeline.config import Config, CurvesConfig, NatsConfig
 from pipeline.log.broker import Broker
 from store.showing.curves.metrics_file import NAME, MetricsFile
-from store.showing.curves.rows import ALIASES, Row
+from store.showing.curves.rows import ALIASES, Row, named
 from store.showing.curves.task import Curves
 from tests.store.showing.curves.kit import checkpoint, evaluation
 
@@ -156,6 +156,16 @@ def test_a_step_that_was_trained_again_replaces_the_lost_one(tmp_path: Path) -> 
     history = MetricsFile(tmp_path)
     assert [history.add(row) for row in (*rows, rows[2])] == ["new", "new", "replaced", "same"]
     assert list(MetricsFile(tmp_path).rows.values()) == [rows[0], rows[2]]
+
+
+def test_agents_metrics_are_curves() -> None:
+    """A tracker gets them under ART's names, without characters that MLflow refuses."""
+    assert named({"run/moves made": 4.0, "kl": 0.5}) == {
+        "trainer/run/moves.made": 4.0,
+        "train/moves.made": 4.0,
+        "trainer/kl": 0.5,
+        "loss/kl_div": 0.5,
+    }
 
 
 def test_arts_programs_and_curves_name_metrics_alike() -> None:

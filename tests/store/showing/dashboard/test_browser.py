@@ -90,10 +90,28 @@ def test_every_page_fits_and_axe_finds_nothing_in_light_and_dark(
 
 
 def test_curves_are_drawn_and_told(page: Page) -> None:
-    page.wait_for_selector("[data-chart=reward] canvas")
-    label = page.locator("[data-chart=reward]").get_attribute("aria-label") or ""
+    page.wait_for_selector("[data-rows=curve] canvas")
+    label = page.locator("[data-rows=curve]").get_attribute("aria-label") or ""
     assert re.fullmatch(r"Mean reward by policy step; training from [\d.]+ to [\d.]+", label), label
     assert page.locator("text=could not be loaded").count() == 0
+    page.select_option("#smoothing", "5")
+    assert page.locator("[data-rows=curve] .u-legend .u-series:not(.edge)").count() == 2  # the step, the line
+    page.locator("[data-rows=curve] .u-over").click()
+    page.wait_for_url("**/groups?**step=0")
+    assert page.locator("tbody tr").count() == len(GROUPS)
+
+
+def test_a_link_on_another_site_opens_the_page(browser: Browser, run: Living) -> None:
+    context = browser.new_context()
+    opened = context.new_page()
+    opened.route("http://other.example/", lambda route: route.fulfill(
+        content_type="text/html", body=f'<a href="{run.url}/groups?task=board">the groups</a>'
+    ))  # fmt: skip
+    opened.goto("http://other.example/")
+    opened.click("a")
+    opened.wait_for_selector("tbody tr")
+    assert opened.url == f"{run.url}/groups?task=board"
+    context.close()
 
 
 def test_a_lineage_is_followed_from_a_checkpoint_to_tokens_and_back(page: Page) -> None:
@@ -102,14 +120,14 @@ def test_a_lineage_is_followed_from_a_checkpoint_to_tokens_and_back(page: Page) 
     page.click(f"text={GROUPS[0]}")
     page.wait_for_url("**/group/**")
     assert page.locator(".members > li").count() == MEMBERS
-    assert page.locator("blockquote >> text=It wins.").count() == 1
-    page.click(f"text={TRAJECTORY}")
+    assert page.locator("#ends ~ .ends blockquote >> text=It wins.").count() == 1
+    page.click(f".members >> text={TRAJECTORY}")
     page.wait_for_url("**/trajectory/**")
     assert page.locator(".call").count() == 2
     token = page.locator(".token[title]").first
     assert re.match(rf"id \d+, logprob -[\d.]+, {MODEL}@0$", token.get_attribute("title") or "")
     assert page.locator("pre >> text=<b>c0=o</b>").count() == 1  # the agent's text, not its markup
-    page.click(f"text=Its group was trained in >> text={MODEL}@1")
+    page.click(f".lead >> text={MODEL}@1")
     page.wait_for_url("**/checkpoint/**")
     assert page.locator("h1").inner_text() == f"{MODEL}@1"
     page.click("text=Event as JSON")
@@ -140,12 +158,12 @@ def test_a_group_is_scored(page: Page, run: Living) -> None:
 def test_a_query_is_answered_or_refused_and_can_be_shared(page: Page, run: Living) -> None:
     page.goto("/sql")
     page.fill("textarea", "SELECT version, len(groups) AS n FROM checkpoints ORDER BY step")
-    page.click("text=Run >> nth=-1")
+    page.click("button >> text=Run")
     page.wait_for_selector("tbody tr")
     assert page.locator("tbody tr").all_inner_texts() == [f"{MODEL}@1\t1", f"{MODEL}@2\t1"]
     shared = page.url
     page.fill("textarea", "FROM read_text('/etc/hostname')")
-    page.click("text=Run >> nth=-1")
+    page.click("button >> text=Run")
     assert "Permission Error" in page.locator("[role=alert]").inner_text(timeout=60_000)
     page.goto(shared)
     assert page.locator("tbody tr").count() == 2
@@ -174,7 +192,7 @@ def test_lists_are_sorted_and_filtered_by_their_address(page: Page) -> None:
     page.click("th >> text=Reward")
     page.wait_for_url("**sort=*")
     assert page.locator("th[aria-sort=descending]").inner_text().startswith("Reward")
-    rewards = page.locator("tbody tr td:nth-child(4)").all_inner_texts()
+    rewards = page.locator("tbody tr td:nth-child(1)").all_inner_texts()
     assert rewards == sorted(rewards, reverse=True)
     page.fill("input[name=task]", GROUPS[0])
     page.keyboard.press("Enter")

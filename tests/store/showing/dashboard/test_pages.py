@@ -13,10 +13,12 @@ from msgspec import structs
 from starlette.testclient import TestClient
 
 from pipeline.config import Config, StoreConfig, save
-from pipeline.events import GroupDiscarded, pack_mask
+from pipeline.events import GroupDiscarded, GroupScored, now_us, pack_mask
 from pipeline.running.runs import SETTINGS, run_settings
 from store.lake import open_lake
 from store.reading.history import History
+from store.reading.sql import EXAMPLES
+from store.reading.views import VIEWS
 from tests.store.kit import exchange, fill, run_of_one_step
 from tests.store.showing.dashboard.conftest import URL, Open
 
@@ -57,6 +59,11 @@ def test_a_group_shows_members_side_by_side_with_the_judges_words(client: TestCl
     assert page["members"][0]["verdicts"][0]["explanation"] == "wins"
     assert page["members"][0]["labels"][0]["comment"] == "wins"
     assert page["members"][0]["reply"]["content"] == "x"
+    assert [m["content"] for m in page["prompt"]] == ["play", "go 0"]
+    assert [(end["trajectory"], end["messages"][-1]["content"]) for end in (page["best"], page["worst"])] == [
+        ("t0", "x"), ("t1", "x")
+    ]  # fmt: skip
+    assert page["members"][0]["run"]["metrics"] == {"turns": 2.0}
     assert page["trained_in"] == [{"version": "m@1", "step": 1, "branch": "main"}]
 
 
@@ -66,8 +73,10 @@ def test_a_trajectory_shows_each_token_with_its_logprob_and_mask(client: TestCli
         (3, -0.5, True),
         (4, -0.25, True),
     ]
-    assert [m["role"] for m in page["calls"][0]["messages"]] == ["system", "user"]
-    assert page["calls"][0]["reply"]["content"] == "x"
+    assert [[m["role"] for m in call["messages"]] for call in page["calls"]] == [["system", "user"], ["user"]]
+    assert [call["reply"]["content"] for call in page["calls"]] == ["x", "x"]
+    assert (page["previous"], page["next"], page["run"]["metrics"]) == (None, "t1", {"turns": 2.0})
+    assert client.get("/trajectory/t1.json").json()["previous"] == "t0"
     assert page["trained_in"] == [{"version": "m@1", "branch": "main"}]
 
 
@@ -160,6 +169,26 @@ def test_the_overview_shows_evaluations_decisions_and_rates(client: TestClient) 
     assert sum(row["trajectories_per_s"] for row in page["throughput"]) > 0
     assert page["policies"] is None
     assert client.get("/numbers.json").json()["counts"] == page["counts"]
+    assert page["run_metrics"] == ["turns"]
+    assert [(row["name"], row["step"], row["split"], row["mean"]) for row in page["metrics"]] == [
+        ("turns", 0, "train", 2.0)
+    ]
+
+
+def test_training_groups_come_first(open_dashboard: Open, run_dir: Path) -> None:
+    (scored,) = (event for event in run_of_one_step() if isinstance(event, GroupScored))
+    fill(run_dir, [structs.replace(scored, group="held", split="val", at=now_us())])
+    client = open_dashboard()
+    assert [row["split"] for row in client.get("/groups.json").json()["rows"]] == ["train", "train", "val"]
+    assert client.get("/groups.json?sort=-when").json()["rows"][0]["group_id"] == "held"
+
+
+@pytest.mark.parametrize(("question", "query"), EXAMPLES)
+def test_an_example_of_the_sql_page_has_an_answer(client: TestClient, question: str, query: str) -> None:
+    page = client.get("/sql.json", params={"query": query}).json()
+    assert page["error"] == ""
+    assert page["result"]["columns"]
+    assert [view["name"] for view in page["views"]] == [view.name for view in VIEWS]
 
 
 def test_an_event_is_shown_as_it_is_stored(client: TestClient) -> None:

@@ -1,0 +1,98 @@
+"""A run in four sentences: its state, its gain on held-out tasks, its last step, and what to do."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import Any
+
+from store.reading.alarms import alarms_of
+from store.reading.history import History, Row
+from store.reading.state import state_of
+from store.reading.texts import ago, number, signed, when
+
+_LAST = """
+    SELECT version, step, published_at FROM checkpoints WHERE model = $model AND branch = $branch
+    ORDER BY step DESC LIMIT 1
+"""
+_EVALUATED = """
+    SELECT e.entrant, e.pairs AS tasks, e.difference AS gain, e.difference_low AS low, e.difference_high AS high,
+      b.entrant AS baseline
+    FROM evaluations e JOIN evaluations b
+      ON b.project = e.project AND b.evaluation = e.evaluation AND b.measure = e.measure AND b.position = 0
+    WHERE e.measure = 'reward' AND e.model = $model AND e.kind = 'policy' AND e.difference IS NOT NULL
+    ORDER BY e.evaluated_at DESC, e.position LIMIT 1
+"""
+_HELD_OUT = """
+    SELECT last_step AS step, count(*) AS runs, avg(reward) AS mean, var_samp(reward) / count(*) AS variance
+    FROM rewards
+    WHERE model = $model AND branch = $branch AND split = 'val' AND outcome = 'scored' AND first_step = last_step
+    GROUP BY 1 HAVING count(*) > 1 ORDER BY 1
+"""
+
+
+def summary(history: History, chosen: Row, now: datetime | None = None) -> dict[str, Any]:
+    """Return the sentences about a model and branch.
+
+    `state`: `running`, `stopped`, or `unknown` where no supervisor ran here; `sentences`: the state, the gain, the last
+    step; `todo`: what to do; `alarms`: the raised ones; `gain`: the figures of the gain, or `None`."""
+    state, alarms, gain = state_of(history.config), alarms_of(history), gain_of(history, chosen)
+    last = history.row(_LAST, chosen)
+    moment = (now or datetime.now(UTC)).replace(tzinfo=None)
+    troubled = [
+        f"{name} is {word}" for name, word in state.services.items() if state.running and word != "ready"
+    ]
+    raised = f" with {len(alarms)} alarm{'s' if len(alarms) > 1 else ''}" if alarms else ""
+    sentences = [
+        {
+            "running": f"The run is running{raised}{': ' if troubled else ''}{', '.join(troubled)}.",
+            "stopped": f"The run is stopped{raised}.",
+            "unknown": f"No process of the run is known on this machine{raised and f'; it is {raised.strip()}'}.",
+        }[state.word],
+        _gain_text(gain),
+        f"Step {last['step']} was published {ago((moment - last['published_at']).total_seconds())}, at "
+        f"{when(last['published_at'])} UTC." if last else "No step was taken yet.",
+    ]  # fmt: skip
+    return {
+        "state": state.word, "sentences": sentences, "todo": _todo(state.word, alarms, gain, last), "alarms": alarms,
+        "gain": gain,
+    }  # fmt: skip
+
+
+def gain_of(history: History, chosen: Row) -> Row | None:
+    """Return by how much the policy is better on held-out tasks than before, with the 95 % interval: from the newest
+    evaluation, else from the held-out runs of the first and the last version that have some. `None` without either."""
+    if found := history.row(_EVALUATED, chosen):
+        return found
+    rows = history.shared_rows(_HELD_OUT, chosen)
+    if len(rows) < 2:
+        return None
+    first, last = rows[0], rows[-1]
+    gain, half = last["mean"] - first["mean"], 1.96 * math.sqrt(first["variance"] + last["variance"])
+    return {
+        "entrant": f"{chosen['model']}@{last['step']}", "baseline": f"{chosen['model']}@{first['step']}",
+        "tasks": min(first["runs"], last["runs"]), "gain": gain, "low": gain - half, "high": gain + half,
+    }  # fmt: skip
+
+
+def _gain_text(gain: Row | None) -> str:
+    if gain is None:
+        return "Nothing was measured on held-out tasks."
+    text = f"{gain['entrant']} scores {signed(gain['gain'])} against {gain['baseline']} "
+    text += f"on {number(gain['tasks'])} held-out tasks"
+    if gain["low"] is None:
+        return f"{text}; there are too few for an interval."
+    verdict = "better" if gain["low"] > 0 else "worse" if gain["high"] < 0 else "the difference may be chance"
+    return f"{text} (95 % interval {signed(gain['low'])} to {signed(gain['high'])}: {verdict})."
+
+
+def _todo(state: str, alarms: list[Row], gain: Row | None, last: Row | None) -> str:
+    if alarms:
+        return f"{alarms[0]['title']}: {alarms[0]['action']}"
+    if gain and gain["high"] is not None and gain["high"] < 0:
+        return "It got worse: read some of its groups below, and roll back (Decisions)."
+    if last and gain is None:
+        return "Measure it: `journeywork eval` plays held-out tasks with two versions."
+    if state == "stopped":
+        return "`journeywork up` with the same settings goes on with it."
+    return "Nothing needs to be done." if last else "Send it work: a step needs groups whose rewards differ."
