@@ -7,7 +7,7 @@
 | part | what | needs beside torch, transformers, peft, accelerate, trl, datasets, msgspec and tomli-w |
 | --- | --- | --- |
 | tests | `tests/gpu`: kernels, layouts, memory and types on CUDA | pytest, pytest-timeout |
-| 0.6b, 4b, 8b | a Qwen3 shape, random weights: tokens/s, MFU, memory against the formula, TRL on the same batches | |
+| 0.6b, 4b, 8b | a Qwen3 shape, random weights: tokens/s, MFU, memory, TRL on the same batches | |
 | sampler | logprobs of vLLM and of the trainer in bfloat16, before and after steps | vLLM for CUDA |
 | swaps | adapter swaps under 256 streams, through the gateway | vLLM for CUDA, the whole project |
 | demo | the example, whole | vLLM for CUDA, the whole project |

@@ -52,10 +52,8 @@ def _size(size: str, result: dict[str, Any]) -> list[str]:
     lines = [f"## Qwen3-{size.upper()}'s shape", ""]
     if model := result.get("model"):
         lines += [
-            f"{model['parameters'] / 1e9:.2f} billion parameters in {model['dtype']}, rank {model['lora_rank']}. The "
-            f"formula says {_gib(model['weights_bytes'])} GiB of weights, {model['bytes_per_token'] / 2**20:.3f} MiB "
-            f"a token and {_gib(model['logits_bytes'])} GiB of logits. Gradient checkpointing is "
-            f"{'on' if model['gradient_checkpointing'] else 'off'}.",
+            f"{model['parameters'] / 1e9:.2f} billion parameters in {model['dtype']}, rank {model['lora_rank']}. "
+            f"Gradient checkpointing is {'on' if model['gradient_checkpointing'] else 'off'}.",
             "",
         ]
     if verified := result.get("verified"):
@@ -80,18 +78,18 @@ def _size(size: str, result: dict[str, Any]) -> list[str]:
             rows.append([
                 batch, "Journeywork", f"{one['seconds']:.3f}", f"{one['trained_tokens_per_s']:.0f}",
                 f"{one['forward_tokens_per_s']:.0f}", _share(one["mfu"]), _share(one["mfu_of_matmul"]),
-                _gib(one["peak_bytes"]), _gib(one["formula_bytes"]),
+                _gib(one["peak_bytes"]),
                 f"{one['layout']}, {one['passes']} passes of up to {one['tokens_of_largest_pass']} tokens",
             ])  # fmt: skip
         if other:
             rows.append([
                 batch, "TRL", f"{other['seconds']:.3f}", f"{other['trained_tokens_per_s']:.0f}", "", "", "",
-                _gib(other["peak_bytes"]), "", f"padded, {other['rows_a_pass']} rows a pass",
+                _gib(other["peak_bytes"]), f"padded, {other['rows_a_pass']} rows a pass",
             ])  # fmt: skip
     if rows:
         lines += _table(
             ("batch", "trainer", "s a step", "trained tokens/s", "forward tokens/s", "MFU (data sheet)",
-             "of the matrix product", "peak GiB", "formula GiB", "layout"), rows,
+             "of the matrix product", "peak GiB", "layout"), rows,
         )  # fmt: skip
     return lines
 

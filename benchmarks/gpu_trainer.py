@@ -101,9 +101,7 @@ def _timed(step: Callable[[], Any], device: Any, rounds: int) -> tuple[float, li
     return statistics.median(seconds[1:]), results
 
 
-def ours(
-    engine: Any, state: Any, examples: list[Any], groups: list[int], memory: Any, rounds: int
-) -> dict[str, Any]:
+def ours(engine: Any, state: Any, examples: list[Any], groups: list[int], rounds: int) -> dict[str, Any]:
     """Steps as the service takes them, with the checks of every step."""
     from trainer.batches.packing import micro_batches
 
@@ -117,15 +115,14 @@ def ours(
     largest = max(b.layout.ids_RL.numel() for b in passes)
     # Forward, and backward through activations only: the base model's weights take no gradient.
     flops = 4 * engine.size * metrics["tokens_forward"] / seconds
-    formula = memory.step(largest)
     return {
         "seconds": seconds, "layout": packing, "passes": len(passes), "tokens_of_largest_pass": largest,
         "token_budget": engine.budget.tokens, "trained_tokens": metrics["tokens"],
         "forward_tokens": metrics["tokens_forward"], "sequence_tokens": sum(len(s.ids) for s in sequences),
         "trained_tokens_per_s": metrics["tokens"] / seconds,
         "forward_tokens_per_s": metrics["tokens_forward"] / seconds,
-        "model_tflops": flops / 1e12, "peak_bytes": peak, "formula_bytes": formula, "peak_over_formula": peak / formula,
-        "loss": results[0]["loss"], "logprob_diff": results[0].get("sampler_logprob_diff"),
+        "model_tflops": flops / 1e12, "peak_bytes": peak,
+        "loss": results[0]["loss"], "logprob_diff": results[0].get("on_policy_logprob_diff"),
     }  # fmt: skip
 
 
@@ -204,14 +201,12 @@ def measure(
             "packed_mean": verified.packed.mean if verified.packed else None,
         },
     )  # fmt: skip
-    memory = engine.plan_passes()  # as the service does before its first step
     out.put(
         "model",
         {
             "parameters": sum(p.numel() for p in engine.model.get_base_model().parameters()),
             "dtype": str(engine.dtype).removeprefix("torch."), "lora_rank": config.lora.rank,
-            "weights_bytes": memory.weights, "bytes_per_token": memory.per_token, "logits_bytes": memory.logits,
-            "tokens_that_fit": memory.tokens(), "gradient_checkpointing": engine.checkpointing,
+            "gradient_checkpointing": engine.checkpointing,
         },
     )  # fmt: skip
     if "matmul_tflops" not in out.found:
@@ -230,7 +225,7 @@ def measure(
         engine.load_adapter(state.weights)
         examples = own_logprobs(engine, examples)
         if "journeywork" not in done:
-            found = ours(engine, state, examples, groups, memory, rounds)
+            found = ours(engine, state, examples, groups, rounds)
             found["mfu_of_matmul"] = found["model_tflops"] / out.found["matmul_tflops"]
             sheet = out.found["data_sheet_tflops"]
             found["mfu"] = found["model_tflops"] / sheet if sheet else None

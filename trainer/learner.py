@@ -319,7 +319,6 @@ def make_engines(
         if shape not in engines:
             engine = engines[shape] = Engine(model.base, config.trainer_of(model), scratch)
             engine.warm_up()
-            engine.plan_passes()
             engine.number, engine.process_group = len(engines) - 1, process_group
     return engines
 

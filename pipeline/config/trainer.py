@@ -127,13 +127,13 @@ class MemoryConfig(Section, frozen=True, kw_only=True):
     """How a step is divided into passes, and what they keep in memory."""
 
     tokens_per_batch: Count = 16_384
-    """Tokens of one forward and backward pass; a step takes as many passes as it needs. On CUDA the trainer takes
-    fewer tokens if so many do not fit by the memory formula (`journeywork check-model` shows it)."""
+    """Tokens of one forward and backward pass; a step takes as many passes as it needs. If they do not
+    fit into memory, the trainer halves their number and tries again."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Keep only each layer's input for the backward pass and compute the rest again. This costs about a third more
     computation and saves most of the memory. `auto`: on with CUDA where the model supports it, off on CPU."""
     gpu_share: Share = 0.0
-    """Share of the GPU's memory that passes may use. 0: what is free at the start. `journeywork up` sets 0.45 if its
+    """Share of the GPU's memory that the trainer's process may use. 0: no limit. `journeywork up` sets 0.45 if its
     inference server runs on the same GPU."""
     packing: Literal["auto", "prefix", "padded"] = "auto"
     """`prefix`: sequences of a group compute their common prefix once. `padded`: one row per sequence. `auto`:

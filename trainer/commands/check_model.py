@@ -1,5 +1,4 @@
-"""`journeywork check-model MODEL`: says whether a base model trains right on this machine, how, and how much memory a
-step takes.
+"""`journeywork check-model MODEL`: says whether a base model trains right on this machine, and how.
 
     journeywork check-model Qwen/Qwen3-8B
     journeywork check-model /models/gemma-3-4b --json --set trainer.lora.rank=16
@@ -26,7 +25,7 @@ from trainer.first import import_first
 
 
 def check(base: str, config: TrainerConfig) -> dict[str, Any]:
-    """The findings as `--json` prints them: differences in nats, memory in bytes. `refused` is the reason why the
+    """The findings as `--json` prints them: differences in nats. `refused` is the reason why the
     model can't be trained, `None` where it can."""
     import_first(Config(models=(ModelConfig(base=base),), trainer=config))
     from trainer.engine.engine import Engine
@@ -35,7 +34,6 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
 
     out: dict[str, Any] = {
         "model": base, "padded_difference": None, "packed_difference": None, "layout": None, "refused": None,
-        "memory": None,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -51,14 +49,7 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
             return out
         else:
             verified = engine.verified
-            memory = engine.memory()
-            out["memory"] = memory.step(config.memory.tokens_per_batch)
-            out["memory_parts"] = {
-                "weights": memory.weights, "optimizer": memory.optimizer, "per_token": memory.per_token,
-                "logits": memory.logits, "per_pair": memory.per_pair, "gradient_checkpointing": engine.checkpointing,
-                "tokens_per_batch": config.memory.tokens_per_batch, "free": memory.free,
-                "tokens_that_fit": memory.tokens(),
-            }  # fmt: skip
+            out["gradient_checkpointing"] = engine.checkpointing
             out["device"], out["dtype"] = str(engine.device), str(engine.dtype).removeprefix("torch.")
     out["padded_difference"] = verified.padded.largest
     out["packed_difference"] = verified.packed.largest if verified.packed else None
@@ -81,16 +72,6 @@ def report(found: dict[str, Any]) -> str:
         )
         because = f" ({found['why_padded']})" if found["why_padded"] else ""
         lines.append(f"  layout: {how}{because}; attention: {found['attention']}")
-    if found["memory"] is not None:
-        parts = found["memory_parts"]
-        lines.append(
-            f"  memory of a step: {found['memory'] / 2**30:.2f} GiB with {parts['tokens_per_batch']} tokens a pass "
-            f"({parts['per_token'] / 2**20:.3f} MiB a token, weights {parts['weights'] / 2**30:.2f} GiB)"
-        )
-        if parts["tokens_that_fit"] is not None:
-            lines.append(
-                f"  free: {parts['free'] / 2**30:.2f} GiB, enough for passes of {parts['tokens_that_fit']} tokens"
-            )
     return "\n".join(lines) + "\n"
 
 
@@ -99,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
         prog="journeywork check-model", description="Say whether a base model trains right on this machine."
     )
     out.add_argument("model", help="folder or hub name of the base model")
-    out.add_argument("--json", action="store_true", help="print the findings as JSON, memory in bytes")
+    out.add_argument("--json", action="store_true", help="print the findings as JSON")
     out.add_argument("--config", help="settings, TOML; its [trainer] is used")
     out.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
     return out

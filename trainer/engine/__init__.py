@@ -15,8 +15,7 @@
 | `optimizer` | AdamW and its schedule |
 | `fitting` | passes within the memory that there is |
 | `budget` | the tokens of a pass, found out as memory runs out |
-| `memory` | the memory that a step takes, by formula |
-| `checks` | measurements with additional forward passes |
+| `checks` | measurements with forward passes of their own, on a sample |
 | `statistics` | metrics from the passes of a step |
 | `parallel` | `ProcessGroup`: the processes that share the passes of a step |
 """

@@ -8,7 +8,6 @@ change the budget; `trainer.engine.fitting` drops it when that happens twice.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -48,7 +47,7 @@ class Budget:
     """The token budget of a pass over one engine's model. `limit` is `trainer.memory.tokens_per_batch`."""
 
     def __init__(self, limit: int) -> None:
-        self._setting, self._memory_limit = limit, sys.maxsize
+        self._limit = limit
         self.tokens = limit
         """The current budget."""
         self._good_steps = 0
@@ -56,16 +55,10 @@ class Budget:
         self._grew = False
         """Whether the budget has grown since memory last ran out."""
 
-    @property
-    def _limit(self) -> int:
-        return min(self._setting, self._memory_limit)
-
-    def set_limit(self, setting: int | None = None, memory: int | None = None) -> None:
-        """Set the configured limit, or the number of tokens that fit into memory by the estimate of
-        `trainer.engine.memory`. A budget that was reduced because memory ran out is not raised."""
-        at_limit = self.tokens == self._limit
-        self._setting, self._memory_limit = setting or self._setting, memory or self._memory_limit
-        self.tokens = self._limit if at_limit else min(self.tokens, self._limit)
+    def set_limit(self, limit: int) -> None:
+        """Set the configured limit. A budget that was reduced because memory ran out is not raised."""
+        self.tokens = limit if self.tokens == self._limit else min(self.tokens, limit)
+        self._limit = limit
 
     def halve(self, tried: int) -> None:
         """Halve the budget after a pass of `tried` tokens ran out of memory; it becomes at most half of `tried`."""

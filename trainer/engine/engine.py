@@ -24,7 +24,6 @@ from trainer.batches.sequences import TokenSequence
 from trainer.engine import checks
 from trainer.engine.fitting import NothingFitsError, check_within, over_what_fits
 from trainer.engine.gradients import GradientEngine, PassResult, first_logprobs
-from trainer.engine.memory import Memory, estimate
 from trainer.engine.optimizer import make_optimizer
 from trainer.engine.state import (
     SamplerMismatchError,
@@ -75,25 +74,6 @@ class Update:
 
 class Engine(GradientEngine):
     """A model that can be trained."""
-
-    def memory(self) -> Memory:
-        """The memory of a step, measured on short passes."""
-        trees = self.verified.layout == "prefix" and self.config.memory.packing != "padded"
-        return estimate(self, shares_prefixes=trees)
-
-    def plan_passes(self) -> Memory:
-        """Measure what memory a step takes. On CUDA the token budget is bounded by what fits; on the CPU, where other
-        processes come and go, the figures are only logged."""
-        memory = self.memory()
-        fits = memory.tokens()
-        if self.device.type == "cuda" and fits is not None:
-            self.budget.set_limit(memory=max(1, fits))
-        log.info(
-            "memory of a step", model=self.base, device=str(self.device), weights=memory.weights,
-            per_token=memory.per_token, free=memory.free, tokens_that_fit=fits, token_budget=self.budget.tokens,
-            step=memory.step(self.budget.tokens), gradient_checkpointing=self.checkpointing,
-        )  # fmt: skip
-        return memory
 
     def initial_state(self) -> TrainState:
         """The state of step 0 with the live adapter; PEFT's fresh one changes nothing."""

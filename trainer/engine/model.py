@@ -33,6 +33,8 @@ class PolicyModel:
         self.base, self.config = base, config
         self.device = device_for(config)
         self.set_threads()
+        if self.device.type == "cuda" and config.memory.gpu_share:
+            torch.cuda.set_per_process_memory_fraction(config.memory.gpu_share)
         loaded = load(base, config, self.device)
         self.model, self.lora, self.checkpointing = loaded.model, loaded.lora, loaded.checkpointing
         self.accepts_masks = loaded.accepts_masks

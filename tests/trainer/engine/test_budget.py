@@ -50,7 +50,7 @@ def test_a_changed_limit_does_not_raise_a_reduced_budget(most: int, expected: in
     budget.halve(500)
     budget.set_limit(most)
     assert budget.tokens == expected
-    budget.set_limit(memory=60)
+    budget.set_limit(60)
     assert budget.tokens == 60
     free = Budget(500)
     free.set_limit(most)

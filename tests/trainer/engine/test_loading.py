@@ -10,9 +10,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig, UnslothConfig
+from tests.trainer.families import make
+from tests.trainer.kit import backward, exactly, make_model, stir, tree_of_conversations
 from trainer.batches.groups import Example
 from trainer.batches.packing import MicroBatch
 from trainer.engine import loading
@@ -82,8 +84,6 @@ class FastLanguageModel:
 def test_unsloth_gets_the_settings_and_padded_batches(
     tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.trainer.kit import tree_of_conversations
-
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=FastLanguageModel))
     monkeypatch.setattr(engines, "device_for", lambda _: CPU)
     config = TrainerConfig(
@@ -108,3 +108,57 @@ def test_unsloth_gets_the_settings_and_padded_batches(
     sequences, groups = tree_of_conversations()
     engine.step(engine.initial_state(), [Example(s, 1.0) for s in sequences], groups)
     assert all(b.layout.ends_RL is None for b in seen)
+
+
+def gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    stir(engine)
+    sequences, groups = tree_of_conversations()
+    advantages = torch.linspace(-1.0, 1.5, len(sequences)).tolist()
+    engine.model.zero_grad(set_to_none=True)
+    backward(engine, [Example(s, a) for s, a in zip(sequences, advantages, strict=True)], groups, 0)
+    return {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("packing", ["padded", "prefix"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe"])
+def test_checkpointing_gives_the_same_gradients(tmp_path: Path, family: str, packing: str) -> None:
+    base = make(family, tmp_path)
+    exact = family != "qwen3_moe"  # PyTorch's grouped products have no float64
+    found = []
+    for setting in ("off", "on"):
+        config = TrainerConfig(
+            dtype="float64" if exact else "float32",
+            logprob_bound=1e-3,
+            lora=LoraConfig(rank=4),
+            memory=MemoryConfig(packing=packing, gradient_checkpointing=setting),
+        )  # type: ignore[arg-type]
+        engine = exactly(Engine(base, config, tmp_path))
+        assert engine.checkpointing is (setting == "on")
+        found.append(gradients(engine))
+    off, on = found
+    assert off.keys() == on.keys()
+    assert any(float(g.abs().max()) > 0 for g in off.values())
+    for name, gradient in off.items():
+        share = 1e-9 if exact else 1e-4
+        torch.testing.assert_close(on[name], gradient, rtol=share, atol=share * float(gradient.abs().max()))
+
+
+def test_checkpointing_is_on_by_default_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = loading.wants_checkpointing
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [wanted(TrainerConfig(), d) for d in (cpu, gpu)] == [False, True]
+    assert [
+        wanted(TrainerConfig(memory=MemoryConfig(gradient_checkpointing="on")), d) for d in (cpu, gpu)
+    ] == [True, True]
+    assert [
+        wanted(TrainerConfig(memory=MemoryConfig(gradient_checkpointing="off")), d) for d in (cpu, gpu)
+    ] == [False, False]
+
+
+def test_a_model_that_can_not_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Qwen3ForCausalLM, "supports_gradient_checkpointing", False)
+    base = make_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match="gradient_checkpointing: Qwen3ForCausalLM"):
+        Engine(base, TrainerConfig(memory=MemoryConfig(gradient_checkpointing="on")), tmp_path)
+    monkeypatch.setattr(loading, "wants_checkpointing", lambda *_: True)
+    assert not Engine(base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path).checkpointing
