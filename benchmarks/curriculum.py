@@ -130,7 +130,7 @@ def train(way: str, seed: int, args: argparse.Namespace, engine: Any, fresh: Any
     from trainer.batches.groups import TrainingGroup, examples
     from trainer.batches.sequences import build
 
-    engine.load_adapter(fresh)
+    engine.model.load_adapter(fresh)
     arena = Arena(engine, args.base)
     random = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
@@ -193,7 +193,7 @@ def train_all(args: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         engine = Engine(args.base, config, Path(scratch))
-        fresh = engine.weights()
+        fresh = engine.model.weights()
         for seed in args.seeds:
             for way in args.ways:
                 runs[f"{way}/{seed}"] = run = train(way, seed, args, engine, fresh)

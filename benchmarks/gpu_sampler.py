@@ -113,12 +113,12 @@ def difference(into: Path, models: Path, scratch: Path, *, device: str, tiny: bo
             steps.append(
                 {"version": version, "logprob_mean": logprob / found["tokens"]} | {n: found[n] for n in names}
             )
-            out.put("bound", logprob_bound_for(config, engine.dtype))
-            out.put("dtype", str(engine.dtype).removeprefix("torch."))
+            out.put("bound", logprob_bound_for(config, engine.model.dtype))
+            out.put("dtype", str(engine.model.dtype).removeprefix("torch."))
             out.put("steps", steps)
             folder = scratch / f"adapter-{step + 1}"
             folder.mkdir(parents=True)
-            for name, content in checkpoint.adapter_files(state.weights, engine.lora, base).items():
+            for name, content in checkpoint.adapter_files(state.weights, engine.model.lora, base).items():
                 (folder / name).write_bytes(content)
             version = f"proof@{step + 1}"
             body = {"lora_name": version, "lora_path": str(folder)}

@@ -82,7 +82,9 @@ def own_logprobs(engine: Any, examples: Sequence[Any]) -> list[Any]:
     for example in examples:
         sequence = example.sequence
         with torch.no_grad():
-            computed, _ = engine.logprobs(padded([sequence]), (1, sequence.trained_tokens), entropy=False)
+            computed, _ = engine.model.logprobs(
+                padded([sequence]), (1, sequence.trained_tokens), entropy=False
+            )
         logprobs = np.full(len(sequence.ids), np.nan, np.float32)
         logprobs[sequence.loss_mask] = computed[0].float().cpu().numpy()
         out.append(dataclasses.replace(example, sequence=dataclasses.replace(sequence, logprobs=logprobs)))
@@ -105,19 +107,21 @@ def ours(engine: Any, state: Any, examples: list[Any], groups: list[int], rounds
     """Steps as the service takes them, with the checks of every step."""
     from trainer.batches.packing import micro_batches
 
-    _forget_peak(engine.device)
-    seconds, results = _timed(lambda: engine.step(state, examples, groups).metrics, engine.device, rounds)
-    peak = _peak(engine.device)
+    _forget_peak(engine.model.device)
+    seconds, results = _timed(
+        lambda: engine.step(state, examples, groups).metrics, engine.model.device, rounds
+    )
+    peak = _peak(engine.model.device)
     metrics = results[-1]
     sequences = [e.sequence for e in examples]
-    packing = engine.packing_of(examples, groups)
-    passes = micro_batches(sequences, groups, engine.budget.tokens, packing)
+    packing = engine.passes.packing_of(examples, groups)
+    passes = micro_batches(sequences, groups, engine.passes.budget.tokens, packing)
     largest = max(b.layout.ids_RL.numel() for b in passes)
     # Forward, and backward through activations only: the base model's weights take no gradient.
-    flops = 4 * engine.size * metrics["tokens_forward"] / seconds
+    flops = 4 * engine.passes.size * metrics["tokens_forward"] / seconds
     return {
         "seconds": seconds, "layout": packing, "passes": len(passes), "tokens_of_largest_pass": largest,
-        "token_budget": engine.budget.tokens, "trained_tokens": metrics["tokens"],
+        "token_budget": engine.passes.budget.tokens, "trained_tokens": metrics["tokens"],
         "forward_tokens": metrics["tokens_forward"], "sequence_tokens": sum(len(s.ids) for s in sequences),
         "trained_tokens_per_s": metrics["tokens"] / seconds,
         "forward_tokens_per_s": metrics["tokens_forward"] / seconds,
@@ -138,12 +142,12 @@ def theirs(engine: Any, state: Any, examples: list[Any], rounds: int, scratch: P
         step = trl_step(engine, engine.config, examples, scratch, rows)
 
         def fresh(step: Any = step) -> float:
-            engine.load_adapter(state.weights)
-            return float(step())
+            engine.model.load_adapter(state.weights)
+            return float(step()["loss"])
 
-        _forget_peak(engine.device)
+        _forget_peak(engine.model.device)
         try:
-            seconds, losses = _timed(fresh, engine.device, rounds)
+            seconds, losses = _timed(fresh, engine.model.device, rounds)
         except RuntimeError as error:
             if not is_out_of_memory(error) or rows == _LEAST_ROWS:
                 raise
@@ -151,17 +155,17 @@ def theirs(engine: Any, state: Any, examples: list[Any], rounds: int, scratch: P
         else:
             break
         finally:
-            engine.load_adapter(state.weights)
-            engine.model.zero_grad(set_to_none=True)
+            engine.model.load_adapter(state.weights)
+            engine.model.peft.zero_grad(set_to_none=True)
         del step, fresh
         print(f"TRL: {rows} rows a pass: {reason}", flush=True)
         rows //= 2
-        if engine.device.type == "cuda":
+        if engine.model.device.type == "cuda":
             torch.cuda.empty_cache()
     trained = sum(e.sequence.trained_tokens for e in examples)
     return {
         "seconds": seconds, "rows_a_pass": rows, "trained_tokens_per_s": trained / seconds,
-        "peak_bytes": _peak(engine.device), "loss": losses[0],
+        "peak_bytes": _peak(engine.model.device), "loss": losses[0],
     }  # fmt: skip
 
 
@@ -191,7 +195,7 @@ def measure(
     # reported, and does not end the measurement.
     engine.configure(msgspec.structs.replace(config, logprob_bound=math.inf))
     out.put("load_and_verify_s", time.perf_counter() - began)
-    verified = engine.verified
+    verified = engine.passes.verified
     out.put(
         "verified",
         {
@@ -204,13 +208,13 @@ def measure(
     out.put(
         "model",
         {
-            "parameters": sum(p.numel() for p in engine.model.get_base_model().parameters()),
-            "dtype": str(engine.dtype).removeprefix("torch."), "lora_rank": config.lora.rank,
-            "gradient_checkpointing": engine.checkpointing,
+            "parameters": sum(p.numel() for p in engine.model.peft.get_base_model().parameters()),
+            "dtype": str(engine.model.dtype).removeprefix("torch."), "lora_rank": config.lora.rank,
+            "gradient_checkpointing": engine.model.checkpointing,
         },
     )  # fmt: skip
     if "matmul_tflops" not in out.found:
-        out.put("matmul_tflops", measured_tflops(engine.device, tiny))
+        out.put("matmul_tflops", measured_tflops(engine.model.device, tiny))
     state = engine.initial_state()
     name = torch.cuda.get_device_name() if device == "cuda" else ""
     out.put("data_sheet_tflops", data_sheet_tflops(name))
@@ -222,7 +226,7 @@ def measure(
         examples, groups = make_batch(batch, groups=groups_each)
         if tiny:
             examples, groups = examples[:4], groups[:4]
-        engine.load_adapter(state.weights)
+        engine.model.load_adapter(state.weights)
         examples = own_logprobs(engine, examples)
         if "journeywork" not in done:
             found = ours(engine, state, examples, groups, rounds)

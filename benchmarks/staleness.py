@@ -61,7 +61,7 @@ class Table:
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits after the last of the new tokens [R, n]."""
         positions = torch.arange(self.cached, self.cached + rows.shape[1]).expand(len(rows), -1)
-        out = self.arena.engine.model(
+        out = self.arena.engine.model.peft(
             input_ids=rows,
             position_ids=positions,
             past_key_values=self.cache,
@@ -106,7 +106,7 @@ class Arena:
     def __init__(self, engine: Engine, base: str) -> None:
         self.engine = engine
         self.tokenizer = AutoTokenizer.from_pretrained(base)
-        self.end = int(engine.model.config.eos_token_id)
+        self.end = int(engine.model.peft.config.eos_token_id)
         self._turns: dict[str, list[int]] = {}
 
     def turn_ids(self, board: str) -> list[int]:
@@ -122,7 +122,7 @@ class Arena:
         self, seeds: list[str], weights: Weights, step: int, random: torch.Generator
     ) -> list[tuple[float, list[ExchangeRecorded]]]:
         """A game per seed: its reward and its exchanges."""
-        self.engine.load_adapter(weights)
+        self.engine.model.load_adapter(weights)
         table = Table(self, seeds, random)
         recorded: list[list[ExchangeRecorded]] = [[] for _ in seeds]
         while table.live:
@@ -242,7 +242,7 @@ class Worker:
         self.args, self.config = args, config
         self.scratch = tempfile.TemporaryDirectory()
         self.engine = Engine(args.base, config, Path(self.scratch.name))
-        self.fresh = self.engine.weights()
+        self.fresh = self.engine.model.weights()
 
     @classmethod
     def start(cls, args: argparse.Namespace, config: TrainerConfig) -> None:
@@ -250,7 +250,7 @@ class Worker:
 
     def one(self, key: str) -> dict[str, float]:
         correction, lag, seed = key.split("/")
-        self.engine.load_adapter(self.fresh)
+        self.engine.model.load_adapter(self.fresh)
         self.engine.configure(with_values(self.config, {"loss.importance_sampling": correction}))
         return one_run(self.engine, self.args.base, int(lag), int(seed), self.args)
 

@@ -1,8 +1,8 @@
 """Trained tokens per second: Journeywork's trainer against TRL's padded GRPOTrainer, same tokens, same loss.
 
-    python benchmarks/trainer.py [--threads 1] [--rounds 3] [--out benchmarks/results/trainer.json]
+    python -m benchmarks.trainer [--threads 1] [--rounds 10] [--shapes short] [--out benchmarks/results/trainer.json]
 
-Three shapes of work, each in a process of its own per implementation so that the peak memory is its own:
+Three shapes of work:
 
 | shape | a step |
 | --- | --- |
@@ -10,10 +10,12 @@ Three shapes of work, each in a process of its own per implementation so that th
 | shared_prefix | one group of 8: a 2,000-token prompt, 200-token replies |
 | multiturn | one group of 8 tool agents: 200-token prompt, 10 turns of 20-60 reply tokens and 30-90 tool tokens |
 
-TRL's side gets the same merged sequences (one row per trajectory, tool tokens masked), computes logits for
+Both sides take steps in turn, each in a process of its own, and their times over all rounds are compared: other work on
+the machine disturbs both alike. A step is forward, loss, backward and optimizer. Ours runs under the default settings
+as the service does, with its checks; half of the tokens are of the version before, as when rollouts and training
+overlap. TRL's side gets the same merged sequences (one row per trajectory, tool tokens masked), computes logits for
 completions only, and is spared the extra forward pass with which TRL otherwise gets its old logprobs. Its fused LM
-head is a GPU kernel, so logits are plain on CPU. Losses of both sides are compared. A step is forward, loss, backward
-and optimizer; ours also makes the checks of every step that users get (`checks_share` is their part of its CPU time).
+head is a GPU kernel, so logits are plain on CPU. The losses of the first step are compared.
 """
 
 from __future__ import annotations
@@ -24,20 +26,16 @@ import math
 import os
 import platform
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 SHAPES = ("short", "shared_prefix", "multiturn")
-IMPLEMENTATIONS = ("trl", "journeywork", "journeywork_unchecked")
-"""`journeywork` takes steps as the service does, with the checks against the sampler's logprobs and the base model.
-`journeywork_unchecked` leaves the checks out, to measure their cost."""
-SMALL_PASSES = "journeywork_small_passes"
-"""`journeywork` with passes as large as TRL's 8 padded rows of the short shape, to compare memory at equal size."""
+IMPLEMENTATIONS = ("trl", "journeywork")
 VOCAB = 4096
 
 
@@ -94,11 +92,33 @@ def make_batch(shape: str, groups: int | None = None) -> tuple[list[Any], list[i
     return examples, group_of
 
 
-def run_one(shape: str, implementation: str, base: str, threads: int, rounds: int) -> dict[str, float]:
-    import msgspec
-    import torch
+def journeywork_step(engine: Any, examples: list[Any], groups: list[int]) -> Callable[[], dict[str, float]]:
+    """Steps of one run, one after the other. Every second sequence is of the version before the current one."""
+    import dataclasses
 
-    from pipeline.config import OptimizerConfig, TrainerConfig, with_values
+    import numpy as np
+
+    state = engine.initial_state()
+
+    def step() -> dict[str, float]:
+        nonlocal state
+        batch = []
+        for i, example in enumerate(examples):
+            sampled_at = max(0, state.step - i % 2)
+            steps = np.where(example.sequence.loss_mask, sampled_at, -1).astype(np.int32)
+            batch.append(
+                dataclasses.replace(example, sequence=dataclasses.replace(example.sequence, steps=steps))
+            )
+        result = engine.step(state, batch, groups)
+        state = result.state
+        return dict(result.metrics)
+
+    return step
+
+
+def serve_steps(shape: str, implementation: str, base: str, threads: int) -> None:
+    """Take a step for every line of standard input and print its measurements."""
+    from pipeline.config import OptimizerConfig, TrainerConfig
     from trainer.engine.engine import Engine
 
     examples, groups = make_batch(shape)
@@ -106,35 +126,45 @@ def run_one(shape: str, implementation: str, base: str, threads: int, rounds: in
     config = TrainerConfig(
         threads=threads, logprob_bound=math.inf, optimizer=OptimizerConfig(learning_rate=1e-3)
     )
-    if implementation == "journeywork_unchecked":
-        config = msgspec.structs.replace(config, check_share=0.0)
-    if implementation == SMALL_PASSES:
-        config = with_values(config, {"memory.tokens_per_batch": 896})
     with tempfile.TemporaryDirectory() as scratch:
         engine = Engine(base, config, Path(scratch))
-        state = engine.initial_state()
-        padded = trl_step(engine, config, examples, Path(scratch)) if implementation == "trl" else None
-        seconds, cpu_seconds, losses = [], [], []
-        for _ in range(rounds + 1):
+        step = (
+            journeywork_step(engine, examples, groups)
+            if implementation == "journeywork"
+            else trl_step(engine, config, examples, Path(scratch))
+        )
+        for _ in sys.stdin:
             began, cpu_began = time.perf_counter(), time.process_time()
-            if padded is None:
-                losses.append(engine.step(state, examples, groups).metrics["loss"])
-            else:
-                engine.load_adapter(state.weights)
-                losses.append(padded())
-            seconds.append(time.perf_counter() - began)
-            cpu_seconds.append(time.process_time() - cpu_began)
-    assert torch.get_num_threads() == threads
-    trained = sum(e.sequence.trained_tokens for e in examples)
-    return {
-        "seconds": statistics.median(seconds[1:]),  # the first step warms up
-        "cpu_seconds": statistics.median(cpu_seconds[1:]),  # other processes disturb it less
-        "trained_tokens_per_s": trained / statistics.median(seconds[1:]),
-        "trained_tokens": trained,
-        "sequence_tokens": sum(len(e.sequence.ids) for e in examples),
-        "loss": losses[0],
-        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
+            metrics = step()
+            measured = {
+                "seconds": time.perf_counter() - began,
+                "cpu_seconds": time.process_time() - cpu_began,
+            }
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            print(json.dumps(metrics | measured | {"peak_rss_mb": peak}), flush=True)
+
+
+def measure(shape: str, base: str, threads: int, rounds: int) -> dict[str, list[dict[str, float]]]:
+    """The measurements of each implementation's steps; the first step warms up."""
+    children = {
+        # -P: this file's folder must not be searched, it would be found in place of the package `trainer`.
+        name: subprocess.Popen(
+            [sys.executable, "-P", __file__, "--threads", str(threads), "--serve", shape, name, base],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+        ) for name in IMPLEMENTATIONS
+    }  # fmt: skip
+    steps: dict[str, list[dict[str, float]]] = {name: [] for name in children}
+    for _ in range(rounds + 1):
+        for name, child in children.items():
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.write("step\n")
+            child.stdin.flush()
+            steps[name].append(json.loads(child.stdout.readline()))
+    for child in children.values():
+        child.communicate()
+    return steps
 
 
 def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_a_pass: int = 8) -> Any:
@@ -146,7 +176,7 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
 
     from trainer.engine import losses as grpo
 
-    on_gpu = engine.device.type == "cuda"
+    on_gpu = engine.model.device.type == "cuda"
 
     class Padded(grpo.GRPOTrainer):
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
@@ -186,12 +216,12 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
 
     args = grpo.grpo_config(config, scratch, cpu=not on_gpu)
     trainer = Padded(
-        model=engine.model, reward_funcs=[grpo._no_reward], args=args,
+        model=engine.model.peft, reward_funcs=[grpo._no_reward], args=args,
         train_dataset=Dataset.from_dict({"prompt": [""]}), processing_class=grpo._no_tokenizer(),
     )  # fmt: skip
     trainer.use_vllm = True  # turns the correction on
     trainer.current_gradient_accumulation_steps = 1
-    engine.model.train()
+    engine.model.peft.train()
     total = sum(e.sequence.trained_tokens for e in examples)
 
     def rows(part: list[Any]) -> dict[str, Any]:
@@ -217,21 +247,47 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
             out["sampled"][i, : len(known)] = torch.from_numpy(known)
         out["advantages"] = torch.tensor([e.advantage for e in part])
         out["num_items_in_batch"] = torch.tensor(float(total))
-        return {name: tensor.to(engine.device) for name, tensor in out.items()}
+        return {name: tensor.to(engine.model.device) for name, tensor in out.items()}
 
-    def step() -> float:
-        optimizer = torch.optim.AdamW(engine.parameters, lr=config.optimizer.learning_rate, weight_decay=0.0)
+    fresh = engine.model.weights()
+
+    def step() -> dict[str, float]:
+        engine.model.load_adapter(fresh)
+        optimizer = torch.optim.AdamW(
+            engine.model.parameters, lr=config.optimizer.learning_rate, weight_decay=0.0
+        )
         optimizer.zero_grad()
         loss_sum = 0.0
         for first in range(0, len(examples), rows_a_pass):
-            loss = trainer.compute_loss(engine.model, rows(examples[first : first + rows_a_pass]))
+            loss = trainer.compute_loss(engine.model.peft, rows(examples[first : first + rows_a_pass]))
             loss.backward()
             loss_sum += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(engine.parameters, config.optimizer.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(engine.model.parameters, config.optimizer.max_grad_norm)
         optimizer.step()
-        return loss_sum
+        return {"loss": loss_sum}
 
     return step
+
+
+def compare(shape: str, steps: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """The report of one shape."""
+    theirs, ours = steps["trl"], steps["journeywork"]
+    if abs(ours[0]["loss"] - theirs[0]["loss"]) > 1e-4 * max(1.0, abs(theirs[0]["loss"])):
+        raise SystemExit(f"{shape}: the losses differ: {ours[0]['loss']} and {theirs[0]['loss']}")
+
+    def total(of: list[dict[str, float]], field: str) -> float:
+        return sum(step[field] for step in of[1:])
+
+    trained = ours[0]["tokens"]
+    return {
+        "speedup": round(total(theirs, "seconds") / total(ours, "seconds"), 3),
+        "speedup_in_cpu_time": round(total(theirs, "cpu_seconds") / total(ours, "cpu_seconds"), 3),
+        "trained_tokens": trained,
+        "trained_tokens_per_s": {n: round(trained * len(s[1:]) / total(s, "seconds"), 1) for n, s in steps.items()},
+        "checked_tokens_share": round(total(ours, "tokens_checked") / total(ours, "tokens_forward"), 4),
+        "peak_rss_mb": {n: round(s[-1]["peak_rss_mb"]) for n, s in steps.items()},
+        "loss": {n: round(s[0]["loss"], 6) for n, s in steps.items()},
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -239,50 +295,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--out", default="benchmarks/results/trainer.json")
-    parser.add_argument("--one", nargs=3, metavar=("SHAPE", "IMPLEMENTATION", "MODEL"))
+    parser.add_argument("--serve", nargs=3, metavar=("SHAPE", "IMPLEMENTATION", "MODEL"))
     args = parser.parse_args()
-    if args.one:
-        shape, implementation, base = args.one
-        print(json.dumps(run_one(shape, implementation, base, args.threads, args.rounds)))
+    if args.serve:
+        serve_steps(*args.serve, threads=args.threads)
         return
     report: dict[str, Any] = {
-        "command": f"python benchmarks/trainer.py --threads {args.threads} --rounds {args.rounds}",
-        "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "load_before": os.getloadavg()[0]},
-        "threads": args.threads,
-        "speedup_in_cpu_time": {}, "checks_share": {},
-        "trained_tokens_per_s": {}, "peak_rss_mb": {}, "seconds_per_step": {}, "loss": {}, "trained_tokens": {},
-    }  # fmt: skip
+        "command": f"python -m benchmarks.trainer --threads {args.threads} --rounds {args.rounds}",
+        "machine": {"cpus": os.cpu_count(), "processor": platform.machine()},
+    }
     with tempfile.TemporaryDirectory() as folder:
         base = model_folder(Path(folder))
         for shape in args.shapes:
-            results = {}
-            # -P: this file's folder must not be searched, it would be found in place of the package `trainer`.
-            wanted = (*IMPLEMENTATIONS, SMALL_PASSES) if shape == "short" else IMPLEMENTATIONS
-            for implementation in wanted:
-                out = subprocess.run(
-                    [sys.executable, "-P", __file__, "--threads", str(args.threads), "--rounds", str(args.rounds),
-                     "--one", shape, implementation, base],
-                    check=True, stdout=subprocess.PIPE, text=True,
-                    env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
-                )  # fmt: skip
-                results[implementation] = json.loads(out.stdout.strip().splitlines()[-1])
-            ours, theirs = results["journeywork"], results["trl"]
-            unchecked = results["journeywork_unchecked"]
-            if abs(ours["loss"] - theirs["loss"]) > 1e-4 * max(1.0, abs(theirs["loss"])):
-                raise SystemExit(f"{shape}: the losses differ: {ours['loss']} and {theirs['loss']}")
-            report[f"speedup_{shape}"] = round(
-                ours["trained_tokens_per_s"] / theirs["trained_tokens_per_s"], 3
-            )
-            report["checks_share"][shape] = round(1 - unchecked["cpu_seconds"] / ours["cpu_seconds"], 3)
-            for field in ("trained_tokens_per_s", "peak_rss_mb", "loss"):
-                report[field][shape] = {i: round(results[i][field], 6) for i in wanted}
-            report["speedup_in_cpu_time"][shape] = round(theirs["cpu_seconds"] / ours["cpu_seconds"], 3)
-            report["seconds_per_step"][shape] = {i: round(results[i]["seconds"], 4) for i in wanted}
-            report["trained_tokens"][shape] = ours["trained_tokens"]
-            print(f"{shape:14} {report['seconds_per_step'][shape]}", file=sys.stderr)
+            load = round(os.getloadavg()[0], 2)
+            report[shape] = compare(shape, measure(shape, base, args.threads, args.rounds))
+            report[shape]["load"] = [load, round(os.getloadavg()[0], 2)]
+            print(f"{shape:14} {report[shape]}", file=sys.stderr)
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     Path(args.out).write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))

@@ -73,7 +73,7 @@ def _work(config: Config, process_group: ProcessGroup) -> None:
     configure("trainer", config.log_level)
     with TemporaryDirectory() as scratch:
         engines = list(make_engines(config, Path(scratch), process_group).values())
-        process_group.worker_loop(lambda job: engines[job.engine].take_part(job))
+        process_group.worker_loop(lambda job: engines[job.engine].passes.take_part(job))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from trainer.checkpoints.checkpoint import (
 from trainer.checkpoints.compatibility import base_digest, require_compatible
 from trainer.checkpoints.validation import Validation
 from trainer.engine.engine import Engine
-from trainer.engine.gradients import fixed_settings
+from trainer.engine.model import fixed_settings
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import StepResult, TrainState, UntrainableError
 
@@ -81,7 +81,7 @@ class Learner:
         self.state = engine.initial_state()
         self._fresh = self.state.weights
         """The adapter of step 0, with which the model computes the same as the base model."""
-        self.sampling_defaults = defaults_of(engine.model.get_base_model(), config.vllm.args)
+        self.sampling_defaults = defaults_of(engine.model.peft.get_base_model(), config.vllm.args)
         """Sampling parameters that the inference server uses where a request names none."""
         if unsupported := sampling_of(b"{}", self.sampling_defaults).unsupported:
             log.error(
@@ -90,7 +90,7 @@ class Learner:
                 "in the requests",
                 model=model.name, base=model.base, setting=unsupported,
             )  # fmt: skip
-        self.base_digest = base_digest(model.base, engine.model.get_base_model())
+        self.base_digest = base_digest(model.base, engine.model.peft.get_base_model())
         self.validation = Validation(self.checkpoints.best(), self.settings.best_min_trajectories)
         self.equal_groups = 0
         """Number of groups whose rewards were all equal that no step's metrics count yet."""
@@ -109,14 +109,16 @@ class Learner:
         are on disk. Raises `CheckpointError` if the checkpoint is missing or damaged, `ConfigError` if it was trained
         on another base model or with another shape of the adapter."""
         manifest, files = self.checkpoints.read(step)
-        require_compatible(manifest.event, files, self.base_digest, self.engine.lora)
+        require_compatible(manifest.event, files, self.base_digest, self.engine.model.lora)
         state = state_of(manifest, files)
         for earlier in self.checkpoints.steps():
             if step - self.settings.max_staleness - 1 <= earlier < step:
                 state.history[earlier] = weights_of(self.checkpoints.read(earlier)[1])
         if step <= self.settings.max_staleness + 1:
             state.history[0] = self._fresh
-        self.engine.load_adapter(state.weights)  # if it does not fit, the error is raised now, not in a step
+        self.engine.model.load_adapter(
+            state.weights
+        )  # if it does not fit, the error is raised now, not in a step
         self.state = state
 
     def rebuild(self, event: CheckpointPublished, archive: bytes) -> None:
@@ -130,9 +132,9 @@ class Learner:
                 f"the adapter of {event.version} in the object store does not match its event: restore the object store"
             )
         files = unpack(archive)
-        require_compatible(event, files, self.base_digest, self.engine.lora)
+        require_compatible(event, files, self.base_digest, self.engine.model.lora)
         weights = weights_of(files)
-        self.engine.load_adapter(weights)
+        self.engine.model.load_adapter(weights)
         self.state = TrainState(event.step, weights, history={event.step: weights})
         log.warning(
             "optimizer state lost: training continues from the adapter in the log", version=event.version,
@@ -156,7 +158,7 @@ class Learner:
         """Return a token id of `sequences` that is outside the model's vocabulary, or `None` if there is none. Such a
         token would make the whole batch fail."""
         for sequence in sequences:
-            outside = (sequence.ids < 0) | (sequence.ids >= self.engine.vocabulary)
+            outside = (sequence.ids < 0) | (sequence.ids >= self.engine.model.vocabulary)
             if outside.any():
                 return int(sequence.ids[outside][0])
         return None
@@ -183,7 +185,7 @@ class Learner:
         metrics = result.metrics | self.validation.metrics()
         metrics |= _group_metrics(batch, self.discarded_rewards[:discarded], equal_groups)
         metrics["step_s"] = time.perf_counter() - began
-        adapter = adapter_files(result.state.weights, self.engine.lora, self.model.base)
+        adapter = adapter_files(result.state.weights, self.engine.model.lora, self.model.base)
         archive = pack(adapter)
         files = adapter | {STATE_FILE: state_bytes(result.state)}
         version = version_name(self.model.name, result.state.step)
@@ -319,7 +321,7 @@ def make_engines(
         if shape not in engines:
             engine = engines[shape] = Engine(model.base, config.trainer_of(model), scratch)
             engine.warm_up()
-            engine.number, engine.process_group = len(engines) - 1, process_group
+            engine.passes.number, engine.passes.process_group = len(engines) - 1, process_group
     return engines
 
 

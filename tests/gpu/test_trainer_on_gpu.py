@@ -65,11 +65,11 @@ def batch(
 def gradient(engine: Engine) -> tuple[float, torch.Tensor]:
     """Loss and gradient of the batch, the adapter's B matrices not being zero."""
     generator = torch.Generator().manual_seed(0)
-    weights = {k: torch.randn(w.shape, generator=generator) * 0.05 for k, w in engine.weights().items()}
-    engine.load_adapter(weights)
-    engine.model.zero_grad(set_to_none=True)
+    weights = {k: torch.randn(w.shape, generator=generator) * 0.05 for k, w in engine.model.weights().items()}
+    engine.model.load_adapter(weights)
+    engine.model.peft.zero_grad(set_to_none=True)
     metrics = backward(engine, *batch(), 0)
-    flat = torch.cat([p.grad.flatten().double().cpu() for p in engine.parameters if p.grad is not None])
+    flat = torch.cat([p.grad.flatten().double().cpu() for p in engine.model.parameters if p.grad is not None])
     return metrics["loss"], flat
 
 
@@ -123,8 +123,8 @@ def test_families_compute_what_their_own_forward_pass_computes(
     make_engine: MakeEngine, family: str, dtype: str
 ) -> None:
     engine = make_engine(family, dtype=dtype)
-    bound = logprob_bound_for(TrainerConfig(), engine.dtype)
-    for found in (engine.verified.padded, engine.verified.packed):
+    bound = logprob_bound_for(TrainerConfig(), engine.model.dtype)
+    for found in (engine.passes.verified.padded, engine.passes.verified.packed):
         assert found is not None
         assert (found.largest if dtype == "float32" else found.mean) <= bound, str(found)
 
@@ -132,8 +132,8 @@ def test_families_compute_what_their_own_forward_pass_computes(
 def test_a_gpu_trains_in_bfloat16_by_default(make_engine: MakeEngine) -> None:
     engine = make_engine()
     expected = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    assert engine.dtype == expected
-    assert {p.device.type for p in engine.parameters} == {engine.device.type}
+    assert engine.model.dtype == expected
+    assert {p.device.type for p in engine.model.parameters} == {engine.model.device.type}
 
 
 def test_steps_lower_the_loss(make_engine: MakeEngine) -> None:
@@ -164,7 +164,7 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(**{"memory.packing": "padded", "memory.tokens_per_batch": 512})
-    forward, refused = engine.logprobs, []
+    forward, refused = engine.model.logprobs, []
 
     def small(layout, shape, **options):  # type: ignore[no-untyped-def]
         if layout.ids_RL.numel() > 200:
@@ -174,7 +174,7 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
             raise torch.OutOfMemoryError("not enough memory")
         return forward(layout, shape, **options)
 
-    monkeypatch.setattr(engine, "logprobs", small)
+    monkeypatch.setattr(engine.model, "logprobs", small)
     result = engine.step(engine.initial_state(), *batch())
     assert refused
     assert result.metrics["token_budget"] < 512
@@ -183,7 +183,7 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
 
 def test_gradient_checkpointing_is_on_by_default_and_changes_no_gradient(make_engine: MakeEngine) -> None:
     engine = make_engine(dtype="float32", **{"memory.packing": "padded"})
-    assert engine.checkpointing == torch.cuda.is_available()
+    assert engine.model.checkpointing == torch.cuda.is_available()
     on = gradient(
         make_engine(dtype="float32", **{"memory.packing": "padded", "memory.gradient_checkpointing": "on"})
     )
@@ -213,4 +213,4 @@ def test_a_step_with_checks_agrees_with_its_own_records(make_engine: MakeEngine)
     recorded = own_logprobs(engine, examples)
     engine.configure(msgspec.structs.replace(engine.config, logprob_bound=None))
     metrics = engine.step(engine.initial_state(), recorded, groups).metrics
-    assert metrics["on_policy_logprob_diff"] <= logprob_bound_for(TrainerConfig(), engine.dtype)
+    assert metrics["on_policy_logprob_diff"] <= logprob_bound_for(TrainerConfig(), engine.model.dtype)

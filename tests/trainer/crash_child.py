@@ -23,7 +23,7 @@ from pipeline.log.broker import Broker, Delivery
 from trainer import service
 from trainer.batches.packing import MicroBatch
 from trainer.checkpoints import checkpoint
-from trainer.engine.engine import Engine
+from trainer.engine.passes import Passes
 from trainer.learner import Learner
 
 DIED = 9
@@ -68,14 +68,14 @@ def _instrument(point: str, nth: int) -> None:
 
 def _limit(longest: int) -> None:
     """Memory that does not hold a sequence of more tokens."""
-    original = Engine._backward
+    original = Passes._backward
 
-    def limited(self: Engine, batch: MicroBatch, *args: Any) -> None:
+    def limited(self: Passes, batch: MicroBatch, *args: Any) -> None:
         if batch.layout.ids_RL.shape[1] > longest:
             raise torch.OutOfMemoryError("too much")
         original(self, batch, *args)
 
-    Engine._backward = limited  # type: ignore[method-assign]
+    Passes._backward = limited  # type: ignore[method-assign]
 
 
 def _live(config_path: str, point: str, nth: int) -> None:

@@ -67,7 +67,7 @@ def exactly(engine: Engine) -> Engine:
     """`engine`, which was made with dtype `float64`, with norms in float64 too: transformers computes them in float32.
 
     Comparisons in float64 need no tolerance that depends on the processor's order of summation."""
-    for module in engine.model.modules():
+    for module in engine.model.peft.modules():
         if isinstance(module, Qwen3RMSNorm):
             module.forward = partial(
                 torch.nn.functional.rms_norm,
@@ -80,7 +80,7 @@ def stir(engine: Engine, seed: int = 1) -> None:
     """Random weights for the live adapter, which changes nothing when it is fresh."""
     torch.manual_seed(seed)
     with torch.no_grad():
-        for parameter in engine.parameters:
+        for parameter in engine.model.parameters:
             parameter.normal_(std=0.1)
 
 
@@ -89,7 +89,7 @@ def backward(
 ) -> dict[str, float]:
     """Add the gradient of the batch's loss to the live adapter's. Return the metrics of the batch as seen from
     `step`."""
-    return engine.summary(engine.passes(examples, groups), examples, step, 1)
+    return engine.passes.summary(engine.passes.gradients(examples, groups), examples, step, 1)
 
 
 def settings(base: str, run_dir: Path, nats: NatsConfig | None = None, **trainer: object) -> Config:

@@ -22,6 +22,7 @@ from trainer.batches.groups import Example
 from trainer.batches.packing import MicroBatch
 from trainer.engine.engine import Engine
 from trainer.engine.parallel import ProcessGroup
+from trainer.engine.passes import Passes
 
 SETTINGS: list[dict[str, Any]] = [
     {"loss.type": "dapo", "memory.packing": "prefix", "memory.tokens_per_batch": 150},
@@ -47,10 +48,10 @@ def steps(engine: Engine) -> list[dict[str, Any]]:
     for changed in SETTINGS:
         engine.configure(with_values(config, changed))
         first = engine.step(state, examples, groups)
-        engine.load_adapter(first.state.weights)
-        engine.model.zero_grad(set_to_none=True)
+        engine.model.load_adapter(first.state.weights)
+        engine.model.peft.zero_grad(set_to_none=True)
         backward(engine, examples, groups, 1)
-        gradients = {str(i): p.grad.clone() for i, p in enumerate(engine.parameters)}
+        gradients = {str(i): p.grad.clone() for i, p in enumerate(engine.model.parameters)}
         second = engine.step(first.state, examples[3:], groups[3:])
         out.append(
             {
@@ -70,19 +71,19 @@ TOO_LARGE = 0
 @contextmanager
 def limited() -> Iterator[None]:
     """Memory does not hold a pass with the sequence `TOO_LARGE`."""
-    original = Engine._backward
+    original = Passes._backward
     large = tree_of_conversations(3)[0][TOO_LARGE].ids
 
-    def backward(self: Engine, batch: MicroBatch, examples: Sequence[Example], *rest: Any) -> None:
+    def backward(self: Passes, batch: MicroBatch, examples: Sequence[Example], *rest: Any) -> None:
         if any(np.array_equal(examples[i].sequence.ids, large) for i in batch.indices):
             raise torch.OutOfMemoryError("no room, says the test")
         original(self, batch, examples, *rest)
 
-    Engine._backward = backward  # type: ignore[method-assign]
+    Passes._backward = backward  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Engine._backward = original  # type: ignore[method-assign]
+        Passes._backward = original  # type: ignore[method-assign]
 
 
 def step_without_room(engine: Engine) -> dict[str, Any]:
@@ -131,21 +132,21 @@ def _take_steps(process_group: ProcessGroup, base: str, out: Path, how: list[str
         _fail_once()
     engines = list(make_engines(config, out.parent, process_group).values())
     with limited() if how == ["too_large"] else nullcontext():
-        process_group.worker_loop(lambda job: engines[job.engine].take_part(job))
+        process_group.worker_loop(lambda job: engines[job.engine].passes.take_part(job))
 
 
 def _fail_once() -> None:
-    original = Engine.own_passes
+    original = Passes.own_gradients
     failed = False
 
-    def passes(self: Engine, *args: Any) -> Any:
+    def gradients(self: Passes, *args: Any) -> Any:
         nonlocal failed
         if self.process_group is not None and not failed:
             failed = True
             raise torch.OutOfMemoryError("no room, says the test")
         return original(self, *args)
 
-    Engine.own_passes = passes  # type: ignore[method-assign]
+    Passes.own_gradients = gradients  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

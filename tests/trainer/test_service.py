@@ -37,6 +37,7 @@ from trainer.batches.sequences import build
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.commits import TrainerError
 from trainer.engine.engine import Engine
+from trainer.engine.model import PolicyModel
 from trainer.engine.state import TrainState
 
 pytestmark = pytest.mark.anyio
@@ -83,9 +84,9 @@ async def test_a_trajectory_too_large_for_memory_is_discarded_and_the_rest_of_it
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: restarts, then the whole batch among the dead letters."""
-    original = Engine.logprobs
+    original = PolicyModel.logprobs
 
-    def limited(self: Engine, layout: Layout, *args: Any, **kwargs: Any) -> Any:
+    def limited(self: PolicyModel, layout: Layout, *args: Any, **kwargs: Any) -> Any:
         if layout.ids_RL.shape[1] > 60:
             raise torch.OutOfMemoryError("too much")
         return original(self, layout, *args, **kwargs)
@@ -93,7 +94,7 @@ async def test_a_trajectory_too_large_for_memory_is_discarded_and_the_rest_of_it
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, **{"memory.packing": "padded"})
     async with Broker.connect(nats_config) as broker:
         async with running(config):
-            monkeypatch.setattr(Engine, "logprobs", limited)
+            monkeypatch.setattr(PolicyModel, "logprobs", limited)
             for i in range(2):
                 for event in kit.turns(f"g-{i}", i):
                     await broker.publish(event)

@@ -48,9 +48,12 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
             out["refused"] = f"{base} can't be trained: {first_sentence(error)}"
             return out
         else:
-            verified = engine.verified
-            out["gradient_checkpointing"] = engine.checkpointing
-            out["device"], out["dtype"] = str(engine.device), str(engine.dtype).removeprefix("torch.")
+            verified = engine.passes.verified
+            out["gradient_checkpointing"] = engine.model.checkpointing
+            out["device"], out["dtype"] = (
+                str(engine.model.device),
+                str(engine.model.dtype).removeprefix("torch."),
+            )
     out["padded_difference"] = verified.padded.largest
     out["packed_difference"] = verified.packed.largest if verified.packed else None
     out["layout"] = verified.layout if out["refused"] is None else None

@@ -2,8 +2,8 @@
 
 | module | what lives there |
 | --- | --- |
-| `engine` | `Engine`: optimizer steps, with their checks and metrics |
-| `gradients` | `GradientEngine`: forward and backward passes over a batch, in one process or several |
+| `engine` | `Engine`: a model, its passes and its optimizer steps, with their checks and metrics |
+| `passes` | `Passes`: forward and backward passes over a batch, in one process or several |
 | `model` | `PolicyModel`: a base model with one adapter, and the logprobs that it gives |
 | `state` | `TrainState`, what a step returns, and the errors of batches that can't be trained |
 | `loading` | base models and fresh adapters, by Transformers or Unsloth |
@@ -12,7 +12,7 @@
 | `verify` | the comparison of a training pass with the model's own forward pass, at the start |
 | `losses` | TRL's losses over captured tokens, and what of TRL's inside they rely on |
 | `trl_source` | TRL's own classes, whatever Unsloth made of `trl` |
-| `optimizer` | AdamW and its schedule |
+| `optimizer` | `PolicyOptimizer`: AdamW and its schedule |
 | `fitting` | passes within the memory that there is |
 | `budget` | the tokens of a pass, found out as memory runs out |
 | `checks` | measurements with forward passes of their own, on a sample |

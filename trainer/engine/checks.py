@@ -158,7 +158,7 @@ def kl_to_base(model: PolicyModel, step: Step, share: float, budget: int) -> Met
     if not drawn:
         return {}
     batches = batches_of(drawn, step, budget)
-    with model.model.disable_adapter():
+    with model.peft.disable_adapter():
         base = model.logprobs_of(batches, [c.sequence for c in drawn])
     differences = np.concatenate([base[i] - step.logprobs[c.example] for i, c in enumerate(drawn)])
     return {

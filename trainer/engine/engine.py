@@ -13,24 +13,23 @@ import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
-import torch
 
 from pipeline.config import TrainerConfig
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Example
 from trainer.batches.sequences import TokenSequence
 from trainer.engine import checks
-from trainer.engine.fitting import NothingFitsError, check_within, over_what_fits
-from trainer.engine.gradients import GradientEngine, PassResult, first_logprobs
-from trainer.engine.optimizer import make_optimizer
+from trainer.engine.fitting import NothingFitsError, check_within_memory, run_within_memory
+from trainer.engine.model import PolicyModel
+from trainer.engine.optimizer import PolicyOptimizer
+from trainer.engine.passes import Passes, PassResult, first_logprobs
 from trainer.engine.state import (
     SamplerMismatchError,
     StepResult,
     TrainState,
-    UntrainableError,
-    Weights,
     get_rng,
     set_rng,
 )
@@ -58,10 +57,6 @@ def updates_of(groups: Sequence[int], config: TrainerConfig, step: int) -> Itera
 class Update:
     """The optimizer updates of a step."""
 
-    weights: Weights
-    """The adapter after the last update, as it is published."""
-    master: Weights
-    """The weights that the optimizer updates; `weights` itself if they are not rounded."""
     examples: Sequence[Example]
     """The examples that fit into memory."""
     groups: Sequence[int]
@@ -72,20 +67,34 @@ class Update:
     """The gradient's norm before clipping, for each update."""
 
 
-class Engine(GradientEngine):
-    """A model that can be trained."""
+class Engine:
+    """A model, the passes over it, and its optimizer steps."""
+
+    def __init__(self, base: str, config: TrainerConfig, scratch: Path) -> None:
+        self.model = PolicyModel(base, config)
+        self.passes = Passes(self.model, scratch)
+
+    @property
+    def config(self) -> TrainerConfig:
+        return self.model.config
+
+    def configure(self, config: TrainerConfig) -> None:
+        """Apply other settings to the same model.
+
+        Raises `ConfigError` where they contradict each other, or change what the model was loaded with."""
+        self.passes.configure(config)
 
     def initial_state(self) -> TrainState:
         """The state of step 0 with the live adapter; PEFT's fresh one changes nothing."""
-        master = self.weights()
-        weights = self.published(master)
+        master = self.model.weights()
+        weights = self.model.published(master)
         return TrainState(0, weights, history={0: weights}, master=None if weights is master else master)
 
     def warm_up(self) -> None:
         """Take a step over a few tokens and discard it, so that PyTorch's one-time work is done before the first real
         step."""
         sequence = TokenSequence.made_up("warm-up", np.arange(4), 3)
-        with self.with_adapter(self.weights()):
+        with self.model.with_adapter(self.model.weights()):
             self.step(self.initial_state(), [Example(sequence, 1.0), Example(sequence, -0.5)], [0, 0])
 
     def step(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> StepResult:
@@ -95,39 +104,42 @@ class Engine(GradientEngine):
         Sequences that do not fit into memory even alone are left out. Raises `UntrainableError`, and nothing is
         changed, where none is left, where a gradient is not finite, and where the sampler's logprobs are not the
         trainer's."""
-        self.set_threads()
+        self.model.set_threads()
         began = time.perf_counter()
-        budget = self.budget.tokens
-        optimizer, scheduler = make_optimizer(self.config, self.parameters, state)
+        budget = self.passes.budget
+        tokens_before = budget.tokens
         set_rng(state.rng)
+        optimizer = PolicyOptimizer(self.model, state)
         update = self._update(state, optimizer, examples, groups)
         metrics, unchecked_steps = self._measure(state, update)
-        metrics["learning_rate"] = float(scheduler.get_last_lr()[0])
-        step = state.step + 1
+        metrics["learning_rate"] = float(optimizer.scheduler.get_last_lr()[0])
+        step, weights = state.step + 1, optimizer.weights
         history = {s: w for s, w in state.history.items() if s >= step - self.config.max_staleness - 1}
-        history[step] = update.weights
+        history[step] = weights
         after = TrainState(
-            step, update.weights, optimizer.state_dict(), get_rng(), history,
-            None if update.weights is update.master else update.master, unchecked_steps,
+            step, weights, optimizer.adamw.state_dict(), get_rng(), history,
+            None if weights is optimizer.master else optimizer.master, unchecked_steps,
         )  # fmt: skip
         metrics |= self._speed(metrics, time.perf_counter() - began)
-        if self.budget.tokens == budget and self.budget.record_success():
-            log.info("memory sufficed: the token budget of a pass grows", budget=self.budget.tokens)
+        if budget.tokens == tokens_before and budget.record_success():
+            log.info("memory sufficed: the token budget of a pass grows", budget=budget.tokens)
         return StepResult(after, metrics, update.dropped)
 
     def _update(
         self,
         state: TrainState,
-        optimizer: torch.optim.Optimizer,
+        optimizer: PolicyOptimizer,
         examples: Sequence[Example],
         groups: Sequence[int],
     ) -> Update:
         """Take the optimizer updates of a step over what of the batch fits into memory."""
-        self.load_adapter(state.weights)
+        passes = self.passes
         dropped: list[TokenSequence] = []
         parts = list(updates_of(groups, self.config, state.step))
         if len(parts) > 1:
-            scored = over_what_fits(self.scores, examples, groups, self.budget, self.free, state.step + 1)
+            scored = run_within_memory(
+                passes.scores, examples, groups, passes.budget, passes.free, state.step + 1
+            )
             examples = [
                 dataclasses.replace(e, old_logprobs=scored.result[i]) for i, e in enumerate(scored.examples)
             ]
@@ -135,52 +147,44 @@ class Engine(GradientEngine):
             parts = list(updates_of(groups, self.config, state.step))
         results: list[PassResult] = []
         norms: list[float] = []
-        weights, master = state.weights, state.master or state.weights
         for part in parts:
             fitting = [i for i in part if examples[i].sequence not in dropped]
             if not fitting:
                 continue
-            optimizer.zero_grad(set_to_none=True)
+            self.model.peft.zero_grad(set_to_none=True)
             try:
-                fitted = over_what_fits(
-                    self.passes, [examples[i] for i in fitting], [groups[i] for i in fitting], self.budget,
-                    self.free, state.step + 1
+                fitted = run_within_memory(
+                    passes.gradients, [examples[i] for i in fitting], [groups[i] for i in fitting], passes.budget,
+                    passes.free, state.step + 1
                 )  # fmt: skip
             except NothingFitsError as error:
                 dropped += error.sequences
                 continue
             dropped += fitted.dropped
             results += fitted.result
-            norms.append(self._clip_gradients(state.step))
-            if weights is not master:
-                self.load_adapter(master)  # the gradients were taken at its rounded weights
-            optimizer.step()
-            master = self.weights()
-            weights = self.published(master)
-            if weights is not master:
-                self.load_adapter(weights)
+            norms.append(optimizer.update())
         if not results:
             raise NothingFitsError(dropped, state.step + 1)
         trained = [i for i, e in enumerate(examples) if e.sequence not in dropped]
         return Update(
-            weights, master, [examples[i] for i in trained], [groups[i] for i in trained], tuple(dropped),
-            results, norms
-        )  # fmt: skip
+            [examples[i] for i in trained], [groups[i] for i in trained], tuple(dropped), results, norms
+        )
 
     def _measure(self, state: TrainState, update: Update) -> tuple[dict[str, float], dict[str, int]]:
         """Return the metrics of a step and its checks, and `TrainState.unchecked_steps` after it.
 
         Raises `SamplerMismatchError` where the sampler's logprobs are not the trainer's."""
-        metrics = self.summary(update.results, update.examples, state.step, len(update.norms))
+        passes = self.passes
+        metrics = passes.summary(update.results, update.examples, state.step, len(update.norms))
         self._require_sampler_logprobs(metrics, state.step)
         step = checks.Step(
             state, update.examples, update.groups, first_logprobs(update.results, update.examples),
-            self.packing_of(update.examples, update.groups), metrics["tokens_forward"],
+            passes.packing_of(update.examples, update.groups), metrics["tokens_forward"],
         )  # fmt: skip
         share = self.config.check_share / 2
         metrics["tokens_checked"] = 0.0
         for check in (checks.compare_earlier_versions, checks.kl_to_base):
-            result = check_within(self.budget, self.free, partial(check, self, step, share))
+            result = check_within_memory(passes.budget, passes.free, partial(check, self.model, step, share))
             result["tokens_checked"] = metrics["tokens_checked"] + result.get("tokens_checked", 0.0)
             metrics |= result
         self._require_sampler_logprobs(metrics, state.step)
@@ -201,21 +205,13 @@ class Engine(GradientEngine):
         }
         if self.config.peak_tflops:
             # Forward, and backward through activations only: the base model's weights take no gradient.
-            flops = 4 * self.size * metrics["tokens_forward"]
+            flops = 4 * self.passes.size * metrics["tokens_forward"]
             speed["mfu"] = flops / compute_s / (self.config.peak_tflops * 1e12)
         return speed
 
-    def _clip_gradients(self, step: int) -> float:
-        """Clip the gradients; returns their norm before. Raises `UntrainableError` where it is not finite."""
-        largest = self.config.optimizer.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, largest)
-        if not torch.isfinite(norm):
-            raise UntrainableError(f"gradient norm {norm} at step {step}: the step is not taken")
-        return float(norm)
-
     def _require_sampler_logprobs(self, metrics: Mapping[str, float], step: int) -> None:
         """Raise `SamplerMismatchError` where recorded and recomputed logprobs differ by more than rounding explains."""
-        bound = logprob_bound_for(self.config, self.dtype)
+        bound = logprob_bound_for(self.config, self.model.dtype)
         for name, what in (("sampler_logprob_diff", "at the earlier versions that sampled"),
                            ("on_policy_logprob_diff", "of tokens sampled by this version")):  # fmt: skip
             difference = metrics.get(name, 0.0)

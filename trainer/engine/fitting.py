@@ -44,7 +44,7 @@ class Fitted(Generic[T]):
     """Sequences that do not fit in memory even alone."""
 
 
-def over_what_fits(
+def run_within_memory(
     work: Callable[[Sequence[Example], Sequence[int]], T],
     examples: Sequence[Example],
     groups: Sequence[int],
@@ -89,7 +89,7 @@ def over_what_fits(
     return Fitted(result, examples, groups, tuple(dropped))
 
 
-def check_within(
+def check_within_memory(
     budget: Budget, free: Callable[[], None], work: Callable[[int], dict[str, float]]
 ) -> dict[str, float]:
     """Return the metrics that `work` computes in passes of so many tokens, fewer when memory runs out.
@@ -131,7 +131,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def within_memory(batch: MicroBatch) -> Iterator[None]:
+def detect_out_of_memory(batch: MicroBatch) -> Iterator[None]:
     """Raise `PassTooLargeError` if memory runs out inside the `with` block, which runs the pass of `batch`."""
     try:
         yield

@@ -5,16 +5,17 @@ Everything here computes and blocks; the service calls it in a thread.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from peft.utils import get_peft_model_state_dict
 
-from pipeline.config import TrainerConfig
+from pipeline.config import ConfigError, TrainerConfig
 from trainer.batches.packing import Layout, MicroBatch
 from trainer.batches.sequences import TokenSequence
-from trainer.engine.fitting import within_memory
+from trainer.engine.fitting import detect_out_of_memory
 from trainer.engine.forward import Forward
 from trainer.engine.loading import device_for, load
 from trainer.engine.state import Logprobs, Weights
@@ -22,6 +23,16 @@ from trainer.engine.state import Logprobs, Weights
 _VOCAB_CHUNK = 32_000_000
 """Maximum of logits (tokens times vocabulary) in memory. Larger ones are computed in pieces, and again for the
 gradient."""
+
+
+def fixed_settings(config: TrainerConfig) -> dict[str, object]:
+    """The settings that a model is loaded with: policies share an engine where all of them are equal."""
+    names = (
+        "engine", "dtype", "unsloth.load_in_4bit", "unsloth.max_seq_length", "memory.attention", "lora.rank",
+        "lora.alpha",
+        "lora.targets", "lora.dtype", "seed", "threads", "memory.gradient_checkpointing",
+    )  # fmt: skip
+    return {name: operator.attrgetter(name)(config) for name in names}
 
 
 class PolicyModel:
@@ -36,17 +47,25 @@ class PolicyModel:
         if self.device.type == "cuda" and config.memory.gpu_share:
             torch.cuda.set_per_process_memory_fraction(config.memory.gpu_share)
         loaded = load(base, config, self.device)
-        self.model, self.lora, self.checkpointing = loaded.model, loaded.lora, loaded.checkpointing
+        self.peft, self.lora, self.checkpointing = loaded.model, loaded.lora, loaded.checkpointing
         self.accepts_masks = loaded.accepts_masks
-        inner = self.model.get_base_model()
+        inner = self.peft.get_base_model()
         self.forward = Forward(inner)
         # Views of the adapter's parameters under PEFT's names; a step changes them in place.
-        self._live: Weights = get_peft_model_state_dict(self.model, save_embedding_layers=False)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._live: Weights = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
+        self.parameters = [p for p in self.peft.parameters() if p.requires_grad]
         self.dtype: torch.dtype = self.forward.trunk.dtype
         self.vocabulary = int(inner.get_input_embeddings().weight.shape[0])
         self.adapter_dtype = _adapter_dtype(config, self.dtype)
         """Type of the adapter's published weights. `None` publishes them in the training type."""
+
+    def configure(self, config: TrainerConfig) -> None:
+        """Apply other settings. Raises `ConfigError` if they change what the model was loaded with."""
+        if (changed := fixed_settings(config)) != (now := fixed_settings(self.config)):
+            names = ", ".join(name for name in now if changed[name] != now[name])
+            raise ConfigError(f"trainer: {names} can't be changed once the model is loaded")
+        self.config = config
+        self.peft.train()
 
     def set_threads(self) -> None:
         """Apply `trainer.threads` to the calling thread: PyTorch keeps it per thread, and the service's worker
@@ -123,7 +142,7 @@ class PolicyModel:
         out: dict[int, Logprobs] = {}
         for batch in batches:
             shape = shape_of([sequences[i] for i in batch.indices])
-            with torch.no_grad(), within_memory(batch):
+            with torch.no_grad(), detect_out_of_memory(batch):
                 computed = self.logprobs(batch.layout, shape, entropy=False)[0].cpu().numpy()
             out |= {i: computed[row, : sequences[i].trained_tokens] for row, i in enumerate(batch.indices)}
         return out

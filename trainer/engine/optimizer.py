@@ -10,7 +10,8 @@ import torch
 from transformers import get_scheduler
 
 from pipeline.config import TrainerConfig
-from trainer.engine.state import TrainState
+from trainer.engine.model import PolicyModel
+from trainer.engine.state import TrainState, UntrainableError
 
 
 def make_optimizer(
@@ -46,3 +47,31 @@ def make_optimizer(
         group["weight_decay"], group["betas"] = config.optimizer.weight_decay, config.optimizer.betas
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
     return optimizer, scheduler
+
+
+class PolicyOptimizer:
+    """The optimizer updates of one step. Loads the adapter of `state`, which is not changed."""
+
+    def __init__(self, model: PolicyModel, state: TrainState) -> None:
+        self._model, self._step = model, state.step
+        self.adamw, self.scheduler = make_optimizer(model.config, model.parameters, state)
+        self.weights, self.master = state.weights, state.master or state.weights
+        """The live adapter as it is published, and the weights that are updated: the same ones, if none is rounded."""
+        model.load_adapter(state.weights)
+
+    def update(self) -> float:
+        """Take an update with the gradients of the live adapter. Returns their norm before clipping.
+
+        Raises `UntrainableError` where it is not finite."""
+        model = self._model
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters, model.config.optimizer.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise UntrainableError(f"gradient norm {norm} at step {self._step}: the step is not taken")
+        if self.weights is not self.master:
+            model.load_adapter(self.master)  # the gradients were taken at its rounded weights
+        self.adamw.step()
+        self.master = model.weights()
+        self.weights = model.published(self.master)
+        if self.weights is not self.master:
+            model.load_adapter(self.weights)
+        return float(norm)

@@ -110,9 +110,9 @@ def sequences(vocabulary: int, longest: int, span: int) -> list[TokenSequence]:
 @contextmanager
 def _inference_mode(model: PolicyModel, eager: bool) -> Iterator[None]:
     """Put the model into inference mode, with eager attention if `eager`, and restore it afterwards."""
-    inner = model.model.get_base_model()
+    inner = model.peft.get_base_model()
     before = model.forward.attention
-    model.model.eval()
+    model.peft.eval()
     if eager:
         inner.set_attn_implementation("eager")
     try:
@@ -120,7 +120,7 @@ def _inference_mode(model: PolicyModel, eager: bool) -> Iterator[None]:
     finally:
         if eager:
             inner.set_attn_implementation(before)
-        model.model.train()
+        model.peft.train()
 
 
 def _reference_logprobs(
@@ -132,7 +132,7 @@ def _reference_logprobs(
         for s in chosen:
             ids_1L = torch.from_numpy(s.ids.astype(np.int64))[None].to(model.device)
             keep = s.trained_tokens + 1
-            logits_LV = model.model(input_ids=ids_1L, use_cache=False, logits_to_keep=keep).logits[0]
+            logits_LV = model.peft(input_ids=ids_1L, use_cache=False, logits_to_keep=keep).logits[0]
             logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
             logprobs_LV = torch.log_softmax(logits_LV[-keep:-1], -1)
             out.append(logprobs_LV.gather(1, ids_1L[0, -keep + 1 :, None]).squeeze(1).cpu())

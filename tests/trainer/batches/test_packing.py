@@ -36,7 +36,7 @@ def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def alone(engine: Engine, one: TokenSequence) -> list[float]:
     """Logprobs from a plain forward pass over one whole sequence."""
     with torch.no_grad():
-        logits = engine.model(input_ids=torch.from_numpy(one.ids.astype(np.int64))[None]).logits[0]
+        logits = engine.model.peft(input_ids=torch.from_numpy(one.ids.astype(np.int64))[None]).logits[0]
     logprobs = torch.log_softmax(logits / float(one.temperatures[-1]), -1)
     return [float(logprobs[i - 1, one.ids[i]]) for i in np.flatnonzero(one.loss_mask)]
 
@@ -44,7 +44,7 @@ def alone(engine: Engine, one: TokenSequence) -> list[float]:
 def through(engine: Engine, layout: Layout, sequences: list[TokenSequence]) -> np.ndarray:
     shape = (len(sequences), max(s.trained_tokens for s in sequences))
     with torch.no_grad():
-        return engine.logprobs(layout, shape)[0].numpy()
+        return engine.model.logprobs(layout, shape)[0].numpy()
 
 
 @pytest.mark.parametrize("layout", ["padded", "prefix"])
@@ -65,15 +65,15 @@ def test_flex_attention_gives_the_logprobs_of_the_sequence_alone(tiny_base: str,
             tiny_base, TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(attention="flex")), tmp_path
         )
     engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path)
-    engine.model.get_base_model().set_attn_implementation(FLEX)
+    engine.model.peft.get_base_model().set_attn_implementation(FLEX)
     for seed in range(3):
         sequences, groups = tree_of_conversations(seed)
         dense = through(engine, prefix_shared(sequences, groups), sequences)
-        engine.config = with_values(engine.config, {"memory.attention": "flex"})
+        engine.model.config = with_values(engine.config, {"memory.attention": "flex"})
         assert isinstance(make_attention_mask(prefix_shared(sequences, groups), flex=True), BlockMask)
         out = through(engine, prefix_shared(sequences, groups), sequences)
         rows = through(engine, padded(sequences), sequences)
-        engine.config = with_values(engine.config, {"memory.attention": "sdpa"})
+        engine.model.config = with_values(engine.config, {"memory.attention": "sdpa"})
         # FlexAttention on CPU computes in float32 at most: a logprob is as exact as the largest of the terms it is
         # made of.
         near = 100 * float(np.finfo(np.float32).eps) * float(np.abs(dense).max())
@@ -164,7 +164,7 @@ def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -
         engine = exactly(Engine(tiny_base, config, tmp_path))
         stir(engine)
         metrics = backward(engine, batch, groups, 0)
-        gradients.append((metrics["loss"], [p.grad.clone() for p in engine.parameters]))
+        gradients.append((metrics["loss"], [p.grad.clone() for p in engine.model.parameters]))
     first_loss, first = gradients[0]
     assert max(g.abs().max() for g in first) > 1e-4
     for loss, other in gradients[1:]:

@@ -119,10 +119,10 @@ def test_logprobs_are_those_of_the_cut_distribution(tiny_base: str, tmp_path: Pa
         second = exchange(name, 1, [5, 6, 7, 8, 9, 4], [10, ord(name) % VOCAB], request=request)
         sequences += build(name, [first, second])
     layout = padded(sequences) if packing == "padded" else prefix_shared(sequences, [0, 0])
-    out, entropies = engine.logprobs(layout, (2, 4))
+    out, entropies = engine.model.logprobs(layout, (2, 4))
     for row, s in zip(out, sequences, strict=True):
         ids = torch.from_numpy(s.ids.astype(np.int64))
-        logits = engine.model(input_ids=ids[None]).logits[0].detach()
+        logits = engine.model.peft(input_ids=ids[None]).logits[0].detach()
         want = []
         for at in np.flatnonzero(s.loss_mask):
             scores = logits[at - 1]
@@ -139,4 +139,4 @@ def test_logprobs_are_those_of_the_cut_distribution(tiny_base: str, tmp_path: Pa
     # Neither loss nor entropy bonus turns into NaN where a token has no probability.
     assert torch.isfinite(entropies).all()
     backward(engine, [Example(s, 1.0) for s in sequences], [0, 0], 0)
-    assert all(torch.isfinite(p.grad).all() for p in engine.parameters)
+    assert all(torch.isfinite(p.grad).all() for p in engine.model.parameters)

@@ -117,16 +117,16 @@ def test_adapter_files_are_pefts(tmp_path: Path, tiny_base: str) -> None:
 
     engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path / "scratch")
     with torch.no_grad():
-        for parameter in engine.parameters:
+        for parameter in engine.model.parameters:
             parameter.normal_()
-    files = checkpoint.adapter_files(engine.weights(), engine.lora, tiny_base)
-    assert files == checkpoint.adapter_files(engine.weights(), engine.lora, tiny_base)
+    files = checkpoint.adapter_files(engine.model.weights(), engine.model.lora, tiny_base)
+    assert files == checkpoint.adapter_files(engine.model.weights(), engine.model.lora, tiny_base)
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_base), tmp_path)
     ids = torch.arange(2, 12)[None]
     with torch.no_grad():
-        torch.testing.assert_close(loaded(input_ids=ids).logits, engine.model(input_ids=ids).logits)
+        torch.testing.assert_close(loaded(input_ids=ids).logits, engine.model.peft(input_ids=ids).logits)
 
 
 def test_one_validation_reward_does_not_replace_a_best_mean_of_a_hundred() -> None:

@@ -21,9 +21,9 @@ def sampled_by(
     prompt, reply = rng.integers(2, VOCAB, 7).tolist(), rng.integers(2, VOCAB, 5).tolist()
     at = state.step if step is None else step
     (blank,) = build(name, [exchange(name, 0, prompt, reply, step=at)])
-    engine.load_adapter(state.weights)
+    engine.model.load_adapter(state.weights)
     with torch.no_grad():
-        logprobs, _ = engine.logprobs(padded([blank]), (1, 5))
+        logprobs, _ = engine.model.logprobs(padded([blank]), (1, 5))
     (sequence,) = build(name, [exchange(name, 0, prompt, reply, logprobs=logprobs[0].tolist(), step=at)])
     return sequence
 

@@ -19,6 +19,7 @@ from trainer.batches.groups import Example
 from trainer.batches.packing import Layout, Packing, micro_batches
 from trainer.engine import checks
 from trainer.engine.engine import Engine
+from trainer.engine.model import PolicyModel
 from trainer.engine.state import SamplerMismatchError, TrainState
 
 Configure = Callable[[dict[str, Any]], None]
@@ -65,9 +66,9 @@ def test_checks_compute_at_most_their_share_of_the_tokens(
 ) -> None:
     """3 % by default, whichever version sampled the tokens."""
     tokens = {True: 0, False: 0}
-    compute = Engine.logprobs
+    compute = PolicyModel.logprobs
 
-    def counted(self: Engine, layout: Layout, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: PolicyModel, layout: Layout, *args: Any, **kwargs: Any) -> Any:
         tokens[torch.is_grad_enabled()] += layout.tokens
         return compute(self, layout, *args, **kwargs)
 
@@ -76,7 +77,7 @@ def test_checks_compute_at_most_their_share_of_the_tokens(
         examples = sampled(engine, before if age else state, 30 * i, 24, max(0, state.step - age))
         with monkeypatch.context() as counting:
             if i > 1:  # the first steps make checks that were due
-                counting.setattr(Engine, "logprobs", counted)
+                counting.setattr(PolicyModel, "logprobs", counted)
             before, state = state, engine.step(state, examples, [n // 8 for n in range(24)]).state
     assert 0 < tokens[False] <= 0.03 * tokens[True]
 
@@ -109,7 +110,7 @@ def no_fault(_: Engine) -> Iterator[None]:
 @contextmanager
 def another_base(engine: Engine) -> Iterator[None]:
     """The sampler's base model has other weights."""
-    embedding = engine.model.get_base_model().get_input_embeddings().weight
+    embedding = engine.model.peft.get_base_model().get_input_embeddings().weight
     before = embedding.detach().clone()
     with torch.no_grad():
         embedding.mul_(1.02)
@@ -288,18 +289,18 @@ def test_a_nan_of_the_trainer_fails_the_comparison_with_the_sampler(
     unknown[-1] = np.nan  # the sampler recorded no logprob of this token: it is not compared
     examples[0] = Example(dataclasses.replace(examples[0].sequence, logprobs=unknown), 1.0)
     step = checks.Step(state, examples, [0] * 6, [], "padded", 100.0)
-    metrics = checks.compare_earlier_versions(engine, step, 1.0, 1024)
+    metrics = checks.compare_earlier_versions(engine.model, step, 1.0, 1024)
     assert metrics["sampler_logprob_diff_max"] < 1e-5
     assert metrics["sampler_logprob_checked"] == 6 * 5 - 1
-    compute = Engine.logprobs
+    compute = PolicyModel.logprobs
 
-    def broken(self: Engine, *args: Any, **kwargs: Any) -> Any:
+    def broken(self: PolicyModel, *args: Any, **kwargs: Any) -> Any:
         logprobs, rest = compute(self, *args, **kwargs)
         logprobs[0, 0] = torch.nan
         return logprobs, rest
 
-    monkeypatch.setattr(Engine, "logprobs", broken)
-    metrics = checks.compare_earlier_versions(engine, step, 1.0, 1024)
+    monkeypatch.setattr(PolicyModel, "logprobs", broken)
+    metrics = checks.compare_earlier_versions(engine.model, step, 1.0, 1024)
     assert np.isnan(metrics["sampler_logprob_diff"])
     assert np.isnan(metrics["sampler_logprob_diff_max"])
     with pytest.raises(SamplerMismatchError, match="differ by nan nats"):

@@ -55,9 +55,9 @@ def test_policies_over_one_model_do_not_touch_each_other(engine: Engine) -> None
         return state
 
     start = engine.initial_state()
-    engine.load_adapter(start.weights)
+    engine.model.load_adapter(start.weights)
     one = course(0, other=False)
-    engine.load_adapter(start.weights)
+    engine.model.load_adapter(start.weights)
     two = course(0, other=True)
     for name, tensor in one.weights.items():
         torch.testing.assert_close(tensor, two.weights[name], rtol=0, atol=0)
@@ -77,9 +77,9 @@ def test_logits_of_large_vocabularies_are_computed_in_chunks(
     examples = batch(engine, engine.initial_state())
 
     def gradient() -> list[torch.Tensor]:
-        engine.model.zero_grad()
+        engine.model.peft.zero_grad()
         backward(engine, examples, [0] * 6, 0)
-        return [p.grad.clone() for p in engine.parameters]
+        return [p.grad.clone() for p in engine.model.parameters]
 
     whole = gradient()
     monkeypatch.setattr("trainer.engine.model._VOCAB_CHUNK", 4 * VOCAB)
@@ -89,16 +89,16 @@ def test_logits_of_large_vocabularies_are_computed_in_chunks(
 
 def test_the_first_adapter_depends_on_the_seed_alone(tiny_base: str, tmp_path: Path) -> None:
     torch.manual_seed(123)
-    one = Engine(tiny_base, TrainerConfig(seed=5, lora=LoraConfig(rank=4)), tmp_path).weights()
+    one = Engine(tiny_base, TrainerConfig(seed=5, lora=LoraConfig(rank=4)), tmp_path).model.weights()
     torch.manual_seed(321)
-    two = Engine(tiny_base, TrainerConfig(seed=5, lora=LoraConfig(rank=4)), tmp_path).weights()
+    two = Engine(tiny_base, TrainerConfig(seed=5, lora=LoraConfig(rank=4)), tmp_path).model.weights()
     assert all(torch.equal(one[k], two[k]) for k in one)
 
 
 def test_an_adapter_of_another_shape_is_refused(engine: Engine, tiny_base: str, tmp_path: Path) -> None:
     other = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=2)), tmp_path)
     with pytest.raises(ValueError, match=r"lora\.rank"):
-        engine.load_adapter(other.weights())
+        engine.model.load_adapter(other.model.weights())
 
 
 def test_policies_share_an_engine_only_if_the_model_is_loaded_with_equal_settings(
@@ -121,7 +121,7 @@ def test_policies_share_an_engine_only_if_the_model_is_loaded_with_equal_setting
     ):
         assert engines(**{name: value}) == 2, value
     engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4, targets=("q_proj", "v_proj"))), tmp_path)
-    assert {n.split(".")[-3] for n in engine.weights()} == {"q_proj", "v_proj"}
+    assert {n.split(".")[-3] for n in engine.model.weights()} == {"q_proj", "v_proj"}
     with pytest.raises(ConfigError, match=r"dtype, lora\.targets can't be changed once the model is loaded"):
         engine.configure(TrainerConfig(dtype="bfloat16", lora=LoraConfig(rank=4)))
     with pytest.raises(

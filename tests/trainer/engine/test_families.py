@@ -52,13 +52,13 @@ def conversations() -> tuple[list[TokenSequence], list[int]]:
 
 
 def own_logprobs(engine: Engine, s: TokenSequence) -> torch.Tensor:
-    engine.model.eval()
+    engine.model.peft.eval()
     try:
-        logits = engine.model(
+        logits = engine.model.peft(
             input_ids=torch.from_numpy(s.ids.astype(np.int64))[None], use_cache=False
         ).logits
     finally:
-        engine.model.train()
+        engine.model.peft.train()
     logprobs = torch.log_softmax(logits[0].float() / 0.7, -1)
     at = np.flatnonzero(s.loss_mask)
     return logprobs[at - 1, s.ids[at].astype(np.int64)]
@@ -69,8 +69,8 @@ def own_logprobs(engine: Engine, s: TokenSequence) -> torch.Tensor:
 def test_logprobs_and_gradients_are_the_models_own(family: str, tmp_path: Path) -> None:
     engine = engine_of(family, tmp_path)
     shares = family in SHARED
-    assert engine.verified.layout == ("prefix" if shares else "padded"), engine.verified
-    assert engine.verified.padded.largest < FLOAT32
+    assert engine.passes.verified.layout == ("prefix" if shares else "padded"), engine.passes.verified
+    assert engine.passes.verified.padded.largest < FLOAT32
     stir(engine)  # an adapter that changes something
     sequences, groups = conversations()
     shape = (len(sequences), max(s.trained_tokens for s in sequences))
@@ -79,19 +79,19 @@ def test_logprobs_and_gradients_are_the_models_own(family: str, tmp_path: Path) 
     layouts = [padded(sequences), *([prefix_shared(sequences, groups)] if shares else [])]
     for layout in layouts:
         with torch.no_grad():
-            out, entropies = engine.logprobs(layout, shape)
+            out, entropies = engine.model.logprobs(layout, shape)
         for row, want in zip(out, own, strict=True):
             torch.testing.assert_close(row[: len(want)], want, rtol=0, atol=FLOAT32)
         assert float(entropies.max()) <= np.log(VOCAB) + 1e-5
     # The gradient of the sum of all logprobs, by the model's own forward pass and by what is trained.
-    engine.model.zero_grad()
+    engine.model.peft.zero_grad()
     torch.cat([own_logprobs(engine, s) for s in sequences]).sum().backward()
-    wanted = [None if p.grad is None else p.grad.clone() for p in engine.parameters]
-    engine.model.zero_grad()
-    engine.logprobs(layouts[-1], shape)[0].sum().backward()
+    wanted = [None if p.grad is None else p.grad.clone() for p in engine.model.parameters]
+    engine.model.peft.zero_grad()
+    engine.model.logprobs(layouts[-1], shape)[0].sum().backward()
     # A parameter's gradient is exact to a share of the largest: where a model is nearly blind to it, it is rounding.
     scale = max(float(g.abs().max()) for g in wanted if g is not None)
-    for parameter, want in zip(engine.parameters, wanted, strict=True):
+    for parameter, want in zip(engine.model.parameters, wanted, strict=True):
         if want is not None:
             assert parameter.grad is not None
             torch.testing.assert_close(parameter.grad, want, rtol=0, atol=1e-4 * scale)
@@ -116,8 +116,8 @@ def test_a_head_that_is_not_the_models_own_is_refused(
 def test_a_layer_whose_weight_a_fused_kernel_reads_gets_no_adapter(family: str, tmp_path: Path) -> None:
     """On CUDA, a training pass of a Mamba mixer hands `out_proj.weight` to a kernel, past PEFT's adapter."""
     engine = engine_of(family, tmp_path)
-    assert "out_proj" not in engine.lora.target_modules
-    assert "in_proj" in engine.lora.target_modules
+    assert "out_proj" not in engine.model.lora.target_modules
+    assert "in_proj" in engine.model.lora.target_modules
     with pytest.raises(ConfigError, match=r"trainer\.lora\.targets: 0, out_proj can't have an adapter"):
         engine_of(family, tmp_path, **{"lora.targets": ("out_proj", "0")})
 
@@ -152,7 +152,7 @@ def test_a_mask_without_the_models_window_is_not_used(
 
     monkeypatch.setattr(forward, "attention_spans", blind)
     base = make(family, tmp_path)
-    verified = Engine(base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path).verified
+    verified = Engine(base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path).passes.verified
     assert verified.packed is not None
     assert verified.packed.largest > 0.1
     assert verified.layout == "padded"
@@ -191,7 +191,7 @@ def test_training_has_no_dropout_and_no_router_loss(
 ) -> None:
     """The sampler has no dropout, and a router's own loss is not the policy's."""
     engine = engine_of(family, tmp_path, changed)
-    assert engine.verified.padded.largest < FLOAT32
+    assert engine.passes.verified.padded.largest < FLOAT32
     sequences, groups = conversations()
     examples = [Example(s, 1.0) for s in sequences]
     losses = [backward(engine, examples, groups, 0)["loss"] for _ in range(2)]
@@ -200,7 +200,7 @@ def test_training_has_no_dropout_and_no_router_loss(
 
 def test_bfloat16_has_its_own_logprob_bound(tmp_path: Path) -> None:
     engine = engine_of("qwen3_moe", tmp_path, dtype="bfloat16")
-    assert verify.logprob_bound_for(engine.config, engine.dtype) == 0.08
+    assert verify.logprob_bound_for(engine.config, engine.model.dtype) == 0.08
     # How far off it is depends on the processor, so the rule is tested on figures of its own.
     one_token_elsewhere = verify.Difference(mean=0.05, largest=2.0)
     assert one_token_elsewhere.within_bound(engine.config, torch.bfloat16)

@@ -17,7 +17,8 @@ from trainer.batches.packing import Layout
 from trainer.batches.sequences import build
 from trainer.engine import budget
 from trainer.engine.engine import Engine
-from trainer.engine.fitting import check_within
+from trainer.engine.fitting import check_within_memory
+from trainer.engine.model import PolicyModel
 from trainer.engine.state import UntrainableError
 
 
@@ -34,15 +35,15 @@ def engine(tiny_base: str, tmp_path: Path) -> Engine:
 
 def with_room_for(engine: Engine, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From now on a pass of more tokens runs out of memory; the sizes of the passes that were tried."""
-    original, tried = Engine.logprobs, []
+    original, tried = PolicyModel.logprobs, []
 
-    def limited(self: Engine, layout: Layout, *args: Any, **kwargs: Any) -> Any:
+    def limited(self: PolicyModel, layout: Layout, *args: Any, **kwargs: Any) -> Any:
         tried.append(layout.ids_RL.numel())
         if layout.ids_RL.numel() > tokens:
             raise torch.OutOfMemoryError("too much")
         return original(self, layout, *args, **kwargs)
 
-    monkeypatch.setattr(Engine, "logprobs", limited)
+    monkeypatch.setattr(PolicyModel, "logprobs", limited)
     return tried
 
 
@@ -59,14 +60,16 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
     examples = batch(engine, state)
     whole = engine.step(state, examples, [0] * 6)
     with_room_for(engine, 60, monkeypatch)
-    engine.config = msgspec.structs.replace(engine.config, check_share=0.0)
+    engine.configure(msgspec.structs.replace(engine.config, check_share=0.0))
     halved = engine.step(state, examples, [0] * 6)
     assert halved.metrics["token_budget"] <= 64
     assert halved.metrics["micro_batches"] > 1
     assert halved.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-9)
     for name, tensor in whole.state.weights.items():
         torch.testing.assert_close(halved.state.weights[name], tensor, rtol=1e-7, atol=1e-9)
-    monkeypatch.setattr(engine, "logprobs", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug")))
+    monkeypatch.setattr(
+        engine.model, "logprobs", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug"))
+    )
     with pytest.raises(RuntimeError, match="a bug"):
         engine.step(state, examples, [0] * 6)
 
@@ -92,7 +95,7 @@ def test_a_sequence_that_does_not_fit_alone_is_left_out_and_the_rest_is_trained(
     for name, tensor in without.state.weights.items():
         torch.testing.assert_close(result.state.weights[name], tensor, rtol=1e-7, atol=1e-9)
     # The sequence was at fault: passes are as large as before.
-    assert engine.budget.tokens == 1024
+    assert engine.passes.budget.tokens == 1024
     assert "it does not fit in memory even alone" in caplog.text
 
 
@@ -110,17 +113,17 @@ def test_a_batch_of_which_no_sequence_fits_is_untrainable(
 
 def test_the_budget_grows_again_after_good_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "GOOD_STEPS", 2)
-    engine.budget = budget.Budget(1024)
+    engine.passes.budget = budget.Budget(1024)
     state = engine.initial_state()
     examples = batch(engine, state)
     with monkeypatch.context() as scarce:
         with_room_for(engine, 60, scarce)
         engine.step(state, examples, [0] * 6)
-    found = [engine.budget.tokens]
+    found = [engine.passes.budget.tokens]
     assert found[0] < 66
     for _ in range(12):
         engine.step(state, examples, [0] * 6)
-        found.append(engine.budget.tokens)
+        found.append(engine.passes.budget.tokens)
     assert found[-1] == 1024
     assert found == sorted(found)
 
@@ -128,16 +131,16 @@ def test_the_budget_grows_again_after_good_steps(engine: Engine, monkeypatch: py
 def test_a_check_that_does_not_fit_is_skipped_and_reported(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    original = Engine.logprobs
+    original = PolicyModel.logprobs
 
-    def checks_fail(self: Engine, *args: Any, **kwargs: Any) -> Any:
+    def checks_fail(self: PolicyModel, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             raise torch.OutOfMemoryError("too much")
         return original(self, *args, **kwargs)
 
     state = engine.initial_state()
     examples = batch(engine, state)
-    monkeypatch.setattr(Engine, "logprobs", checks_fail)
+    monkeypatch.setattr(PolicyModel, "logprobs", checks_fail)
     engine.configure(msgspec.structs.replace(engine.config, check_share=1.0))
     metrics = engine.step(state, examples, [0] * 6).metrics
     assert metrics["checks_left_out"] == 1
@@ -155,5 +158,5 @@ def test_an_out_of_memory_error_without_a_message_is_handled() -> None:
             raise errors.pop()
         return {"budget": float(budget)}
 
-    assert check_within(tokens, lambda: None, work) == {"budget": 32.0}
+    assert check_within_memory(tokens, lambda: None, work) == {"budget": 32.0}
     assert tokens.tokens == 32

@@ -96,7 +96,7 @@ def test_loss_and_gradient_equal_the_literal_formulas(
         examples, mine, config=config, items_in_batch=sum(LENGTHS),
         reference_SK=padded(base) if config.loss.beta else None,
     )  # fmt: skip
-    found = engine.trainer.loss(inputs, mine, padded(entropies))
+    found = engine.passes.trainer.loss(inputs, mine, padded(entropies))
     found.backward()
 
     theirs = padded(current).requires_grad_()

@@ -98,13 +98,13 @@ def test_unsloth_gets_the_settings_and_padded_batches(
     asked = FastLanguageModel.asked
     assert (asked["load_in_4bit"], asked["r"], asked["random_state"]) == (True, 4, 9)
     seen: list[MicroBatch] = []
-    original = engine._backward
+    original = engine.passes._backward
 
     def watch(batch: MicroBatch, *args: Any) -> None:
         seen.append(batch)
         original(batch, *args)
 
-    monkeypatch.setattr(engine, "_backward", watch)
+    monkeypatch.setattr(engine.passes, "_backward", watch)
     sequences, groups = tree_of_conversations()
     engine.step(engine.initial_state(), [Example(s, 1.0) for s in sequences], groups)
     assert all(b.layout.ends_RL is None for b in seen)
@@ -114,9 +114,9 @@ def gradients(engine: Engine) -> dict[str, torch.Tensor]:
     stir(engine)
     sequences, groups = tree_of_conversations()
     advantages = torch.linspace(-1.0, 1.5, len(sequences)).tolist()
-    engine.model.zero_grad(set_to_none=True)
+    engine.model.peft.zero_grad(set_to_none=True)
     backward(engine, [Example(s, a) for s, a in zip(sequences, advantages, strict=True)], groups, 0)
-    return {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
+    return {n: p.grad.clone() for n, p in engine.model.peft.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("packing", ["padded", "prefix"])
@@ -133,7 +133,7 @@ def test_checkpointing_gives_the_same_gradients(tmp_path: Path, family: str, pac
             memory=MemoryConfig(packing=packing, gradient_checkpointing=setting),
         )  # type: ignore[arg-type]
         engine = exactly(Engine(base, config, tmp_path))
-        assert engine.checkpointing is (setting == "on")
+        assert engine.model.checkpointing is (setting == "on")
         found.append(gradients(engine))
     off, on = found
     assert off.keys() == on.keys()
@@ -161,4 +161,4 @@ def test_a_model_that_can_not_checkpoint_says_so(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match="gradient_checkpointing: Qwen3ForCausalLM"):
         Engine(base, TrainerConfig(memory=MemoryConfig(gradient_checkpointing="on")), tmp_path)
     monkeypatch.setattr(loading, "wants_checkpointing", lambda *_: True)
-    assert not Engine(base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path).checkpointing
+    assert not Engine(base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path).model.checkpointing

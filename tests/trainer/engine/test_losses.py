@@ -107,14 +107,14 @@ def trl_arguments(output: Path, **given: Any) -> grpo.GRPOConfig:
 def reference(engine: Engine, args: grpo.GRPOConfig, beta: float, examples: list[Example]) -> float:
     """TRL's loss of the batch; its gradient is added to the engine's parameters."""
     trainer = PaddedGRPOTrainer(
-        model=engine.model, reward_funcs=[grpo._no_reward], args=args,
+        model=engine.model.peft, reward_funcs=[grpo._no_reward], args=args,
         train_dataset=Dataset.from_dict({"prompt": [""]}), processing_class=grpo._no_tokenizer(),
     )  # fmt: skip
     # Not by the arguments: with them the constructor would make a second adapter, and would start vLLM.
     trainer.beta = beta
     trainer.use_vllm = args.vllm_importance_sampling_correction
     trainer.current_gradient_accumulation_steps = 1
-    engine.model.train()
+    engine.model.peft.train()
     inputs = reference_inputs(examples)
     sampled = inputs.pop("sampled")
     mask = inputs["completion_mask"] * inputs["tool_mask"]
@@ -122,10 +122,12 @@ def reference(engine: Engine, args: grpo.GRPOConfig, beta: float, examples: list
     attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     keep = inputs["completion_ids"].size(1)
     with torch.no_grad():
-        current, _, _ = trainer._get_per_token_logps_and_entropies(engine.model, ids, attention, keep)
+        current, _, _ = trainer._get_per_token_logps_and_entropies(engine.model.peft, ids, attention, keep)
         if beta:
-            with engine.model.disable_adapter():
-                base, _, _ = trainer._get_per_token_logps_and_entropies(engine.model, ids, attention, keep)
+            with engine.model.peft.disable_adapter():
+                base, _, _ = trainer._get_per_token_logps_and_entropies(
+                    engine.model.peft, ids, attention, keep
+                )
             inputs["ref_per_token_logps"] = base
     if not args.vllm_importance_sampling_correction:
         inputs["old_per_token_logps"] = torch.where(mask.bool(), sampled, current)
@@ -145,7 +147,7 @@ def reference(engine: Engine, args: grpo.GRPOConfig, beta: float, examples: list
         inputs["old_per_token_logps"] = current
     if args.off_policy_mask_threshold is not None:
         inputs["sampling_per_token_logps"] = sampled
-    loss = trainer.compute_loss(engine.model, inputs)
+    loss = trainer.compute_loss(engine.model.peft, inputs)
     loss.backward()
     return float(loss.detach())
 
@@ -251,9 +253,9 @@ def test_loss_equals_trl_s_own_computation_with_options(
     gradients = assert_parity(engine, options, theirs, tmp_path)
     kept = ("loss.type", "loss.beta", "loss.importance_sampling")
     engine.configure(with_values(TrainerConfig(), BATCH | {k: v for k, v in options.items() if k in kept}))
-    engine.model.zero_grad()
+    engine.model.peft.zero_grad()
     backward(engine, batch(), [0] * 6, 0)
-    assert gradients != pytest.approx([float(p.grad.norm()) for p in engine.parameters], rel=1e-3)
+    assert gradients != pytest.approx([float(p.grad.norm()) for p in engine.model.parameters], rel=1e-3)
 
 
 BATCH: dict[str, Any] = {
@@ -300,16 +302,16 @@ def assert_parity(
     config = with_values(TrainerConfig(), BATCH | settings)
     engine.configure(config)
     examples = batch()
-    engine.model.zero_grad()
+    engine.model.peft.zero_grad()
     # The KL of TRL is set by hand on its trainer: see `reference`.
     args = trl_arguments(tmp_path, **{"use_bias_correction_kl": True} | theirs)
     their_loss = reference(engine, args, config.loss.beta, examples)
-    their_gradients = [p.grad.clone() for p in engine.parameters]
-    engine.model.zero_grad()
+    their_gradients = [p.grad.clone() for p in engine.model.parameters]
+    engine.model.peft.zero_grad()
     metrics = backward(engine, examples, [0] * len(examples), 0)
     assert metrics["micro_batches"] > 1
     assert metrics["loss"] == pytest.approx(their_loss, rel=1e-9, abs=1e-12)
-    for mine, other in zip(engine.parameters, their_gradients, strict=True):
+    for mine, other in zip(engine.model.parameters, their_gradients, strict=True):
         assert mine.grad is not None
         assert mine.grad.dtype == torch.float64
         torch.testing.assert_close(mine.grad, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()))
@@ -339,11 +341,11 @@ def test_unknown_logprobs_do_not_poison_the_gradient(engines: dict[str, Engine],
             dtype="float64", lora=LoraConfig(rank=4), loss=LossConfig(importance_sampling=correction)
         )
     )  # type: ignore[arg-type]
-    engine.model.zero_grad()
+    engine.model.peft.zero_grad()
     (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8], logprobs=[float("nan"), -2.0])])
     metrics = backward(engine, [Example(sequence, 1.0)], [0], 0)
     assert np.isfinite(metrics["loss"])
-    assert all(torch.isfinite(p.grad).all() for p in engine.parameters)
+    assert all(torch.isfinite(p.grad).all() for p in engine.model.parameters)
 
 
 def _direction(engine: Engine, sequence: TokenSequence, advantage: float) -> np.ndarray:
@@ -351,9 +353,9 @@ def _direction(engine: Engine, sequence: TokenSequence, advantage: float) -> np.
     state = engine.initial_state()
     before = _logprobs(engine, sequence)
     after = engine.step(state, [Example(sequence, advantage)], [0]).state
-    engine.load_adapter(after.weights)
+    engine.model.load_adapter(after.weights)
     changed = _logprobs(engine, sequence) - before
-    engine.load_adapter(state.weights)
+    engine.model.load_adapter(state.weights)
     return changed
 
 
@@ -361,7 +363,7 @@ def _logprobs(engine: Engine, sequence: TokenSequence) -> np.ndarray:
     from trainer.batches.packing import padded
 
     with torch.no_grad():
-        out, _ = engine.logprobs(padded([sequence]), (1, sequence.trained_tokens))
+        out, _ = engine.model.logprobs(padded([sequence]), (1, sequence.trained_tokens))
     return out.numpy()[0]
 
 
@@ -394,9 +396,9 @@ def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engines: dict[str, Engin
             "t",
             [exchange("t", 0, [5, 6], [7, 8, 9], logprobs=[-2.0, forced_logprob, -2.0], forced=[0, 1, 0])],
         )
-        engine.model.zero_grad()
+        engine.model.peft.zero_grad()
         metrics = backward(engine, [Example(sequence, 1.0)], [0], 0)
-        return metrics, [p.grad.clone() for p in engine.parameters]
+        return metrics, [p.grad.clone() for p in engine.model.parameters]
 
     one, first = gradient(0.0)
     other, second = gradient(-20.0)
@@ -410,11 +412,11 @@ def test_the_adapter_over_a_base_in_four_bits_keeps_its_type(tiny_base: str, tmp
     """Regression: TRL casts it to bfloat16, where small updates vanish. No GPU here: the model only says that
     it is in four bits."""
     engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path)
-    before = engine.weights()
-    engine.model.is_loaded_in_4bit = True
+    before = engine.model.weights()
+    engine.model.peft.is_loaded_in_4bit = True
     engine.configure(TrainerConfig(lora=LoraConfig(rank=4), optimizer=OptimizerConfig(learning_rate=1e-3)))
-    assert {p.dtype for p in engine.parameters} == {torch.float32}
-    assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights().items())
+    assert {p.dtype for p in engine.model.parameters} == {torch.float32}
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.model.weights().items())
     with torch.no_grad():  # what is read and written as the adapter is still what is trained
-        engine.parameters[0].fill_(0.5)
-    assert any(bool((tensor == 0.5).all()) for tensor in engine.weights().values())
+        engine.model.parameters[0].fill_(0.5)
+    assert any(bool((tensor == 0.5).all()) for tensor in engine.model.weights().values())

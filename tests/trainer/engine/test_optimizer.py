@@ -74,7 +74,7 @@ def test_the_inverse_sqrt_schedule_never_reaches_zero(engine: Engine) -> None:
 
 def stored(state: TrainState, engine: Engine) -> TrainState:
     """`state` as a checkpoint's files give it back; the adapters of earlier steps come from earlier checkpoints."""
-    files = adapter_files(state.weights, engine.lora, "base") | {STATE_FILE: state_bytes(state)}
+    files = adapter_files(state.weights, engine.model.lora, "base") | {STATE_FILE: state_bytes(state)}
     manifest = Manifest(event=checkpoint_event(state.step, files), config={})
     return dataclasses.replace(state_of(manifest, files), history=state.history)
 
@@ -133,6 +133,10 @@ def test_rounded_adapters_are_half_the_size(tiny_base: str, tmp_path: Path) -> N
             tiny_base, with_values(TrainerConfig(), {"lora.rank": 64, "lora.dtype": dtype}), tmp_path
         )
         sizes.append(
-            len(adapter_files(engine.initial_state().weights, engine.lora, "b")["adapter_model.safetensors"])
+            len(
+                adapter_files(engine.initial_state().weights, engine.model.lora, "b")[
+                    "adapter_model.safetensors"
+                ]
+            )
         )
     assert sizes[1] < 0.52 * sizes[0]

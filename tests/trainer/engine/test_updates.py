@@ -14,6 +14,7 @@ from tests.trainer.engine.kit import batch
 from tests.trainer.kit import backward, exactly, with_values
 from trainer.batches.groups import Example
 from trainer.engine.engine import Engine, updates_of
+from trainer.engine.passes import Passes
 
 GROUPS = [0, 0, 1, 1, 2, 2]
 
@@ -61,16 +62,16 @@ def test_a_step_of_several_updates_equals_a_literal_loop(
     examples = batch(engine, state)
     result = engine.step(state, examples, GROUPS)
 
-    engine.load_adapter(state.weights)
-    start = engine.scores(examples, GROUPS)
+    engine.model.load_adapter(state.weights)
+    start = engine.passes.scores(examples, GROUPS)
     held = [Example(e.sequence, e.advantage, old_logprobs=start[i]) for i, e in enumerate(examples)]
-    optimizer = torch.optim.AdamW(engine.parameters, lr=1e-2, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(engine.model.parameters, lr=1e-2, weight_decay=0.0)
     for update in updates_of(GROUPS, engine.config, 0):
         optimizer.zero_grad()
         backward(engine, [held[i] for i in update], [GROUPS[i] for i in update], 0)
-        torch.nn.utils.clip_grad_norm_(engine.parameters, 1.0)
+        torch.nn.utils.clip_grad_norm_(engine.model.parameters, 1.0)
         optimizer.step()
-    for name, tensor in engine.weights().items():
+    for name, tensor in engine.model.weights().items():
         torch.testing.assert_close(result.state.weights[name], tensor, rtol=1e-9, atol=1e-12)
     assert result.metrics["updates"] == 4
     assert result.state.step == 1
@@ -107,14 +108,14 @@ def test_a_sequence_that_does_not_fit_is_left_out_of_every_update(
     state = engine.initial_state()
     examples = batch(engine, state)
     large = [examples[2].sequence, examples[3].sequence]
-    original = Engine._backward
+    original = Passes._backward
 
-    def limited(self: Engine, micro_batch: Any, inside: Any, *args: Any) -> None:
+    def limited(self: Passes, micro_batch: Any, inside: Any, *args: Any) -> None:
         if any(inside[i].sequence is s for i in micro_batch.indices for s in large):
             raise torch.OutOfMemoryError("too much")
         original(self, micro_batch, inside, *args)
 
-    monkeypatch.setattr(Engine, "_backward", limited)
+    monkeypatch.setattr(Passes, "_backward", limited)
     result = engine.step(state, examples, GROUPS)
     assert {id(s) for s in result.dropped} == {id(s) for s in large}
     assert (result.metrics["updates"], result.metrics["sequences"]) == (4, 4)
@@ -166,13 +167,13 @@ def test_unrounded_weights_give_other_logprobs_than_the_published_adapter(
     assert state.master is not None
 
     def apart() -> float:
-        scores = engine.scores(examples, [0] * 6)
+        scores = engine.passes.scores(examples, [0] * 6)
         return max(
             float(np.abs(scores[i] - e.sequence.logprobs[e.sequence.loss_mask]).max())
             for i, e in enumerate(examples)
         )
 
-    engine.load_adapter(state.weights)
+    engine.model.load_adapter(state.weights)
     published = apart()
-    engine.load_adapter(state.master)
+    engine.model.load_adapter(state.master)
     assert published < 1e-5 < 1e-4 < apart()

@@ -5,7 +5,6 @@ Shape letters as in `trainer.batches.packing`.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,36 +13,25 @@ from typing import Any
 import torch
 
 from pipeline.config import ConfigError, TrainerConfig, config_hash
-from pipeline.config.checks import check_trainer
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Example
 from trainer.batches.packing import Cost, MicroBatch, Packing, micro_batches, sharing_pays
 from trainer.engine import losses
 from trainer.engine.budget import Budget
-from trainer.engine.fitting import within_memory
+from trainer.engine.fitting import detect_out_of_memory
 from trainer.engine.model import PolicyModel, shape_of
 from trainer.engine.parallel import Job, ProcessGroup
 from trainer.engine.state import Logprobs
 from trainer.engine.statistics import sampler_metrics
 from trainer.engine.verify import verify
 
-log = get_logger("trainer.engine.gradients")
+log = get_logger("trainer.engine.passes")
 
 _LEAST_BUDGET = 64
 """Passes are not cut below this number of tokens in order to give each process one."""
 
 Scores = dict[int, Logprobs]
 """Logprobs of an example's trained tokens, [k] in nats, by the example's index."""
-
-
-def fixed_settings(config: TrainerConfig) -> dict[str, object]:
-    """The settings that a model is loaded with: policies share an engine where all of them are equal."""
-    names = (
-        "engine", "dtype", "unsloth.load_in_4bit", "unsloth.max_seq_length", "memory.attention", "lora.rank",
-        "lora.alpha",
-        "lora.targets", "lora.dtype", "seed", "threads", "memory.gradient_checkpointing",
-    )  # fmt: skip
-    return {name: operator.attrgetter(name)(config) for name in names}
 
 
 def _attention_width(layer: Any) -> int:
@@ -65,53 +53,54 @@ class PassResult:
     """TRL's own metrics, a value per pass."""
 
 
-class GradientEngine(PolicyModel):
-    """A model with TRL's loss on it. `scratch` is the output folder that TRL asks for; nothing is written to it."""
+class Passes:
+    """Forward and backward passes of a model with TRL's loss on it.
 
-    def __init__(self, base: str, config: TrainerConfig, scratch: Path) -> None:
-        check_trainer(config)
-        super().__init__(base, config)
+    `scratch` is the output folder that TRL asks for; nothing is written to it. Raises `RefusedError` if no pass gives
+    the model's own logprobs."""
+
+    def __init__(self, model: PolicyModel, scratch: Path) -> None:
+        self.model = model
         self._scratch = scratch
         self._trainers: dict[str, losses.CapturedGRPOTrainer] = {}
         self.number = 0
-        """Index of this engine among the trainer's engines, equal in all processes."""
+        """Index of this model among the trainer's models, equal in all processes."""
         self.process_group: ProcessGroup | None = None
-        """The processes that share this engine's passes; `None` if there is only one."""
-        self.budget = Budget(config.memory.tokens_per_batch)
-        self.configure(config)
-        embedding = self.model.get_base_model().get_input_embeddings().weight
-        self.size = sum(p.numel() for p in self.model.parameters()) - embedding.numel()
+        """The processes that share the passes; `None` if there is only one."""
+        self.budget = Budget(model.config.memory.tokens_per_batch)
+        self._set_loss()
+        embedding = model.peft.get_base_model().get_input_embeddings().weight
+        self.size = sum(p.numel() for p in model.peft.parameters()) - embedding.numel()
         """Number of parameters without the input embeddings, which need no multiplications."""
         # Layers may differ in their heads, as Gemma 4's do.
-        self.cost = Cost.of(self.size, sum(_attention_width(c) for c in self.forward.text.per_layer_config))
-        self.verified = verify(self)
+        self.cost = Cost.of(self.size, sum(_attention_width(c) for c in model.forward.text.per_layer_config))
+        self.verified = verify(model)
         """How the layouts compare with the model's own forward pass."""
+
+    @property
+    def config(self) -> TrainerConfig:
+        return self.model.config
 
     def configure(self, config: TrainerConfig) -> None:
         """Apply other settings to the same model.
 
         Raises `ConfigError` where they contradict each other, or change what the model was loaded with."""
-        if (changed := fixed_settings(config)) != (now := fixed_settings(self.config)):
-            names = ", ".join(name for name in now if changed[name] != now[name])
-            raise ConfigError(f"trainer: {names} can't be changed once the model is loaded")
-        verified = getattr(self, "verified", None)
-        if config.memory.packing == "prefix" and verified is not None and verified.layout != "prefix":
+        if config.memory.packing == "prefix" and self.verified.layout != "prefix":
             raise ConfigError(
-                f"trainer.memory.packing: prefixes can't be shared with {self.base}: {verified.why_padded}"
+                f"trainer.memory.packing: prefixes can't be shared with {self.model.base}: {self.verified.why_padded}"
             )
-        key = config_hash(config)
-        if key not in self._trainers:
-            self._trainers[key] = losses.CapturedGRPOTrainer(
-                self.model,
-                losses.grpo_config(config, self._scratch, cpu=self.device.type == "cpu"),
-                config.loss.beta,
-            )
-        self.config = config
+        self.model.configure(config)
         self.budget.set_limit(config.memory.tokens_per_batch)
-        self.trainer = self._trainers[key]
-        self.model.train()
+        self._set_loss()
 
-    def passes(self, examples: Sequence[Example], groups: Sequence[int]) -> list[PassResult]:
+    def _set_loss(self) -> None:
+        key = config_hash(self.config)
+        if key not in self._trainers:
+            args = losses.grpo_config(self.config, self._scratch, cpu=self.model.device.type == "cpu")
+            self._trainers[key] = losses.CapturedGRPOTrainer(self.model.peft, args, self.config.loss.beta)
+        self.trainer = self._trainers[key]
+
+    def gradients(self, examples: Sequence[Example], groups: Sequence[int]) -> list[PassResult]:
         """Add the gradient of the batch's loss to the live adapter's; returns what each process computed of it."""
         return self._in_every_process(examples, groups, gradients=True)
 
@@ -123,7 +112,7 @@ class GradientEngine(PolicyModel):
     def _in_every_process(
         self, examples: Sequence[Example], groups: Sequence[int], *, gradients: bool
     ) -> list[Any]:
-        weights = {} if self.process_group is None else self.weights()
+        weights = {} if self.process_group is None else self.model.weights()
         job = Job(self.number, self.config, weights, examples, groups, self.budget.tokens, gradients)
         if self.process_group is not None:
             self.process_group.send(job)
@@ -131,18 +120,18 @@ class GradientEngine(PolicyModel):
 
     def _do(self, job: Job) -> list[Any]:
         """This process's part of `job`; returns every process's result. Gradients are summed over the processes."""
-        work = self.own_passes if job.gradients else self.own_scores
+        work = self.own_gradients if job.gradients else self.own_scores
         if self.process_group is None:
             return [work(job.examples, job.groups, job.budget)]
         return self.process_group.all_reduce(
-            lambda: work(job.examples, job.groups, job.budget), self.parameters if job.gradients else ()
+            lambda: work(job.examples, job.groups, job.budget), self.model.parameters if job.gradients else ()
         )
 
     def take_part(self, job: Job) -> None:
         """Do a worker process's part of `job`. A failure is logged; the process that sent the job raises it."""
         self.configure(job.config)
-        self.load_adapter(job.weights)
-        self.model.zero_grad(set_to_none=True)
+        self.model.load_adapter(job.weights)
+        self.model.peft.zero_grad(set_to_none=True)
         try:
             self._do(job)
         except (RuntimeError, ValueError) as error:
@@ -151,9 +140,9 @@ class GradientEngine(PolicyModel):
 
     def free(self) -> None:
         """Release what a failed pass held. Call it outside of the handler: the error's traceback holds tensors."""
-        self.model.zero_grad(set_to_none=True)
+        self.model.peft.zero_grad(set_to_none=True)
         self.trainer.take_metrics()
-        if self.device.type == "cuda":
+        if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def packing_of(self, examples: Sequence[Example], groups: Sequence[int]) -> Packing:
@@ -180,15 +169,17 @@ class GradientEngine(PolicyModel):
 
     def own_scores(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> Scores:
         """`scores` of this process's share of the batch."""
-        return self.logprobs_of(self._own_batches(examples, groups, budget), [e.sequence for e in examples])
+        return self.model.logprobs_of(
+            self._own_batches(examples, groups, budget), [e.sequence for e in examples]
+        )
 
-    def own_passes(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> PassResult:
+    def own_gradients(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> PassResult:
         """Forward and backward passes over this process's share of the batch."""
         batches = self._own_batches(examples, groups, budget)
         tokens = sum(e.sequence.trained_tokens for e in examples)
         result = PassResult(sum(b.layout.tokens for b in batches), len(batches))
         for batch in batches:
-            with within_memory(batch):
+            with detect_out_of_memory(batch):
                 self._backward(batch, examples, tokens, result)
         result.trl = self.trainer.take_metrics()
         return result
@@ -199,11 +190,11 @@ class GradientEngine(PolicyModel):
         """One pass; `tokens` are the trained tokens of the update that it is a part of. Adds to `result`."""
         inside = [examples[i] for i in batch.indices]
         shape = shape_of([e.sequence for e in inside])
-        logprobs_SK, entropies_SK = self.logprobs(batch.layout, shape)
+        logprobs_SK, entropies_SK = self.model.logprobs(batch.layout, shape)
         reference_SK = None
         if self.config.loss.beta != 0.0:
-            with torch.no_grad(), self.model.disable_adapter():
-                reference_SK, _ = self.logprobs(batch.layout, shape, entropy=False)
+            with torch.no_grad(), self.model.peft.disable_adapter():
+                reference_SK, _ = self.model.logprobs(batch.layout, shape, entropy=False)
         inputs = losses.inputs_of(
             inside, logprobs_SK, config=self.config, items_in_batch=tokens, reference_SK=reference_SK
         )
