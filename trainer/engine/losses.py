@@ -127,7 +127,7 @@ class CapturedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no type
         self.use_vllm = args.vllm_importance_sampling_correction
         # TRL would add the routers' load-balancing loss to the policy's; routers have no adapter here.
         self.aux_loss_enabled = False
-        # The loss is one over the whole batch: `GradientEngine` weights the micro-batches (`micro_batch_share`).
+        # The loss is one over the whole batch: `Passes` weights the micro-batches (`micro_batch_share`).
         self.current_gradient_accumulation_steps = 1
         self._logprobs: tuple[torch.Tensor, torch.Tensor] | None = None
 
