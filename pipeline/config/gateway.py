@@ -73,8 +73,6 @@ class ReplicasConfig(Section, frozen=True, kw_only=True):
     """Longest duration of one call to an inference server."""
     wait_s: NotNegative = 180.0
     """How long a request waits for an inference server to come up."""
-    deadly_request_s: NotNegative = 600.0
-    """How long a request is refused (502) if it was in flight at two crashes of its inference server."""
     health_interval_s: Positive = 1.0
     """Time between two health checks of a healthy inference server."""
     health_retry_s: Positive = 0.25

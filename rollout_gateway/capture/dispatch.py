@@ -14,10 +14,9 @@ from pipeline.events import now_us
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.exchange import Exchange
 from rollout_gateway.dialects.calls import Echo
-from rollout_gateway.http.errors import bad_answer, timed_out
+from rollout_gateway.http.errors import ApiError, bad_answer, timed_out
 from rollout_gateway.http.upstream import UpstreamError, UpstreamReply, UpstreamTimeoutError
-from rollout_gateway.serving.deadly_requests import DeadlyRequests, Trial
-from rollout_gateway.serving.replicas import Fleet, Lease, Replica, least_loaded, replica_of
+from rollout_gateway.serving.replicas import Fleet, Lease, least_loaded, replica_of
 from rollout_gateway.serving.routing import VersionRouter
 
 log = get_logger("rollout_gateway.capture.dispatch")
@@ -36,12 +35,8 @@ class Attempt:
 
     lease: Lease
     reply: UpstreamReply
-    incarnation: str
-    """Identifies the server process that the call was sent to."""
     body: bytes = b""
     """The whole response; empty if it is streamed."""
-    trial: Trial | None = None
-    """Set if the same request was in flight when a server died earlier."""
 
     @property
     def status(self) -> int:
@@ -58,74 +53,44 @@ class Dispatcher:
 
     def __init__(self, gateway: GatewayConfig, fleet: Fleet, router: VersionRouter) -> None:
         self._gateway, self._fleet, self._router = gateway, fleet, router
-        self.deadly = DeadlyRequests(gateway.replicas.deadly_request_s)
 
     async def answer(self, exchange: Exchange) -> Attempt:
         """Wait for a replica that serves the version of the call, send the call to it, and return the response.
 
-        Retries if the server fails before the answer is complete; this is safe because nothing has been sent to the
-        client or recorded. A streamed response is returned unread, and the caller must close it; any other response is
+        If the server fails before the answer is complete, the call is sent to one more; this is safe because nothing
+        has been sent to the client or recorded. It is sent to no third one, because the call itself may be what ends
+        the servers. A streamed response is returned unread, and the caller must close it; any other response is
         returned read. Raises `ApiError`."""
         deadline = time.monotonic() + self._gateway.replicas.wait_s
-        failed_once: set[tuple[str, str]] = set()
+        failed: list[str] = []
+        """Servers that the call was sent to and that failed."""
         while True:
-            lease, trial = await self._lease(exchange, deadline)
-            replica, incarnation = lease.replica, lease.replica.incarnation
-            try:
-                attempt = await self._send(exchange, lease)
-            except BaseException:
-                if trial is not None:
-                    trial.abandoned()
-                raise
+            lease = await self._lease(exchange, deadline)
+            replica = lease.replica
+            attempt = await self._send(exchange, lease)
             if isinstance(attempt, Attempt):
-                attempt.trial = trial
-                server = (replica.name, incarnation)
-                # A crashing server may return 500, and a restarted one 404 because its adapters are not loaded. Check
-                # the server's health, then retry once per server process.
-                if (attempt.status < 500 and attempt.status != 404) or server in failed_once:
-                    if trial is not None and not (exchange.call.stream and attempt.status == 200):
-                        trial.answered()
+                # A crashing server may return 500, and a restarted one 404 because its adapters are not loaded.
+                if failed or (attempt.status < 500 and attempt.status != 404):
                     return attempt
-                failed_once.add(server)
                 body = attempt.body[:300].decode(errors="replace")
                 log.warning("server suspected", replica=replica.name, status=attempt.status, body=body)
                 replica.suspect()
-                may_have_died = attempt.status >= 500
-            else:
-                may_have_died = attempt.sent
-            if may_have_died:
-                await self._report_failure(exchange, replica, incarnation, trial, deadline)
-            elif trial is not None:
-                trial.abandoned()
+            elif not attempt.sent:
+                continue
+            failed.append(replica.name)
+            if len(failed) == 2:
+                raise _both_failed(failed)
 
-    async def stream_failed(self, exchange: Exchange, attempt: Attempt) -> None:
-        """Report that a server failed in the middle of a stream. Waits until it is known whether the server died."""
-        deadline = time.monotonic() + self._gateway.replicas.wait_s
-        replica = attempt.lease.replica
-        await self._report_failure(exchange, replica, attempt.incarnation, attempt.trial, deadline)
-
-    async def _lease(self, exchange: Exchange, deadline: float) -> tuple[Lease, Trial | None]:
-        """Wait for a replica. A request that was in flight when servers died also waits until it may be tried
-        alone."""
+    async def _lease(self, exchange: Exchange, deadline: float) -> Lease:
+        """Wait for a replica."""
         trajectory = (
             exchange.caller.trajectory
         )  # also if nothing is captured: its pin and its side of a split hold
         opened = trajectory.opened if trajectory is not None else None
-
         prefer = least_loaded if trajectory is None else partial(replica_of, trajectory.id)
-
-        alone = bool(self.deadly.suspects) and await self.deadly.admit(exchange.request_hash())
-        try:
-            lease = await self._fleet.acquire(
-                lambda: self._router.resolve(exchange.call.params.model, opened), prefer, deadline
-            )
-        except BaseException:
-            if alone:
-                self.deadly.solo.release()
-            raise
-        if not self.deadly.suspects and not alone:
-            return lease, None
-        return lease, self.deadly.trial(exchange.request_hash(), lease.replica, alone=alone)
+        return await self._fleet.acquire(
+            lambda: self._router.resolve(exchange.call.params.model, opened), prefer, deadline
+        )
 
     async def _send(self, exchange: Exchange, lease: Lease) -> Attempt | UpstreamError:
         """Send the call once, to the replica of `lease`. Returns the error if the connection or the server failed.
@@ -133,7 +98,7 @@ class Dispatcher:
         Releases `lease`, except for a streamed answer, whose `Attempt.close` does. Raises a 504 `ApiError` if the
         server exceeds replicas.timeout_s."""
         dialect, call, upstream = exchange.dialect, exchange.call, lease.replica.upstream
-        started_at, incarnation = now_us(), lease.replica.incarnation
+        started_at = now_us()
         requested = streamed = False
         try:
             # A completion with `echo` returns the prompt as text. A captured call needs it before the completion.
@@ -146,7 +111,7 @@ class Dispatcher:
             )
             exchange.mark_sent(lease, started_at)
             streamed = call.stream and reply.status == 200
-            return Attempt(lease, reply, incarnation, b"" if streamed else await reply.read())
+            return Attempt(lease, reply, b"" if streamed else await reply.read())
         except (UpstreamError, asyncio.CancelledError) as error:
             # The server may have received the completion: not if /detokenize failed, or if no connection was made.
             if requested and (not isinstance(error, UpstreamError) or error.sent):
@@ -162,23 +127,14 @@ class Dispatcher:
             if not streamed:
                 lease.release()
 
-    async def _report_failure(
-        self, exchange: Exchange, replica: Replica, incarnation: str, trial: Trial | None, deadline: float
-    ) -> None:
-        """Record that the request was in flight when its server failed. Waits until it is known whether the server
-        died."""
-        if trial is not None:
-            trial.failed()
-        request = exchange.request_hash()
-        self.deadly.failed(request, replica, incarnation)
-        while replica.suspected and not self._fleet.closing and (left := deadline - time.monotonic()) > 0:
-            changed = self._fleet.change()
-            try:
-                async with asyncio.timeout(left):
-                    await changed.wait()
-            except TimeoutError:
-                break
-        self.deadly.server_checked(request)
+
+def _both_failed(servers: list[str]) -> ApiError:
+    message = (
+        f"The call was sent to {servers[0]} and then to {servers[1]}, and each failed before it had answered. The call "
+        "may be what ends them, so it is not sent again: the inference servers' logs say why they failed. If it is not "
+        "the cause, repeat it."
+    )
+    return ApiError(502, "servers_failed", message, headers=((b"x-should-retry", b"false"),))
 
 
 async def _prompt_texts(echo: Echo, lease: Lease) -> list[str]:

@@ -122,18 +122,16 @@ class CallHandler:
     # -- streams -------------------------------------------------------------------------------------------------
 
     async def _pass_through(self, exchange: Exchange, attempt: Attempt, sink: StreamSink) -> None:
-        status: Status = "failed"
         error_event, server_failed = b"", False
         try:
             with exchange.caller.cancellation:
                 await attempt.reply.pipe(sink.write)
-            status = "complete"
         except ClientGoneError:
-            status = "cancelled"
+            pass  # nobody reads the rest, and nothing is recorded
         except (ApiError, UpstreamError) as error:
             error_event, server_failed = _stream_error(attempt, error)
         finally:
-            self._end_stream(exchange, attempt, status, server_failed)
+            _end_stream(attempt, server_failed)
         sink.write(error_event)
 
     async def _capture_stream(self, exchange: Exchange, attempt: Attempt, sink: StreamSink) -> None:
@@ -167,7 +165,7 @@ class CallHandler:
             if capture.ended:
                 status = "failed" if capture.error else "complete"
             exchange.first_token_at = capture.first_token_at
-            self._end_stream(exchange, attempt, status, server_failed or capture.server_failed)
+            _end_stream(attempt, server_failed or capture.server_failed)
             exchange.recorded_in.hold()
             recording = self._in_background(self._record_stream(exchange, capture, status))
         try:
@@ -175,14 +173,6 @@ class CallHandler:
         except ApiError as error:
             error_event = b"data: %b\n\n" % error.body()
         sink.write(error_event or capture.held + _DONE)
-
-    def _end_stream(self, exchange: Exchange, attempt: Attempt, status: Status, server_failed: bool) -> None:
-        attempt.close()
-        if server_failed:
-            attempt.lease.replica.suspect()
-            self._in_background(self._dispatcher.stream_failed(exchange, attempt))
-        elif attempt.trial is not None:
-            attempt.trial.answered() if status == "complete" else attempt.trial.abandoned()
 
     async def _record_stream(self, exchange: Exchange, capture: StreamCapture, status: Status) -> None:
         try:
@@ -258,6 +248,12 @@ def _read_answer(exchange: Exchange, body: bytes) -> Answer:
         return exchange.dialect.read_answer(body, exchange.call)
     except (msgspec.DecodeError, KeyError) as error:
         raise bad_answer(exchange.dialect.path, error) from error
+
+
+def _end_stream(attempt: Attempt, server_failed: bool) -> None:
+    attempt.close()
+    if server_failed:
+        attempt.lease.replica.suspect()
 
 
 def _stream_error(attempt: Attempt, error: Exception) -> tuple[bytes, bool]:

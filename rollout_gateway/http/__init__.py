@@ -7,7 +7,6 @@
 | `pool` | all connections together: limits, and which connection makes room |
 | `parser` | from bytes to requests |
 | `request` | one request and its answer |
-| `half_close` | whether a client that sends nothing more still waits |
 | `cancellation` | early end of a request's work |
 | `body` | reads JSON bodies |
 | `content_encoding` | compressed bodies |

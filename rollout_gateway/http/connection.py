@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from typing import cast
 
 from pipeline.telemetry.logs import get_logger
-from rollout_gateway.http import half_close
 from rollout_gateway.http.errors import ApiError, ClientGoneError
 from rollout_gateway.http.parser import RequestParser
 from rollout_gateway.http.pool import ConnectionPool
@@ -16,6 +15,7 @@ from rollout_gateway.http.request import Request, ignore_flow
 
 log = get_logger("rollout_gateway.http.server")
 
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _AHEAD_LIMIT = 65536
 """Bytes a client may send ahead of an answer before reading from it pauses."""
 _DISCARD_LIMIT = 65536
@@ -61,8 +61,6 @@ class Connection(asyncio.Protocol):
         """Input that came ahead of an answer."""
         self._paused = False
         """Reading from the client is paused."""
-        self.half_closed = False
-        """The client sends nothing more. It may still wait for answers."""
         self._fresh = True
         """No request has come yet."""
         self._closing_at = 0.0
@@ -126,17 +124,6 @@ class Connection(asyncio.Protocol):
             self._paused = True
             self.transport.pause_reading()
 
-    def eof_received(self) -> bool:
-        """The client ended its side. Returns true to keep the other side open where an answer is due."""
-        if self._active is None and not self._queued and not self._unparsed:
-            return False
-        self.half_closed = True
-        half_close.watch(self.transport, self._may_send_interim)
-        return True
-
-    def _may_send_interim(self) -> bool:
-        return self._active is not None and not self._active.started and self._active.chunked
-
     # -- reading requests
 
     def _feed(self, data: bytes) -> None:
@@ -175,7 +162,7 @@ class Connection(asyncio.Protocol):
             and self._active is None
             and request.refusal is None
         ):
-            self.transport.write(half_close.CONTINUE)
+            self.transport.write(_CONTINUE)
 
     def request_complete(self, request: Request) -> None:
         self._uncount_body()
@@ -240,7 +227,7 @@ class Connection(asyncio.Protocol):
                 self._pool.set_reading(self)
             return
         self._queued.clear()
-        if self.ignoring and not self.transport.is_closing() and not self.half_closed:
+        if self.ignoring and not self.transport.is_closing():
             # The client may still be sending. If we closed now, a reset could discard the answer before it is read.
             self._closing_at = self._loop.time() + _LINGER_S
             self.transport.write_eof()
@@ -260,10 +247,7 @@ class Connection(asyncio.Protocol):
             self._unparsed.clear()
             self._heard_at = self._loop.time()
             self._feed(data)
-        if self.half_closed:
-            if self._active is None:  # an incomplete request stays incomplete
-                self.transport.close()
-        elif self._paused and len(self._unparsed) <= _AHEAD_LIMIT and not self.transport.is_closing():
+        if self._paused and len(self._unparsed) <= _AHEAD_LIMIT and not self.transport.is_closing():
             self._paused = False
             self.transport.resume_reading()
 

@@ -13,6 +13,5 @@
 | `fleet_records` | the records of sampler agents and gateways on the log |
 | `server_state` | reads an inference server's health, process start time and loaded adapters |
 | `server_key` | the API key of the inference servers |
-| `deadly_requests` | refuses requests that crash their inference server |
 | `pacing` | limits how many groups may be untrained |
 """

@@ -8,14 +8,17 @@ from typing import Any
 
 import anyio
 import msgspec
+import openai
 import pytest
 
 from pipeline.config import NatsConfig
+from pipeline.log.broker import Broker
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.dialects.endpoints import CHAT, COMPLETIONS
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
+from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm, parts
-from tests.rollout_gateway.kit import exchanges
+from tests.rollout_gateway.kit import Mortal, asking, exchanges
 
 pytestmark = pytest.mark.anyio
 
@@ -121,3 +124,23 @@ async def test_a_detokenized_prompt_that_cannot_be_read_is_a_502(
         assert found.value.status == 502
         assert await exchanges(gateway.broker, "t") == []
         assert gateway.fleet.replicas[0].load == 0
+
+
+@pytest.mark.slow
+async def test_a_call_that_ends_its_servers_is_sent_to_two_and_recorded(
+    start_gateway_alone: StartGateway, nats_config: NatsConfig
+) -> None:
+    """The server is a process, started again whenever it ends. OpenAI's client does not repeat the call."""
+    with Mortal() as server:
+        gateway = start_gateway_alone(urls=(server.url,))
+        agent = gateway.agent(gateway.open(id="t"))
+        with pytest.raises(openai.APIStatusError, match="each failed before it had answered") as failed:
+            agent.chat.completions.create(**asking("die"))
+        assert (failed.value.status_code, failed.value.code) == (502, "servers_failed")
+        assert server.died(2)
+        assert agent.chat.completions.create(**asking("hello")).choices
+        async with Broker.connect(nats_config) as broker:
+            recorded = await exchanges(broker, "t")
+        assert [(e.status, e.sampled_ids) for e in recorded[:1]] == [("failed", b"")]
+        assert [e.status for e in recorded[1:]] == ["complete"]
+        gateway.stop()
