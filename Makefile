@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 SEED ?= 0
 NODES ?= 1
 
-.PHONY: demo test check lint venv lock docs pictures bench-store bench-gateway bench-judge bench-trainer bench-staleness bench-tracing bench-exchanges bench-bounded_log gpu-proof clean
+.PHONY: demo test check lint venv lock docs pictures bench-store bench-gateway bench-judge bench-trainer bench-bounded_log gpu-proof clean
 
 venv: $(VENV)/.ready-cpu
 
@@ -38,7 +38,7 @@ pictures: venv
 	$(PY) -m docs.make_pictures curve
 	$(foreach data,$(wildcard examples/*/curve.json),$(PY) -m examples.common.curve $(dir $(data)) &&) true
 
-bench-store bench-gateway bench-judge bench-trainer bench-staleness bench-tracing bench-exchanges bench-bounded_log: bench-%: venv
+bench-store bench-gateway bench-judge bench-trainer bench-bounded_log: bench-%: venv
 	$(PY) -m benchmarks.$*
 
 # On a machine with an NVIDIA GPU, with what deploy/make-venv.sh gpu installed or with what its Python has. GPU_PROOF="--only 0.6b".
