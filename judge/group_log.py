@@ -71,12 +71,12 @@ class GroupLog:
         known = self._cache.get(key)
         if known is not None and place.seq <= known.closed_at:
             return known
-        found = await self._read(key, place)
-        if found is not None and found.closed_at:
-            self._cache[key] = found
+        state = await self._read(key, place)
+        if state is not None and state.closed_at:
+            self._cache[key] = state
             if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
-        return found
+        return state
 
     async def _read(self, key: GroupKey, place: Place) -> GroupOnLog | None:
         subject = subject_filter(
@@ -86,22 +86,22 @@ class GroupLog:
         subjects = [subject, timeout]
         backoff = Backoff()
         while True:
-            found = await self._broker.newest_messages(_ROLLOUTS, subjects)
-            if any(m.seq == place.seq and m.place.matches(place) for m in found):
+            messages = await self._broker.newest_messages(_ROLLOUTS, subjects)
+            if any(m.seq == place.seq and m.place.matches(place) for m in messages):
                 break
             if not await self._broker.holds(_ROLLOUTS, place):
                 return None
             await backoff.wait()
-        messages = []
-        for message in found:
+        decoded = []
+        for message in messages:
             try:
                 event = await self._broker.decode(message.payload)
             except (msgspec.DecodeError, HistoryGoneError):
                 continue  # the consumer makes it a dead letter when it is delivered
-            messages.append(
+            decoded.append(
                 Recorded[AnyEvent](event, _ROLLOUTS, message.seq, message.subject, message.headers)
             )
-        return read_group(key, messages, self._config.group_size)
+        return read_group(key, decoded, self._config.group_size)
 
     async def end_of(self, key: GroupKey) -> GroupEnd:
         """Return the judges' events about a group, read from the stream's leader."""
@@ -111,22 +111,22 @@ class GroupLog:
         )
         if await self._broker.leader_get(_GROUPS, {"last_by_subj": of_group}) is None:
             return GroupEnd()  # the usual case needs this request only
-        ended, held = False, set[str]()
+        ended, trajectories = False, set[str]()
         for scored in [r.event for r in await self._broker.read(GroupScored, **names)]:
             if (scored.branch, scored.split) == ("main", key.split):
                 ended = True
-                held |= {m.trajectory for m in scored.members}
+                trajectories |= {m.trajectory for m in scored.members}
         for discarded in [r.event for r in await self._broker.read(GroupDiscarded, **names)]:
             if (discarded.branch, discarded.by, discarded.split) == ("main", "judge", key.split):
                 ended = ended or discarded.reason != "late"
-                held |= set(discarded.trajectories)
-        return GroupEnd(ended, frozenset(held))
+                trajectories |= set(discarded.trajectories)
+        return GroupEnd(ended, frozenset(trajectories))
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    async def record_late(self, arrivals: Iterable[Arrival], held: frozenset[str]) -> None:
-        """Publish a late discard for each trajectory that is not in `held`, the trajectories in the group's events."""
-        for event in (a.event for a in arrivals if a.event.trajectory not in held):
+    async def record_late(self, arrivals: Iterable[Arrival], recorded: frozenset[str]) -> None:
+        """Publish a late discard for each trajectory that is not `recorded` in the group's events."""
+        for event in (a.event for a in arrivals if a.event.trajectory not in recorded):
             await self._broker.publish(late_event(event))
             log.info("late", group=event.group, trajectory=event.trajectory)
 

@@ -158,18 +158,18 @@ class Judge:
 
     async def _on_completions_of(self, key: GroupKey, deliveries: list[Delivery]) -> None:
         deliveries.sort(key=lambda delivery: delivery.seq)
-        while (found := await self._log.read(key, deliveries[-1].place)) is None:
+        while (state := await self._log.read(key, deliveries[-1].place)) is None:
             await deliveries.pop().ack()  # the log has deleted it since
             if not deliveries:
                 return
-        if late := [found.late[d.seq] for d in deliveries if d.seq in found.late]:
+        if late := [state.late[d.seq] for d in deliveries if d.seq in state.late]:
             await self._log.record_late(late, (await self._log.end_of(key)).trajectories)
-        first = next((d.place for d in deliveries if d.seq == found.first), None)
-        if first is not None and not found.closed_at:
+        first = next((d.place for d in deliveries if d.seq == state.first), None)
+        if first is not None and not state.closed_at:
             await self._log.set_deadline(key, first)
         for delivery in deliveries:
-            if delivery.seq == found.closed_at:
-                self._begin_scoring(found.group, delivery)
+            if delivery.seq == state.closed_at:
+                self._begin_scoring(state.group, delivery)
             else:
                 await delivery.ack()
 
@@ -191,19 +191,19 @@ class Judge:
             await delivery.ack()
             return
         place = await self._log.record_timeout(event)
-        found = await self._log.read(key, place)
-        if found is None or not found.group.members:  # its trajectories were deleted by retention
+        state = await self._log.read(key, place)
+        if state is None or not state.group.members:  # its trajectories were deleted by retention
             await delivery.ack()
-        elif found.closed_at != place.seq and delivery.deliveries <= _TIMER_REDELIVERIES:
+        elif state.closed_at != place.seq and delivery.deliveries <= _TIMER_REDELIVERIES:
             # The completion that made the group full is being handled, or waits in a backlog. If it was acknowledged
             # under other settings, by which the group was not full, only this timer makes a process score the group.
             await delivery.give_back(_TIMER_DELAY_ACK_WAITS * consumer("judge").ack_wait_s)
         else:
-            self._begin_scoring(found.group, delivery)
+            self._begin_scoring(state.group, delivery)
 
     def _begin_scoring(self, group: Group, delivery: Delivery) -> None:
-        if (held := self._scoring.get(group.key)) is not None:
-            held.append(delivery)
+        if (deliveries := self._scoring.get(group.key)) is not None:
+            deliveries.append(delivery)
             return
         self._scoring[group.key] = [delivery]
         self._tasks.start_soon(self._score, group)
@@ -218,8 +218,8 @@ class Judge:
         if group.closed_by == "size":
             await self._log.cancel_deadline(key)
         end = await self._log.end_of(key)
-        held = end.trajectories if end.ended else await self._publish_end(group)
-        await self._log.record_late(group.members, held)
+        recorded = end.trajectories if end.ended else await self._publish_end(group)
+        await self._log.record_late(group.members, recorded)
         self._log.forget(key)
         for delivery in self._scoring.pop(key):
             await delivery.ack()
