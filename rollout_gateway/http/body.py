@@ -78,21 +78,21 @@ def _numbers(value: Any) -> Iterator[tuple[str, float]]:
 
 def _allowed(kind: Any, path: str) -> str:
     """Return the end of an error: the values that the field at `path` may have; empty if they are not known."""
-    found = _without_none(inspect.type_info(kind))
+    field_kind = _without_none(inspect.type_info(kind))
     for name, _ in _STEP.findall(f".{path}"):
-        match found:
+        match field_kind:
             case inspect.StructType(fields=fields):
-                found = next((field.type for field in fields if field.encode_name == name), found)
+                field_kind = next((field.type for field in fields if field.encode_name == name), field_kind)
             case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item):
-                found = item
-        found = _without_none(found)
-    if not isinstance(found, inspect.LiteralType):
+                field_kind = item
+        field_kind = _without_none(field_kind)
+    if not isinstance(field_kind, inspect.LiteralType):
         return ""
-    return f"; it must be one of {', '.join(map(repr, found.values))}"
+    return f"; it must be one of {', '.join(map(repr, field_kind.values))}"
 
 
 def _without_none(kind: inspect.Type) -> inspect.Type:
     """Return the other type of an optional field."""
     if isinstance(kind, inspect.UnionType):
-        return next((one for one in kind.types if not isinstance(one, inspect.NoneType)), kind)
+        return next((t for t in kind.types if not isinstance(t, inspect.NoneType)), kind)
     return kind

@@ -168,10 +168,10 @@ def _name_of(authority: str) -> str:
 def _is_authority(text: str) -> bool:
     """Whether `text` is `name` or `name:port`, where the name may be an address. Anything else could change the URL
     that it is put into."""
-    found = _AUTHORITY.fullmatch(text)
-    if found is None or (found[2] is not None and not 1 <= int(found[2]) <= 65535):
+    authority = _AUTHORITY.fullmatch(text)
+    if authority is None or (authority[2] is not None and not 1 <= int(authority[2]) <= 65535):
         return False
-    return not text.startswith("[") or _address(found[1][1:-1]) is not None
+    return not text.startswith("[") or _address(authority[1][1:-1]) is not None
 
 
 def _address(text: str) -> Address | None:

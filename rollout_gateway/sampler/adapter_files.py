@@ -83,9 +83,9 @@ def _unchanged(folder: Path, files: Mapping[str, str]) -> bool:
     """Return whether the folder holds exactly the files of the published adapter. `files`: as in `ensure`."""
     if not files:  # the event is from an older version of Journeywork, which did not list files
         return True
-    held = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir()}
+    present = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir()}
     # The event lists the training state too, which is not in the archive.
-    return held == {n: digest for n, digest in files.items() if n.startswith("adapter_")}
+    return present == {n: digest for n, digest in files.items() if n.startswith("adapter_")}
 
 
 def _unpack(data: bytes, path: Path) -> None:

@@ -201,11 +201,11 @@ class ServerController:
         """Check that the server is up, was not restarted and has not lost adapters. Raises `UpstreamError`,
         `msgspec.DecodeError`."""
         await server_state.check_health(self._server)
-        found = await server_state.loaded_adapters(self._server)
+        folders = await server_state.loaded_adapters(self._server)
         self._checked = time.monotonic()
         # A restarted server has lost its adapters. If none was loaded, only the metrics show a restart; reading them
         # costs the server more, so they are read only then.
-        if not self.loaded or not self.loaded.keys() <= found.keys():
+        if not self.loaded or not self.loaded.keys() <= folders.keys():
             await self._handshake()
 
     async def _handshake(self) -> None:
@@ -214,8 +214,8 @@ class ServerController:
         Raises `UpstreamError`, `msgspec.DecodeError`, `BrokerError`."""
         await server_state.check_health(self._server)
         incarnation = await server_state.process_start_time(self._server)
-        found = await server_state.loaded_adapters(self._server)
-        lost = self.loaded.keys() - found.keys()
+        folders = await server_state.loaded_adapters(self._server)
+        lost = self.loaded.keys() - folders.keys()
         if not incarnation:  # no metrics: only the loss of its adapters shows a restart
             incarnation = self._incarnation if self._incarnation and not lost else f"{time.time():.3f}"
         if incarnation != self._incarnation:
@@ -232,7 +232,7 @@ class ServerController:
             del self.loaded[version]
             self._unloading.pop(version, None)
             self._lost.add(version)
-        for version, folder in found.items():
+        for version, folder in folders.items():
             if version not in self.loaded:
                 await self._adopt(version, folder)
         self._up = True
@@ -246,8 +246,8 @@ class ServerController:
             return
         if model not in self._policies.models:
             return
-        known = self._policies.checkpoint(version)
-        if known is not None and self._context.files.is_published(known.event, folder):
+        checkpoint = self._policies.checkpoint(version)
+        if checkpoint is not None and self._context.files.is_published(checkpoint.event, folder):
             if version in self._policies.loaded(
                 self.name, self._incarnation
             ):  # it was probed: its `policy.loaded` is on the log
@@ -255,7 +255,7 @@ class ServerController:
                 return
             try:
                 with _as_adapter_error(version):
-                    await self._verify(known, folder, now_us())
+                    await self._verify(checkpoint, folder, now_us())
                 return
             except AdapterError as error:
                 log.warning(
@@ -277,10 +277,10 @@ class ServerController:
                 out += [model.promoted.version, *([model.promoted.other] if model.promoted.other else [])]
             out.append(self._policies.newest(model.name, refused))
         out += self._context.gateways.wanted()
-        known = (
+        loadable = [
             v for v in dict.fromkeys(out) if v not in refused and self._policies.checkpoint(v) is not None
-        )
-        return list(known)[: self._config.vllm.max_loras]
+        ]
+        return loadable[: self._config.vllm.max_loras]
 
     async def _load_wanted(self) -> bool:
         """Load the wanted versions that are missing. Return false if some must be tried again soon."""
@@ -312,8 +312,8 @@ class ServerController:
         log lost its end and the trainer its newest checkpoint. Return false while calls still use one."""
         done = True
         for version, folder in list(self.loaded.items()):
-            known = self._policies.checkpoint(version)
-            if known is None or self._context.files.is_published(known.event, folder):
+            checkpoint = self._policies.checkpoint(version)
+            if checkpoint is None or self._context.files.is_published(checkpoint.event, folder):
                 continue
             await self._begin_unloading(version)
             done = await self._unload_released(version) and done

@@ -111,10 +111,12 @@ class Membership:
         except (msgspec.DecodeError, ValueError) as error:
             log.error("record of a sampler agent ignored: it is not valid", key=key, error=str(error))
             return
-        known = self._by_key.get(key)
-        if known is not None and known[0] is not replica:  # the agent's URL for the server has changed
+        registered = self._by_key.get(key)
+        if (
+            registered is not None and registered[0] is not replica
+        ):  # the agent's URL for the server has changed
             self._remove(key)
-            known = None
+            registered = None
         restarted = replica.incarnation != record.incarnation
         replica.incarnation, replica.models, replica.capacity = (
             record.incarnation, record.models, record.capacity
@@ -122,7 +124,7 @@ class Membership:
         replica.refused = dict(record.refused)
         self._read_loads(replica)
         self._policies.refused = self._fleet.refused()
-        if known is None:
+        if registered is None:
             log.info("replica joined", replica=replica.name, incarnation=record.incarnation)
             scope = anyio.CancelScope()
             self._by_key[key] = replica, scope
@@ -133,9 +135,9 @@ class Membership:
         self._changed()
 
     def _remove(self, key: str) -> None:
-        found = self._by_key.pop(key, None)
-        if found is not None:
-            replica, scope = found
+        registered = self._by_key.pop(key, None)
+        if registered is not None:
+            replica, scope = registered
             log.warning(
                 "replica left: its sampler agent has stopped or can't reach its server", replica=replica.name
             )

@@ -47,8 +47,8 @@ class _Model:
         """Set `groups` to those in the newest admission, without groups that are done."""
         self.last_seq = admitted.seq
         event = admitted.event
-        found = {ahead.group: ahead.at for ahead in event.ahead} | {event.group: admitted.place.at}
-        self.groups = {group: at for group, at in found.items() if self.done.get(group, -1) < at}
+        groups = {ahead.group: ahead.at for ahead in event.ahead} | {event.group: admitted.place.at}
+        self.groups = {group: at for group, at in groups.items() if self.done.get(group, -1) < at}
 
     def end(self, group: str, at: int) -> None:
         self.done[group] = max(at, self.done.pop(group, 0))

@@ -98,10 +98,10 @@ class LoadedAdapters:
         """Return the versions that any server has loaded, each with the SHA-256 of its adapter."""
         return {item for _, loaded in self._loaded.values() for item in loaded.items()}
 
-    def of(self, replica: str, incarnation: str) -> dict[str, str]:
+    def loaded_by(self, replica: str, incarnation: str) -> dict[str, str]:
         """Return the SHA-256 by version of the adapters that a server process has loaded."""
-        known, loaded = self._loaded.get(replica, ("", {}))
-        return loaded if known == incarnation else {}
+        process, loaded = self._loaded.get(replica, ("", {}))
+        return loaded if process == incarnation else {}
 
 
 class Policies:
@@ -149,12 +149,12 @@ class Policies:
 
     def published(self, version: str, sha256: str) -> bool:
         """Return whether `version` was published with the adapter that has this SHA-256."""
-        known = self.checkpoint(version)
-        return known is not None and known.event.adapter_sha256 == sha256
+        checkpoint = self.checkpoint(version)
+        return checkpoint is not None and checkpoint.event.adapter_sha256 == sha256
 
     def loaded(self, replica: str, incarnation: str) -> dict[str, str]:
         """Return the SHA-256 by version of the published adapters that a server process has loaded."""
-        loads = self.loads.of(replica, incarnation)
+        loads = self.loads.loaded_by(replica, incarnation)
         return {version: sha256 for version, sha256 in loads.items() if self.published(version, sha256)}
 
     def newest(self, model: str, refused: Container[str] | None = None) -> str:
@@ -172,10 +172,10 @@ class Policies:
         loaded = {version for version, sha256 in self.loads.anywhere() if self.published(version, sha256)}
         return next((version for version in self.models[model].newest_first() if version in loaded), "")
 
-    def names(self, of: str = "") -> list[str]:
-        """Return every name that a client may put into `model`. `of`: a model, to return its names only."""
+    def names(self, only: str = "") -> list[str]:
+        """Return every name that a client may put into `model`. `only`: a model, to return its names only."""
         out: list[str] = []
-        for model in [self.models[of]] if of else self.models.values():
+        for model in [self.models[only]] if only else self.models.values():
             versions = (v for v in model.checkpoints if v not in self.retired)
             out += [model.name, version_name(model.name, 0), *versions]
         return out

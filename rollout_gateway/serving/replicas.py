@@ -122,10 +122,10 @@ class Fleet:
     def add(self, url: str) -> Replica:
         """Add the replica at `url`, or return it if it is known."""
         name = replica_name(url)
-        known = next(
+        existing = next(
             (r for r in (*self.replicas, *self._departed) if r.upstream.url == url.rstrip("/")), None
         )
-        replica = known or Replica(url, self._api_key)
+        replica = existing or Replica(url, self._api_key)
         self._departed = [r for r in self._departed if r is not replica]
         self.replicas = sorted([*(r for r in self.replicas if r.name != name), replica], key=lambda r: r.name)
         return replica
@@ -134,11 +134,11 @@ class Fleet:
         """Send no further call to `replica`. Calls in flight continue."""
         replica.leave()
         self.replicas = [r for r in self.replicas if r is not replica]
-        kept = [r for r in (*self._departed, replica) if r.load]
-        for gone in (*self._departed, replica):
-            if gone not in kept:
-                gone.upstream.close()
-        self._departed = kept
+        departed = (*self._departed, replica)
+        self._departed = [r for r in departed if r.load]
+        for idle in departed:
+            if not idle.load:
+                idle.upstream.close()
         self.changed()
 
     def close(self) -> None:

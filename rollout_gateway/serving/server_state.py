@@ -37,11 +37,11 @@ async def check_base_names(server: Upstream, replica: str, names: list[str]) -> 
     cards = msgspec.json.decode(await _fetch(server, "/v1/models"), type=_ModelCards).data
     served = sorted(card.id for card in cards if card.parent is None)
     if missing := [name for name in names if name not in served]:
-        told = (
+        message = (
             "the inference server does not serve its base model under the name that calls have, so they fail; "
             "start it with --served-model-name and the missing names"
         )
-        log.error(told, replica=replica, missing=missing, served=served)
+        log.error(message, replica=replica, missing=missing, served=served)
 
 
 async def process_start_time(server: Upstream) -> str:

@@ -21,11 +21,11 @@ Groups: TypeAlias = tuple[tuple[int, Rows], ...]
 
 def group_rows(slots_N: torch.Tensor) -> Groups:
     """Return each adapter slot in `slots_N` with its rows. Rows of `NO_ADAPTER` are in no group."""
-    found = torch.unique(slots_N).tolist()
-    if len(found) == 1:
-        return () if found[0] == NO_ADAPTER else ((found[0], None),)
+    slots = torch.unique(slots_N).tolist()
+    if len(slots) == 1:
+        return () if slots[0] == NO_ADAPTER else ((slots[0], None),)
     groups: list[tuple[int, Rows]] = []
-    for slot in found:
+    for slot in slots:
         if slot == NO_ADAPTER:
             continue
         rows_G = (slots_N == slot).nonzero().squeeze(1)
@@ -37,8 +37,8 @@ def group_rows(slots_N: torch.Tensor) -> Groups:
 
 def _matrix(stacked: torch.Tensor, slot: int) -> torch.Tensor:
     """Return the matrix of one slot of [L, rows, columns] or [L, 1, rows, columns]."""
-    chosen = stacked[slot]
-    return chosen.squeeze(0) if chosen.ndim == 3 else chosen
+    weights = stacked[slot]
+    return weights.squeeze(0) if weights.ndim == 3 else weights
 
 
 def shrink(y_NR: torch.Tensor, x_NI: torch.Tensor, a_LRI: torch.Tensor, groups: Groups, scale: float) -> None:

@@ -34,8 +34,8 @@ def register() -> None:
             "LoRA on CPU is left to vLLM %s; Journeywork's plugin is tested with %s only", version, TESTED
         )
         return
-    found = current_platform.get_punica_wrapper()
-    if found == REPLACED:
+    wrapper = current_platform.get_punica_wrapper()
+    if wrapper == REPLACED:
         type(current_platform).get_punica_wrapper = classmethod(lambda cls: REPLACEMENT)
-    elif found != REPLACEMENT:
-        _LOG.warning("LoRA on CPU is left to %s; Journeywork's plugin replaces %s only", found, REPLACED)
+    elif wrapper != REPLACEMENT:
+        _LOG.warning("LoRA on CPU is left to %s; Journeywork's plugin replaces %s only", wrapper, REPLACED)
