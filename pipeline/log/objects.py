@@ -18,7 +18,8 @@ import nats.js.errors
 from nats.js import api
 
 from pipeline import crash, streams
-from pipeline.errors import HistoryGoneError, StreamMissingError
+from pipeline.errors import BrokerError, HistoryGoneError, StreamMissingError
+from pipeline.log.retry import reason
 from pipeline.log.stream_reader import StreamReader
 
 _CHUNK = 128 * 1024
@@ -41,7 +42,8 @@ _decode_info = msgspec.json.Decoder(_Info).decode
 async def put(log: StreamReader, bucket: str, name: str, data: bytes) -> None:
     """Store `data` under `name`; the same name and content again changes nothing but the object's age.
 
-    Repeated while the log is unavailable. Raises `BrokerUnavailableError` after `nats.publish_deadline_s`."""
+    Repeated while the log is unavailable. Raises `BrokerUnavailableError` after `nats.publish_deadline_s`,
+    `BrokerError` if the server refuses it, as with a full disk."""
     chunk = min(_CHUNK, max(1024, log.client.max_payload - _CHUNK_MARGIN))
 
     async def once() -> None:
@@ -50,7 +52,11 @@ async def put(log: StreamReader, bucket: str, name: str, data: bytes) -> None:
         meta = api.ObjectMeta(name=name, options=api.ObjectMetaOptions(max_chunk_size=chunk))
         await store.put(name, data, meta)
 
-    await log.retry(once, f"object {name} was not stored in {bucket}")
+    what = f"object {name} was not stored in {bucket}"
+    try:
+        await log.retry(once, what)
+    except nats.js.errors.Error as error:
+        raise BrokerError(f"{what}: the NATS server refused it ({reason(error)})") from error
 
 
 async def get(log: StreamReader, bucket: str, name: str) -> bytes:

@@ -106,6 +106,7 @@ class LogProbe:
 
     async def _watch(self, broker: Broker, lost: Callable[[str], Awaitable[None]]) -> None:
         since: float | None = None
+        was_full = False
         while True:
             began = anyio.current_time()
             reason, at_limit = await self._write(broker)
@@ -115,13 +116,19 @@ class LogProbe:
                 since = None
             elif since is None:
                 since = began
-            if (
-                since is not None
-                and anyio.current_time() - since >= self._settings.deadline_s
-                and self._restart_can_help()
+            if self._disk_is_full():
+                if since is not None and not was_full:
+                    log.error(
+                        "the log accepts no writes and its disk is full: make room, then it is restarted",
+                        folder=str(self._folder),
+                    )
+                was_full = True
+            elif was_full or (
+                since is not None and anyio.current_time() - since >= self._settings.deadline_s
             ):
-                await lost(reason)
-                since = None
+                # After a full disk any stream or bucket may be frozen, also one that is not probed.
+                await lost(reason or "its disk was full, and what met that takes no writes")
+                since, was_full = None, False
             await anyio.sleep(self._settings.probe_every_s)
 
     async def _write(self, broker: Broker) -> tuple[str, dict[str, str]]:
@@ -169,12 +176,6 @@ class LogProbe:
             self._present = present
             self._on_alarms()
 
-    def _restart_can_help(self) -> bool:
-        """Return false if the disk of the log is full. Returns true if the disk is on another machine and not known."""
-        if not self._folder.exists() or shutil.disk_usage(self._folder).free >= MIN_FREE_BYTES:
-            return True
-        log.error(
-            "the log accepts no writes and its disk is full: make room, then it is restarted",
-            folder=str(self._folder),
-        )
-        return False
+    def _disk_is_full(self) -> bool:
+        """Return whether the disk of the log is full. False if it is on another machine and not known."""
+        return self._folder.exists() and shutil.disk_usage(self._folder).free < MIN_FREE_BYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from pipeline import streams
 from pipeline.config import AlarmsConfig, Config, NatsConfig, SupervisorConfig, load
-from pipeline.errors import BrokerUnavailableError
+from pipeline.errors import BrokerError, BrokerUnavailableError
 from pipeline.events import TrajectoryOpened
 from pipeline.log.broker import Broker
 from pipeline.log.health import Fill
@@ -159,6 +160,30 @@ async def test_a_log_that_met_a_full_disk_is_restarted_once_there_is_room(small_
                 await anyio.sleep(0.05)
             state = msgspec.json.decode((small_disk / "state.json").read_bytes())
             assert state["alarms"] == []
+            supervisor.stop()
+
+
+@pytest.mark.slow
+async def test_a_bucket_that_met_a_full_disk_takes_objects_once_there_is_room(small_disk: Path) -> None:
+    """The probes of the streams of events fit into the space that was left, so they see nothing."""
+    changes = Changes()
+    config, specs = make_plan(load(None, [f"run_dir={small_disk}", "nats.max_bytes=1000000000"]), ())
+    config = msgspec.structs.replace(config, supervisor=QUICK)
+    supervisor = Supervisor(config, specs, on_change=changes)
+    # The trainer may write objects, the supervisor may not.
+    patient = msgspec.structs.replace(config.nats, publish_deadline_s=2.0, ack_timeout_s=1.0)
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as tg:
+            await tg.start(supervisor.run)
+            server = supervisor.watched["nats"]
+            async with Broker.connect(patient, name="trainer", provision=False) as broker:
+                free = shutil.disk_usage(small_disk).free
+                (small_disk / "ballast").write_bytes(bytes(free - 600_000))
+                with pytest.raises(BrokerError):
+                    await broker.put_object(streams.ADAPTERS_BUCKET, "refused", os.urandom(1_500_000))
+                (small_disk / "ballast").unlink()
+                await changes.until(lambda: server.restarts == 1 and server.state == "ready")
+                await broker.put_object(streams.ADAPTERS_BUCKET, "taken", os.urandom(1_500_000))
             supervisor.stop()
 
 
