@@ -9,6 +9,7 @@ layout.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -247,15 +248,20 @@ def sharing_pays(sequences: Sequence[TokenSequence], groups: Sequence[int], cost
 
 
 def micro_batches(
-    sequences: Sequence[TokenSequence], groups: Sequence[int], budget: int, packing: Packing
+    sequences: Sequence[TokenSequence],
+    groups: Sequence[int],
+    budget: int,
+    packing: Packing,
+    together: int = sys.maxsize,
 ) -> list[MicroBatch]:
     """The batch as passes of at most about `budget` tokens, padding included. A single sequence may exceed it.
 
-    `groups[s]` is the group of sequence s."""
+    `groups[s]` is the group of sequence s. Rows share a pass only within `together` tokens, if that is less."""
+    together = min(together, budget)
     if packing == "prefix":
-        pieces = _within_budget(_group_pieces(sequences, groups, budget), budget)
+        pieces = _within_budget(_group_pieces(sequences, groups, budget), together)
         return [_prefix_batch(sequences, rows) for rows in pieces]
-    passes = _within_budget(((len(sequence.ids), s) for s, sequence in enumerate(sequences)), budget)
+    passes = _within_budget(((len(sequence.ids), s) for s, sequence in enumerate(sequences)), together)
     return [MicroBatch(tuple(inside), padded([sequences[i] for i in inside])) for inside in passes]
 
 

@@ -27,6 +27,8 @@ from trainer.engine.verify import verify
 
 log = get_logger("trainer.engine.passes")
 
+_CPU_TOKENS = 1024
+"""On CPU, rows share a pass only up to this number of tokens: their activations then stay in its cache."""
 _LEAST_BUDGET = 64
 """Passes are not cut below this number of tokens in order to give each process one."""
 
@@ -158,13 +160,14 @@ class Passes:
         """This process's passes of the batch, of at most about `budget` tokens each."""
         sequences = [e.sequence for e in examples]
         packing = self.packing_of(examples, groups)
-        batches = micro_batches(sequences, groups, budget, packing)
+        together = _CPU_TOKENS if self.model.device.type == "cpu" else budget
+        batches = micro_batches(sequences, groups, budget, packing, together)
         if self.process_group is None:
             return batches
         if len(batches) < self.process_group.size:
             size = sum(b.layout.ids_RL.numel() for b in batches)
             smaller = max(-(-size // self.process_group.size), _LEAST_BUDGET)
-            batches = micro_batches(sequences, groups, min(budget, smaller), packing)
+            batches = micro_batches(sequences, groups, min(budget, smaller), packing, together)
         return self.process_group.partition(batches)
 
     def own_scores(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> Scores:
