@@ -9,11 +9,12 @@ code and message.
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 from urllib.parse import quote
 
 import anyio
@@ -45,6 +46,7 @@ from journeywork.transport import (
     transport_problem,
 )
 
+P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
@@ -69,11 +71,6 @@ def _opened(body: Mapping[str, Any]) -> Trajectory:
         ) from None
 
 
-def _note(failure: BaseException, error: JourneyworkError) -> None:
-    """Tell of a completion that failed after `failure`, which stays the exception that the caller sees."""
-    failure.add_note(f"its trajectory could not be completed as no_result: {error}")
-
-
 def _leaves_open(failure: Exception) -> bool:
     """Whether a failed completion left the trajectory open, so that it has to be completed as `no_result`.
 
@@ -94,164 +91,11 @@ def _group_path(group: str, model: str) -> str:
     return f"/v1/groups/{quote(group, safe='')}" + (f"?model={quote(model, safe='')}" if model else "")
 
 
-class Journeywork:
-    """A blocking client of one gateway. `url` defaults to $JOURNEYWORK_URL. White space around `api_key` is removed.
+class AsyncJourneywork:
+    """An asynchronous client of one gateway, for asyncio or trio. `url` defaults to $JOURNEYWORK_URL. White space
+    around `api_key` is removed.
 
     Raises `ValueError` for a URL without a scheme, and for a key that no HTTP header can hold."""
-
-    def __init__(self, url: str | None = None, *, api_key: str = "", wait_s: float = 120.0) -> None:
-        self.url, self._api_key, self._wait_s = gateway_url(url), api_key, wait_s
-        self._http = httpx.Client(base_url=self.url, headers=authorization(api_key), timeout=60)
-
-    def close(self) -> None:
-        self._http.close()
-
-    def __enter__(self) -> Journeywork:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def open(self, model: str, **options: Unpack[OpenOptions]) -> Trajectory:
-        """Open a trajectory of `model`. Raises `JourneyworkError` when the gateway refuses it."""
-        return _opened(self._request("POST", "/v1/trajectories", _opening(model, options)))
-
-    def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]:
-        """Complete a trajectory. A second call with the same result has no effect; another result raises
-        `JourneyworkError` (409). Raises `TypeError` or `ValueError` for a result that cannot be sent."""
-        return self._request("POST", _path(trajectory, "/complete"), {**checked_result(result)})
-
-    def get(self, trajectory: str) -> dict[str, Any]:
-        return self._request("GET", _path(trajectory))
-
-    def group(self, group: str, model: str = "") -> dict[str, Any]:
-        """Whether a group was trained (and in which version) or discarded (and why). `model` may be left out if there
-        is one only."""
-        return self._request("GET", _group_path(group, model))
-
-    def policies(self) -> list[dict[str, Any]]:
-        """For each model: the version its name currently resolves to, and the loaded versions."""
-        return list(self._request("GET", "/v1/policies")["data"])
-
-    def models(self) -> list[str]:
-        """Names that `model` of a call may hold: models, and their versions."""
-        return [found["id"] for found in self._request("GET", "/v1/models")["data"]]
-
-    def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        """Record the results of one entrant of an evaluation on the log: the fields of `policy.evaluated` in
-        docs/events.md. Recording them again has no effect."""
-        return self._request("POST", "/v1/evaluations", result)
-
-    def gather(
-        self,
-        model: str,
-        tasks: Iterable[Task],
-        rollout: Rollout[Task],
-        *,
-        group_size: int = 8,
-        split: Literal["train", "val"] = "train",
-        pinned: str = "",
-        **options: Unpack[GatherOptions],
-    ) -> list[TaskGroup[Task]]:
-        """Run `group_size` attempts per task concurrently. See `journeywork.gathering.gather`."""
-        return self._in_loop(
-            gathering.gather,
-            model,
-            tasks,
-            rollout,
-            group_size=group_size,
-            split=split,
-            pinned=pinned,
-            **options,
-        )
-
-    def evaluate(
-        self,
-        model: str,
-        tasks: Iterable[Task],
-        rollout: Rollout[Task],
-        *,
-        attempts: int = 1,
-        **options: Unpack[GatherOptions],
-    ) -> Evaluation:
-        """Score a model or version on held-out tasks. See `journeywork.gathering.evaluate`."""
-        return self._in_loop(gathering.evaluate, model, tasks, rollout, attempts=attempts, **options)
-
-    def compare(
-        self,
-        first: str,
-        second: str,
-        tasks: Iterable[Task],
-        rollout: Rollout[Task],
-        *,
-        attempts: int = 1,
-        **options: Unpack[GatherOptions],
-    ) -> Comparison:
-        """Evaluate two models or versions on the same tasks. See `journeywork.gathering.compare`."""
-        return self._in_loop(gathering.compare, first, second, tasks, rollout, attempts=attempts, **options)
-
-    def _in_loop(self, function: Callable[..., Awaitable[Result]], *args: Any, **options: Any) -> Result:
-        """Run a coroutine function of `journeywork.gathering` in an event loop in another thread.
-
-        The calling thread may have a running event loop already, for example in a notebook."""
-
-        async def run() -> Result:
-            async with AsyncJourneywork(self.url, api_key=self._api_key, wait_s=self._wait_s) as client:
-                return await function(client, *args, **options)
-
-        with anyio.from_thread.start_blocking_portal() as portal:
-            return portal.call(run)
-
-    @contextmanager
-    def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> Iterator[Trajectory]:
-        """Open a trajectory, and complete it when the `with` block ends.
-
-        If the block raises, or the gateway refuses the result, the trajectory is completed with the outcome `no_result`
-        and the exception is re-raised. `GatewayUnavailableError` at the block's end leaves the trajectory as it is:
-        `complete(run.id, **run.result())` completes it later."""
-        run = self.open(model, **options)
-        try:
-            yield run
-        except BaseException as failure:
-            self._give_up(run, failure)
-            raise
-        try:
-            run.usage = Usage.of_completion(self.complete(run.id, **run.result()))
-        except Exception as failure:
-            if _leaves_open(failure):
-                self._give_up(run, failure)
-            raise
-
-    def _give_up(self, run: Trajectory, failure: BaseException) -> None:
-        run.outcome = "no_result"
-        try:
-            self.complete(run.id, outcome="no_result")
-        except JourneyworkError as error:
-            _note(failure, error)
-
-    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request, and retry it while the gateway is unreachable or overloaded. Return the JSON of the response.
-
-        Raises `GatewayUnavailableError` if this lasts longer than `wait_s`, and `JourneyworkError` if the gateway
-        refuses the request."""
-        backoff = Backoff(self._wait_s)
-        while True:
-            pause_s = 0.0
-            try:
-                reply = self._http.request(method, path, json=body)
-            except httpx.TransportError as error:
-                last_problem = transport_problem(error)
-                backoff.unreachable(self.url, last_problem)
-            else:
-                if reply.status_code not in RETRIED_STATUSES:
-                    return read(reply)
-                backoff.wait_for_training(reply)
-                last_problem, pause_s = status_problem(reply), retry_after_s(reply)
-            time.sleep(backoff.next_pause(last_problem, pause_s))
-
-
-class AsyncJourneywork:
-    """`Journeywork` for asyncio or trio, with the same methods as coroutines."""
 
     def __init__(self, url: str | None = None, *, api_key: str = "", wait_s: float = 120.0) -> None:
         self.url, self._wait_s = gateway_url(url), wait_s
@@ -292,7 +136,8 @@ class AsyncJourneywork:
         return [found["id"] for found in (await self._request("GET", "/v1/models"))["data"]]
 
     async def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        """Record the results of one entrant of an evaluation on the log. See `Journeywork.record_evaluation`."""
+        """Record the results of one entrant of an evaluation on the log: the fields of `policy.evaluated` in
+        docs/events.md. Recording them again has no effect."""
         return await self._request("POST", "/v1/evaluations", result)
 
     async def gather(
@@ -338,13 +183,17 @@ class AsyncJourneywork:
 
     @asynccontextmanager
     async def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> AsyncIterator[Trajectory]:
-        """As `Journeywork.trajectory`."""
+        """Open a trajectory, and complete it when the `with` block ends.
+
+        If the block raises, or the gateway refuses the result, the trajectory is completed with the outcome `no_result`
+        and the exception is re-raised. `GatewayUnavailableError` at the block's end leaves the trajectory as it is:
+        `complete(run.id, **run.result())` completes it later."""
         options = {**options, "id": options.get("id") or _new_id()}
         try:
             run = await self.open(model, **options)
-        except anyio.get_cancelled_exc_class():
+        except self._cancelled():
             # The gateway may have opened it already. If it did not, there is nothing to complete.
-            with anyio.CancelScope(shield=True), contextlib.suppress(JourneyworkError):
+            with self._shield(), contextlib.suppress(JourneyworkError):
                 await self.complete(options["id"], outcome="no_result")
             raise
         try:
@@ -353,7 +202,7 @@ class AsyncJourneywork:
             await self._give_up(run, failure)
             raise
         try:
-            with anyio.CancelScope(shield=True):  # the run is over: its result is not lost to a cancellation
+            with self._shield():  # the run is over: its result is not lost to a cancellation
                 run.usage = Usage.of_completion(await self.complete(run.id, **run.result()))
         except Exception as failure:
             if _leaves_open(failure):
@@ -362,19 +211,22 @@ class AsyncJourneywork:
 
     async def _give_up(self, run: Trajectory, failure: BaseException) -> None:
         run.outcome = "no_result"
-        with anyio.CancelScope(shield=True):
+        with self._shield():
             try:
                 await self.complete(run.id, outcome="no_result")
             except JourneyworkError as error:
-                _note(failure, error)
+                failure.add_note(f"its trajectory could not be completed as no_result: {error}")
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """As `Journeywork._request`."""
+        """Send a request, and retry it while the gateway is unreachable or overloaded. Return the JSON of the response.
+
+        Raises `GatewayUnavailableError` if this lasts longer than `wait_s`, and `JourneyworkError` if the gateway
+        refuses the request."""
         backoff = Backoff(self._wait_s)
         while True:
             pause_s = 0.0
             try:
-                reply = await self._http.request(method, path, json=body)
+                reply = await self._send(method, path, body)
             except httpx.TransportError as error:
                 last_problem = transport_problem(error)
                 backoff.unreachable(self.url, last_problem)
@@ -383,4 +235,120 @@ class AsyncJourneywork:
                     return read(reply)
                 backoff.wait_for_training(reply)
                 last_problem, pause_s = status_problem(reply), retry_after_s(reply)
-            await anyio.sleep(backoff.next_pause(last_problem, pause_s))
+            await self._pause(backoff.next_pause(last_problem, pause_s))
+
+    # -- what the blocking client does otherwise -----------------------------------------------------------------
+
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        return await self._http.request(method, path, json=body)
+
+    async def _pause(self, seconds: float) -> None:
+        await anyio.sleep(seconds)
+
+    def _shield(self) -> AbstractContextManager[Any]:
+        """Return a context that no cancellation ends."""
+        return anyio.CancelScope(shield=True)
+
+    def _cancelled(self) -> tuple[type[BaseException], ...]:
+        """Return the exceptions that a cancellation raises."""
+        return (anyio.get_cancelled_exc_class(),)
+
+
+class _BlockingCore(AsyncJourneywork):
+    """The same client with blocking requests and pauses, so that its coroutines never wait for an event loop."""
+
+    def __init__(self, url: str | None, *, api_key: str, wait_s: float) -> None:
+        self.url, self._wait_s = gateway_url(url), wait_s
+        self._blocking_http = httpx.Client(base_url=self.url, headers=authorization(api_key), timeout=60)
+
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        return self._blocking_http.request(method, path, json=body)
+
+    async def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251 - there is no event loop
+
+    def _shield(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def _cancelled(self) -> tuple[type[BaseException], ...]:
+        return ()
+
+
+def _finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of a coroutine of `_BlockingCore`."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    raise RuntimeError("a blocking request waits for an event loop")  # pragma: no cover
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncJourneywork, P], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Journeywork, P], Result]:
+    """Return a method of `Journeywork` that does what `method` does."""
+
+    @functools.wraps(method)
+    def call(self: Journeywork, /, *args: P.args, **options: P.kwargs) -> Result:
+        return _finish(method(self._core, *args, **options))
+
+    return call
+
+
+def _in_loop(
+    method: Callable[Concatenate[AsyncJourneywork, P], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Journeywork, P], Result]:
+    """Return a method of `Journeywork` that runs `method` in an event loop in another thread: rollouts may be
+    coroutine functions, and the calling thread may have a running event loop, for example in a notebook."""
+
+    @functools.wraps(method)
+    def call(self: Journeywork, /, *args: P.args, **options: P.kwargs) -> Result:
+        async def run() -> Result:
+            async with AsyncJourneywork(self.url, api_key=self._api_key, wait_s=self._wait_s) as client:
+                return await method(client, *args, **options)
+
+        with anyio.from_thread.start_blocking_portal() as portal:
+            return portal.call(run)
+
+    return call
+
+
+class Journeywork:
+    """A blocking client of one gateway, with the methods of `AsyncJourneywork`."""
+
+    def __init__(self, url: str | None = None, *, api_key: str = "", wait_s: float = 120.0) -> None:
+        self._core = _BlockingCore(url, api_key=api_key, wait_s=wait_s)
+        self.url, self._api_key, self._wait_s = self._core.url, api_key, wait_s
+
+    def close(self) -> None:
+        self._core._blocking_http.close()
+
+    def __enter__(self) -> Journeywork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    open = _blocking(AsyncJourneywork.open)
+    complete = _blocking(AsyncJourneywork.complete)
+    get = _blocking(AsyncJourneywork.get)
+    group = _blocking(AsyncJourneywork.group)
+    policies = _blocking(AsyncJourneywork.policies)
+    models = _blocking(AsyncJourneywork.models)
+    record_evaluation = _blocking(AsyncJourneywork.record_evaluation)
+    gather = _in_loop(AsyncJourneywork.gather)
+    evaluate = _in_loop(AsyncJourneywork.evaluate)
+    compare = _in_loop(AsyncJourneywork.compare)
+
+    @contextmanager
+    def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> Iterator[Trajectory]:
+        """As `AsyncJourneywork.trajectory`."""
+        context = self._core.trajectory(model, **options)
+        run = _finish(context.__aenter__())
+        try:
+            yield run
+        except BaseException as failure:
+            _finish(context.__aexit__(type(failure), failure, failure.__traceback__))
+            raise
+        _finish(context.__aexit__(None, None, None))

@@ -13,6 +13,7 @@
 | `files` | atomic and durable writes of files |
 | `sampling` | how the tokens of a call were sampled, and which of them are trained |
 | `names` | identifiers and their form in NATS subjects |
+| `metric_names` | the names of the trainer's metrics in curves and answers |
 | `errors` | errors that a command prints as one line |
 | `printing` | makes text of agents and models safe to print on a terminal |
 | `arguments` | types of command-line arguments |

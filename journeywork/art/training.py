@@ -26,19 +26,6 @@ _CONCURRENT = 8
 _PAUSE_S = 0.5
 """Before a broken connection is made again."""
 
-METRICS = {
-    "loss": "loss/train",
-    "entropy": "loss/entropy",
-    "kl": "loss/kl_div",
-    "grad_norm": "loss/grad_norm",
-    "learning_rate": "loss/learning_rate",
-    "step_s": "time/step_trainer_s",
-    "tokens": "data/step_trainer_tokens",
-    "trajectories": "data/step_num_trajectories",
-    "groups": "data/step_num_groups_trainable",
-}
-"""ART's names of the trainer's metrics. The others are called `trainer/<name>`."""
-
 
 class TrainingError(Exception):
     """The groups were not trained, or the new version can't be served."""
@@ -199,8 +186,7 @@ async def _served(gateway: Gateway, model: str, groups: Sequence[str]) -> StepRe
             loaded.append(version in policy["loaded"])
             if not all(loaded[-2:]) or len(loaded) < 2:
                 return None
-        metrics = {METRICS.get(n, f"trainer/{n}"): float(v) for n, v in trained.get("metrics", {}).items()}
-        return StepResult(step, version, trained=True, metrics=metrics)
+        return StepResult(step, version, trained=True, metrics=trained.get("metrics", {}))
 
     while True:
         try:

@@ -10,7 +10,6 @@
 | `playing` | every entrant plays the same tasks |
 | `results` | means, paired differences, cost and latency of what was played |
 | `loading` | rollouts as `module:function`, scenarios as `module:name` or JSONL |
-| `plots` | plots as inline SVG |
 | `report` | the report in Markdown and HTML |
 | `command` | `journeywork eval` |
 """

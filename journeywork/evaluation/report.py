@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from journeywork.evaluation.plots import bar_plot, interval_plot, scatter_plot
 from journeywork.evaluation.results import EntrantResult, EvaluationReport
 from journeywork.statistics import Estimate
 
@@ -27,14 +26,12 @@ def markdown_page(report: EvaluationReport) -> str:
 
 
 def html_page(report: EvaluationReport) -> str:
-    """Return the report in HTML, with plots as inline SVG. Names of tasks and entrants are escaped."""
+    """Return the report in HTML. Names of tasks and entrants are escaped. The dashboard draws the same figures."""
     parts = [f"<h1>Evaluation {escape(report.id)}</h1>", f"<p>{escape(_summary(report))}</p>"]
-    plots = _plots(report)
     for title, text, table in _sections(report):
         parts.append(f"<h2>{escape(title)}</h2>")
         if text:
             parts.append(f"<p>{escape(text)}</p>")
-        parts += plots.get(title, [])
         parts.append(_html_table(table))
     title = f"Evaluation {report.id}"
     return _PAGE.format(title=escape(title), body="\n".join(parts))
@@ -138,35 +135,6 @@ def _moved(report: EvaluationReport, position: int) -> Table:
     return ("task", f"{measure} before", f"{measure} after", "difference"), rows
 
 
-def _plots(report: EvaluationReport) -> dict[str, list[str]]:
-    """Return the plots of each section, by its title."""
-    measures = report.measures
-    found: dict[str, list[str]] = {"Results": [], "Cost and latency": []}
-    others = range(1, len(report.entrants))
-    for measure in measures[:3]:
-        means = [(r.entrant.name, r.estimate(measure)) for r in report.entrants]
-        found["Results"].append(_figure(f"Mean {measure}", interval_plot(f"Mean {measure}", means)))
-        if others:
-            changes = [(report.entrants[p].entrant.name, report.difference(p, measure)) for p in others]
-            title = f"Difference of {measure} to {report.entrants[0].entrant.name}"
-            found["Results"].append(_figure(title, interval_plot(title, changes, zero=True)))
-    calls = [(r.entrant.name, r.call_s) for r in report.entrants if r.call_s is not None]
-    if calls:
-        found["Cost and latency"].append(
-            _figure("Mean seconds of a call", bar_plot("Mean seconds of a call", calls, "s"))
-        )
-    for position in others:
-        first, name = report.entrants[0].entrant.name, report.entrants[position].entrant.name
-        if measures and (pairs := report.pairs(position, measures[0])):
-            title = f"{measures[0].capitalize()} of each task"
-            found[f"Tasks: {first} to {name}"] = [_figure(title, scatter_plot(title, pairs, first, name))]
-    return found
-
-
-def _figure(caption: str, svg: str) -> str:
-    return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
-
-
 def _interval(estimate: Estimate) -> str:
     if not estimate.count:
         return "no value"
@@ -216,17 +184,11 @@ _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-:root {{ color-scheme: light dark; --ink: light-dark(#1b1f24, #e6e6e6); --faint: light-dark(#d5d9de, #3a4048);
-  --mark: light-dark(#0b62a8, #69b1f0); }}
+:root {{ color-scheme: light dark; --ink: light-dark(#1b1f24, #e6e6e6); --faint: light-dark(#d5d9de, #3a4048); }}
 body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 60rem;
   margin: 2rem auto; padding: 0 1rem; }}
 table {{ border-collapse: collapse; display: block; overflow-x: auto; }}
 th, td {{ text-align: left; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--faint); }}
-figure {{ margin: 1rem 0; }} figcaption {{ font-size: 13px; opacity: .75; }}
-svg {{ width: 100%; height: auto; }} svg text {{ font-size: 12px; fill: var(--ink); }}
-.axis, .zero {{ stroke: var(--ink); }} .zero {{ stroke-dasharray: 4 3; opacity: .6; }} .grid {{ stroke: var(--faint); }}
-.interval {{ stroke: var(--mark); stroke-width: 3; }} .point, .bar {{ fill: var(--mark); }}
-.task {{ fill: var(--mark); fill-opacity: .45; }}
 </style></head><body>
 {body}
 <p>A star marks an interval that does not contain 0.</p>

@@ -14,6 +14,7 @@ from pipeline.events import (
     decode,
 )
 from pipeline.log.broker import Broker
+from pipeline.metric_names import named
 from pipeline.names import check_name, new_id
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
@@ -143,7 +144,11 @@ class GroupRoutes:
             if group in checkpoint.event.groups and checkpoint.event.branch == "main":
                 event = checkpoint.event
                 return GroupState(
-                    group=group, model=model, status="trained", version=event.version, metrics=event.metrics
+                    group=group,
+                    model=model,
+                    status="trained",
+                    version=event.version,
+                    metrics=named(event.metrics),
                 )
         discards = await self._broker.read(
             GroupDiscarded, project=self._registry.project, model=model, group=group

@@ -131,7 +131,7 @@ class GroupState(Struct, kw_only=True):
     version: str = ""
     """Policy version that the group was trained into."""
     metrics: dict[str, float] = {}
-    """The trainer's metrics of that step."""
+    """The trainer's metrics of that step: as `trainer/<name>`, and by ART's names where it has some."""
     reason: str = ""
     """Why the group was discarded, as in `group.discarded`, or is a dead letter."""
     detail: str = ""

@@ -93,7 +93,7 @@ async def test_an_unreachable_gateway_is_told_while_the_client_waits(
     monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(client_module, "anyio", SimpleNamespace(sleep=sleep_async))
     with Journeywork("http://one", wait_s=20) as jw:
-        jw._http = httpx.Client(base_url=jw.url, transport=httpx.MockTransport(refuse))
+        jw._core._blocking_http = httpx.Client(base_url=jw.url, transport=httpx.MockTransport(refuse))
         with pytest.raises(GatewayUnavailableError):
             jw.policies()
     (told,) = caplog.messages
@@ -124,7 +124,7 @@ async def test_retry_after_is_honoured_and_the_last_problem_is_told(monkeypatch:
     monkeypatch.setattr(client_module, "anyio", SimpleNamespace(sleep=sleep_async))
     message = rf"^gave up after 10 s; last problem: status 503: x{{{200}}}$"
     with Journeywork("http://gateway", wait_s=10) as jw:
-        jw._http = httpx.Client(base_url=jw.url, transport=httpx.MockTransport(overloaded))
+        jw._core._blocking_http = httpx.Client(base_url=jw.url, transport=httpx.MockTransport(overloaded))
         with pytest.raises(GatewayUnavailableError, match=message):
             jw.policies()
     assert pauses[:2] == [7.0, 3.0]
@@ -153,6 +153,6 @@ def test_a_group_waits_for_the_trainer_longer_than_for_a_gateway(monkeypatch: py
     monkeypatch.setattr(transport_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=sleep))
     with Journeywork("http://gateway", wait_s=10) as jw:
-        jw._http = httpx.Client(base_url=jw.url, transport=httpx.MockTransport(answer))
+        jw._core._blocking_http = httpx.Client(base_url=jw.url, transport=httpx.MockTransport(answer))
         assert jw.policies() == []
     assert now[0] > 40

@@ -319,11 +319,10 @@ def test_json_of_another_server_is_named_as_such(status: int, body: str) -> None
         return httpx.Response(status, content=body, headers={"content-type": "application/json"})
 
     with Journeywork("http://127.0.0.1:9") as client:
-        client._http = httpx.Client(base_url=client.url, transport=httpx.MockTransport(answer))
+        client._core._blocking_http = httpx.Client(base_url=client.url, transport=httpx.MockTransport(answer))
         with pytest.raises(JourneyworkError, match="is this the gateway's URL") as seen:
             client.open("m")
         assert seen.value.code == ""
-        client._http.close()
 
 
 async def _ends(stub: StubGateway, blocking: bool, reward: float, failure: type[BaseException]) -> Trajectory:

@@ -15,7 +15,7 @@ def test_white_space_around_a_key_is_removed() -> None:
     assert authorization(" secret\r\n") == {"authorization": "Bearer secret"}
     assert authorization("") == authorization("\n") == {}
     with Journeywork("http://gateway", api_key="secret\n") as client:
-        assert client._http.headers["authorization"] == "Bearer secret"
+        assert client._core._blocking_http.headers["authorization"] == "Bearer secret"
 
 
 @pytest.mark.parametrize("client", [Journeywork, AsyncJourneywork])

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-
 import msgspec
 
 from pipeline.events import CheckpointPublished, PolicyEvaluated
 from pipeline.log.messages import Place, Recorded
+from pipeline.metric_names import named, plain_name
 from pipeline.names import parse_version
-
-ALIASES = {
-    "loss": "loss/train",
-    "entropy": "loss/entropy",
-    "kl": "loss/kl_div",
-    "grad_norm": "loss/grad_norm",
-    "learning_rate": "loss/learning_rate",
-    "step_s": "time/step_trainer_s",
-    "tokens": "data/step_trainer_tokens",
-    "trajectories": "data/step_num_trajectories",
-    "groups": "data/step_num_groups_trainable",
-    "reward_mean_all": "train/reward",
-    "val_reward_mean": "val/reward",
-}
-"""ART's names of the trainer's metrics."""
-RUN = "run/"
-"""Prefix of the means of agents' metrics among the trainer's. ART calls such a metric `train/<name>`."""
 
 Key = tuple[str, str, int, str]
 """Model, branch, step, evaluation."""
@@ -59,20 +40,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return Place(self.log_seq, self.log_at)
 
 
-def named(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return the trainer's metrics by the names of curves."""
-    found: dict[str, float | None] = {}
-    for name, value in metrics.items():
-        alias = ALIASES.get(name)
-        if name.startswith(RUN):
-            own = _plain_name(name.removeprefix(RUN))
-            name, alias = f"{RUN}{own}", f"train/{own}"
-        found[f"trainer/{name}"] = value
-        if alias:
-            found[alias] = value
-    return found
-
-
 def make_row(recorded: Recorded[CheckpointPublished | PolicyEvaluated]) -> Row | None:
     """Return the row of an event; `None` for an evaluation of something that has no training step: a model of somebody
     else, or versions that changed while they were evaluated."""
@@ -80,7 +47,7 @@ def make_row(recorded: Recorded[CheckpointPublished | PolicyEvaluated]) -> Row |
     if isinstance(event, CheckpointPublished):
         return Row(
             model=event.model, branch=event.branch, step=event.step, version=event.version, at=event.at / 1e6,
-            log_seq=place.seq, log_at=place.at, metrics=named(event.metrics),
+            log_seq=place.seq, log_at=place.at, metrics={**named(event.metrics)},
         )  # fmt: skip
     if event.kind != "policy" or not event.version:
         return None
@@ -91,14 +58,9 @@ def make_row(recorded: Recorded[CheckpointPublished | PolicyEvaluated]) -> Row |
     )  # fmt: skip
 
 
-def _plain_name(text: str) -> str:
-    """Return the text with the characters that MLflow takes in names."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", ".", text).strip(".")
-
-
 def _measured(event: PolicyEvaluated) -> dict[str, float | None]:
     """Return an evaluation's measures, each with the ends of its interval, by the names of curves."""
-    scenarios = _plain_name(event.scenarios)
+    scenarios = plain_name(event.scenarios)
     tasks = f"eval/{scenarios}" if scenarios else "eval"
     found: dict[str, float | None] = {}
     for measure in event.measures:

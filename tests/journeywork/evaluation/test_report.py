@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
-import xml.etree.ElementTree as ET
 
 from journeywork.evaluation.entrants import parse_entrant
-from journeywork.evaluation.plots import _Scale, interval_plot, scatter_plot
 from journeywork.evaluation.report import html_page, markdown_page, text_table
 from journeywork.evaluation.results import EntrantResult, EvaluationReport, TaskResult
-from journeywork.statistics import Estimate
 from journeywork.trajectory import Usage
 
 EVIL = "<script>alert(1)</script>|`x`"
@@ -39,10 +35,6 @@ def test_the_html_page_is_whole_and_escaped() -> None:
     assert "<script" not in page
     assert page.count("&lt;script&gt;") > 3
     assert not re.search(r"""(?:src|href)=|url\(|@import""", page)
-    for svg in re.findall(r"<svg.*?</svg>", page, re.S):
-        ET.fromstring(svg)
-    # Means and differences of two measures, seconds of a call, tasks of two entrants.
-    assert page.count("<svg") == 7
     assert "+0.250 [" in page
 
 
@@ -74,22 +66,3 @@ def test_tasks_without_a_reward_are_told() -> None:
     for page in (text_table(partial), markdown_page(partial), html_page(partial)):
         assert "m@0: 1 of 3 tasks has no reward;" in page
         assert "m@9: 3 of 3 tasks have no reward;" in page
-
-
-def test_marks_are_where_the_values_are() -> None:
-    plot = interval_plot(
-        "t", [("a", Estimate(0.5, 0.25, 0.75, 9)), ("b", Estimate(math.nan, math.nan, math.nan, 0))]
-    )
-    root = ET.fromstring(plot)
-    (line,) = [e for e in root.iter("line") if e.get("class") == "interval"]
-    (point,) = root.iter("circle")
-    x1, x2, x = (float(v or 0) for v in (line.get("x1"), line.get("x2"), point.get("cx")))
-    assert abs((x1 + x2) / 2 - x) < 0.11
-    assert "no value" in plot
-    assert _Scale(0.0, 1.0, 0.0, 100.0).ticks() == [0.0, 0.2, 0.4, 0.6000000000000001, 0.8, 1.0]
-    points = list(
-        ET.fromstring(scatter_plot("t", [("a", 0.0, 1.0), ("b", 0.0, 1.0), ("c", 1.0, 1.0)], "x", "y")).iter(
-            "circle"
-        )
-    )
-    assert len(points) == 2  # equal tasks are one, larger point

@@ -1,0 +1,42 @@
+"""The names of the trainer's metrics in curves, trackers and answers of the gateway."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+ALIASES = {
+    "loss": "loss/train",
+    "entropy": "loss/entropy",
+    "kl": "loss/kl_div",
+    "grad_norm": "loss/grad_norm",
+    "learning_rate": "loss/learning_rate",
+    "step_s": "time/step_trainer_s",
+    "tokens": "data/step_trainer_tokens",
+    "trajectories": "data/step_num_trajectories",
+    "groups": "data/step_num_groups_trainable",
+    "reward_mean_all": "train/reward",
+    "val_reward_mean": "val/reward",
+}
+"""ART's names of the trainer's metrics."""
+RUN = "run/"
+"""Prefix of the means of agents' metrics among the trainer's. ART calls such a metric `train/<name>`."""
+
+
+def named(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the trainer's metrics by the names of curves."""
+    curves: dict[str, float] = {}
+    for name, value in metrics.items():
+        alias = ALIASES.get(name)
+        if name.startswith(RUN):
+            own = plain_name(name.removeprefix(RUN))
+            name, alias = f"{RUN}{own}", f"train/{own}"
+        curves[f"trainer/{name}"] = value
+        if alias:
+            curves[alias] = value
+    return curves
+
+
+def plain_name(text: str) -> str:
+    """Return the text with the characters that MLflow takes in names."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", ".", text).strip(".")
