@@ -31,7 +31,7 @@ Agents in other languages use the HTTP API that docs/gateway.md describes.
 from journeywork.client import AsyncJourneywork, Journeywork
 from journeywork.curriculum import Curriculum
 from journeywork.gathering import Comparison, Evaluation, TaskGroup, TooManyExceptionsError
-from journeywork.looping import LoopResult, loop
+from journeywork.looping import LoopOptions, LoopResult, loop
 from journeywork.statistics import Estimate
 from journeywork.trajectory import CompleteOptions, OpenOptions, Outcome, Trajectory
 from journeywork.transport import GatewayUnavailableError, JourneyworkError
@@ -46,6 +46,7 @@ __all__ = [
     "GatewayUnavailableError",
     "Journeywork",
     "JourneyworkError",
+    "LoopOptions",
     "LoopResult",
     "OpenOptions",
     "Outcome",

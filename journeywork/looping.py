@@ -1,8 +1,8 @@
 """Play scenarios while the trainer trains: bounded staleness, evaluation every few steps, and a resume from the log.
 
     async with AsyncJourneywork(url) as client:
-        result = await loop(client, "support", scenarios, play, name="night-1", steps=100, groups_per_step=16,
-                            max_staleness=2, evaluate_every=10, evaluation=held_out)
+        options = LoopOptions("night-1", steps=100, groups_per_step=16, evaluate_every=10, evaluation=held_out)
+        result = await loop(client, "support", scenarios, play, options)
 
 Every attempt has an id that follows from the loop's name and its place: `<name>-<scenario>-<attempt>`. A loop that is
 started again under its name asks the gateway which attempts were completed and plays the rest. Nothing is kept on this
@@ -37,6 +37,62 @@ class LoopClient(ReadingClient, Client, Protocol):
     async def group(self, group: str, model: str = "") -> dict[str, Any]: ...
 
 
+@dataclass(frozen=True)
+class LoopOptions(Generic[Task]):
+    """What a loop does beside playing. Raises `ValueError` for a value out of range, and for `evaluate_every` without
+    `evaluation`."""
+
+    name: str
+    """Names the loop on the log: 1 to 150 printable characters. To continue it, start it again with the same name,
+    scenarios and `group_size`; only one process at a time may run it."""
+    steps: int
+    """It ends when the gateway serves this step."""
+    groups_per_step: int
+    """The trainer's setting of that name."""
+    group_size: int = 8
+    """Attempts of a group, 2 or more."""
+    concurrency: int = 64
+    """Attempts under way at the same time."""
+    max_staleness: int = 2
+    """A group starts only if the trainer can train it at most so many steps after the version with which it begins."""
+    epochs: int | None = None
+    """It ends after so many passes over the scenarios."""
+    evaluate_every: int = 0
+    """Every so many steps, from the first version served, the tasks of `evaluation` are played once with that
+    version."""
+    evaluation: Sequence[Task] = ()
+    tries: int = 3
+    """Groups that a scenario may get until each attempt has a result."""
+    max_exceptions: int = 100
+    """After more exceptions of rollouts, `TooManyExceptionsError` ends the loop."""
+    describe: Callable[[Task], str] | None = None
+    """Returns the text of a scenario for the judge; with a curriculum, its key."""
+    poll_s: float = 0.5
+    """How often the gateway is asked for its step, in seconds."""
+
+    def __post_init__(self) -> None:
+        name = self.name
+        if not name or len(name) > _MAX_NAME or not name.isprintable():
+            raise ValueError(
+                f"the loop's name must have 1 to {_MAX_NAME} printable characters, not {name[: _MAX_NAME + 1]!r}"
+            )
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size must be at least 2, not {self.group_size}: rewards are compared within a group"
+            )
+        for field_name in ("steps", "groups_per_step", "concurrency", "tries", "epochs"):
+            value = getattr(self, field_name)
+            if value is not None and value < 1:
+                raise ValueError(f"{field_name} must be at least 1, not {value}")
+        for field_name in ("max_staleness", "evaluate_every"):
+            if getattr(self, field_name) < 0:
+                raise ValueError(f"{field_name} must be at least 0, not {getattr(self, field_name)}")
+        if self.evaluate_every and not self.evaluation:
+            raise ValueError(
+                f"evaluate_every is {self.evaluate_every}, but `evaluation` is empty: give it the held-out tasks"
+            )
+
+
 @dataclass
 class LoopResult:
     """What a loop did, the part before a restart included."""
@@ -60,38 +116,23 @@ class LoopResult:
 
 
 class _Loop(Generic[Task]):
-    """One running loop. `loop` describes the parameters."""
+    """One running loop."""
 
     def __init__(
-        self,
-        client: LoopClient,
-        model: str,
-        rollout: Rollout[Task],
-        *,
-        name: str,
-        steps: int,
-        groups_per_step: int,
-        group_size: int,
-        concurrency: int,
-        max_staleness: int,
-        tries: int,
-        max_exceptions: int,
-        describe: Callable[[Task], str] | None,
-        poll_s: float,
+        self, client: LoopClient, model: str, rollout: Rollout[Task], options: LoopOptions[Task]
     ) -> None:
-        self._client, self._model, self._rollout = client, model, rollout
+        self._client, self._model, self._rollout, self._options = client, model, rollout, options
+        concurrency = options.concurrency
         self.attempts = Attempts(
-            client, model, name=name, size=group_size, tries=tries, concurrency=concurrency
+            client,
+            model,
+            name=options.name,
+            size=options.group_size,
+            tries=options.tries,
+            concurrency=concurrency,
         )
-        self._steps = steps
-        self._ahead = (max_staleness + 1) * groups_per_step
+        self._ahead = (options.max_staleness + 1) * options.groups_per_step
         """Groups that may be under way or waiting to be trained, so that none becomes older than `max_staleness`."""
-        self._tries, self._max_exceptions, self._describe, self._poll_s = (
-            tries,
-            max_exceptions,
-            describe,
-            poll_s,
-        )
         self._slots = anyio.Semaphore(concurrency)
         self._limiter = anyio.CapacityLimiter(concurrency)
         self._turn = anyio.Lock()
@@ -110,7 +151,7 @@ class _Loop(Generic[Task]):
         """Play one attempt, whose slot is taken. With a pinned version, it is an evaluation and never trained on."""
         opened: Trajectory | None = None
         try:
-            described = self._describe(task) if self._describe else ""
+            described = self._options.describe(task) if self._options.describe else ""
             async with self._client.trajectory(
                 self._model, id=f"{group}-{at}", group=group, group_size=size, attempt=at + 1, task=described,
                 split="val" if pinned else "train", pinned=pinned,
@@ -122,9 +163,9 @@ class _Loop(Generic[Task]):
             raise
         except Exception as error:
             self.result.exceptions.append(error)
-            if len(self.result.exceptions) > self._max_exceptions:
+            if len(self.result.exceptions) > self._options.max_exceptions:
                 raise TooManyExceptionsError(
-                    self.result.exceptions, self.result.played, self._max_exceptions
+                    self.result.exceptions, self.result.played, self._options.max_exceptions
                 ) from error
         else:
             self.result.played += 1
@@ -137,7 +178,7 @@ class _Loop(Generic[Task]):
 
     async def play(self, label: str, task: Task, progress: Progress, pinned: str = "") -> None:
         """Play the missing attempts, and those without a result again until `tries` groups were started."""
-        while progress.missing and progress.tries < self._tries:
+        while progress.missing and progress.tries < self._options.tries:
             group, size = self.attempts.group(label, progress.tries), progress.missing
             progress.tries += 1
             async with anyio.create_task_group() as playing, self._turn:
@@ -199,7 +240,7 @@ class _Loop(Generic[Task]):
                         self.result.staleness.append(trained - 1 - started)
             self.result.step = step
             self._notify()
-            await anyio.sleep(self._poll_s)
+            await anyio.sleep(self._options.poll_s)
 
     def begin(self, progress: Progress) -> None:
         """Count a group that is about to start."""
@@ -216,19 +257,19 @@ class _Loop(Generic[Task]):
 
     async def may_start(self) -> bool:
         """Wait until another group keeps to the staleness. Returns whether there are steps left."""
-        while self.result.step < self._steps and len(self._undecided) >= self._ahead:
+        while self.result.step < self._options.steps and len(self._undecided) >= self._ahead:
             await self._changed.wait()
-        return self.result.step < self._steps
+        return self.result.step < self._options.steps
 
-    async def evaluations(self, every: int, tasks: Sequence[Task]) -> None:
-        """Evaluate the newest multiple of `every` whenever there is a new one."""
+    async def evaluations(self) -> None:
+        """Evaluate the newest multiple of `evaluate_every` whenever there is a new one."""
         last = -1
         while True:
-            due = self.result.step - self.result.step % every
+            due = self.result.step - self.result.step % self._options.evaluate_every
             if due > last:
                 last = due
                 try:
-                    await self.evaluate(due, tasks)
+                    await self.evaluate(due, self._options.evaluation)
                 except* JourneyworkError as refused:
                     if refused.subgroup(lambda e: isinstance(e, JourneyworkError) and e.status != NOT_FOUND):
                         raise
@@ -239,11 +280,57 @@ class _Loop(Generic[Task]):
                 await self._changed.wait()
 
 
-def _check_name(name: str) -> None:
-    if not name or len(name) > _MAX_NAME or not name.isprintable():
-        raise ValueError(
-            f"the loop's name must have 1 to {_MAX_NAME} printable characters, not {name[: _MAX_NAME + 1]!r}"
+class _Scenarios(Generic[Task]):
+    """The scenarios of a loop in their order, or the tasks that a curriculum chooses."""
+
+    def __init__(self, scenarios: Sequence[Task] | Curriculum[Task], options: LoopOptions[Task]) -> None:
+        """Raises `ValueError` if there are no scenarios, or `options` do not fit a curriculum."""
+        self.curriculum = scenarios if isinstance(scenarios, Curriculum) else None
+        self._listed: Sequence[Task] = () if isinstance(scenarios, Curriculum) else scenarios
+        self._options = options
+        if self.curriculum is None and not self._listed:
+            raise ValueError("there are no scenarios")
+        if self.curriculum is not None and (options.epochs is not None or options.describe is None):
+            raise ValueError(
+                "with a curriculum, `describe` must return a task's key, and there are no epochs"
+            )
+
+    @property
+    def total(self) -> int | None:
+        """Number of groups to play; `None` if there is no end to them."""
+        return None if self._options.epochs is None else self._options.epochs * len(self._listed)
+
+    def task_of(self, progress: Progress) -> Task:
+        if self.curriculum is None:
+            return self._listed[progress.number % len(self._listed)]
+        return self.curriculum.task(progress.task) if progress.task else self.curriculum.next()
+
+    def resume(self, known: Sequence[Progress], step: int) -> None:
+        """Take up what was played before, at a loop that is at `step`. Raises `ValueError` for other scenarios."""
+        if self.curriculum is not None:
+            self.curriculum.restore(Recorded(p.task, step, reward) for p in known for reward in p.rewards)
+            return
+        describe = self._options.describe
+        for progress in known if describe is not None else ():
+            if (
+                describe is not None
+                and progress.task
+                and progress.task != (now := describe(self.task_of(progress)))
+            ):
+                raise ValueError(
+                    f"scenario {progress.number} was {progress.task!r} when the loop {self._options.name!r} began, and "
+                    f"is {now!r} now: give a loop over other scenarios another name"
+                )
+
+    def rest(self, known: Sequence[Progress]) -> Iterator[Progress]:
+        """Yield what is left to play."""
+        yield from (
+            progress for progress in known if progress.missing and progress.tries < self._options.tries
         )
+        number = len(known)
+        while self.total is None or number < self.total:
+            yield Progress(number, self._options.group_size)
+            number += 1
 
 
 async def loop(
@@ -251,129 +338,47 @@ async def loop(
     model: str,
     scenarios: Sequence[Task] | Curriculum[Task],
     rollout: Rollout[Task],
-    *,
-    name: str,
-    steps: int,
-    groups_per_step: int,
-    group_size: int = 8,
-    concurrency: int = 64,
-    max_staleness: int = 2,
-    epochs: int | None = None,
-    evaluate_every: int = 0,
-    evaluation: Sequence[Task] = (),
-    tries: int = 3,
-    max_exceptions: int = 100,
-    describe: Callable[[Task], str] | None = None,
-    poll_s: float = 0.5,
+    options: LoopOptions[Task],
 ) -> LoopResult:
-    """Play groups of attempts at the scenarios, in order and again from the start, until the gateway serves `steps`.
+    """Play groups of attempts at the scenarios, in order and again from the start, until the gateway serves
+    `options.steps`.
 
-    The `n`-th group is of scenario `n` modulo their number, or of the task that a `Curriculum` chooses; that one needs
-    `describe` to return its keys. `epochs` ends the loop after so many passes over the scenarios. `name` names this
-    loop on the log: to continue it, call it again with the same name, scenarios and `group_size`; only one process at a
-    time may run it. `groups_per_step`: the trainer's setting of that name. A group starts only if the trainer can train
-    it at most `max_staleness` steps after the version with which it begins.
-    Every `evaluate_every` steps, from the first version served, the tasks of `evaluation` are played once with that
-    version. `tries` is how many groups a scenario may get until each attempt has a result. `rollout` is as for
-    `gather`; after more than `max_exceptions` exceptions of rollouts, `TooManyExceptionsError` ends the loop. `poll_s`
-    is how often the gateway is asked for its step, in seconds.
+    The `n`-th group is of scenario `n` modulo their number, or of the task that a `Curriculum` chooses. `rollout` is as
+    for `gather`.
 
     Raises `JourneyworkError` if the gateway refuses a request or stays away, and `TooManyExceptionsError`. Raises
-    `ValueError` for a value out of range (a name that is empty, too long or not printable, `group_size` below 2,
-    another number below 1, `max_staleness` or `evaluate_every` below 0), for `evaluate_every` without `evaluation`, and
-    for a loop that was begun under this name with another model, group size or, if `describe` is given, other
-    scenarios."""
-    _check_name(name)
-    if group_size < 2:
-        raise ValueError(
-            f"group_size must be at least 2, not {group_size}: rewards are compared within a group"
-        )
-    if (
-        min(steps, groups_per_step, concurrency, tries, 1 if epochs is None else epochs) < 1
-        or min(max_staleness, evaluate_every) < 0
-    ):
-        raise ValueError(
-            "steps, groups_per_step, concurrency, tries and epochs must be at least 1, max_staleness and "
-            "evaluate_every at least 0"
-        )
-    if evaluate_every and not evaluation:
-        raise ValueError(
-            f"evaluate_every is {evaluate_every}, but `evaluation` is empty: give it the held-out tasks"
-        )
-    curriculum = scenarios if isinstance(scenarios, Curriculum) else None
-    if curriculum is not None and (epochs is not None or describe is None):
-        raise ValueError("with a curriculum, `describe` must return a task's key, and there are no epochs")
-    listed: Sequence[Task] = () if isinstance(scenarios, Curriculum) else scenarios
-    if curriculum is None and not listed:
-        raise ValueError("there are no scenarios")
-    total = None if epochs is None else epochs * len(listed)
-    running = _Loop(
-        client,
-        model,
-        rollout,
-        name=name,
-        steps=steps,
-        groups_per_step=groups_per_step,
-        group_size=group_size,
-        concurrency=concurrency,
-        max_staleness=max_staleness,
-        tries=tries,
-        max_exceptions=max_exceptions,
-        describe=describe,
-        poll_s=poll_s,
-    )
+    `ValueError` for no scenarios, for options that do not fit a curriculum, and for a loop that was begun under this
+    name with another model, group size or, with `describe`, other scenarios."""
+    chosen = _Scenarios(scenarios, options)
+    running = _Loop(client, model, rollout, options)
     result = running.result
     with plain_errors(Exception):
-        known = await running.attempts.resume(total)
-    result.resumed = sum(group_size - progress.missing for progress in known)
+        known = await running.attempts.resume(chosen.total)
+    result.resumed = sum(options.group_size - progress.missing for progress in known)
     result.step = await running.served_step()
+    chosen.resume(known, result.step)
+    result.incomplete += [p.number for p in known if p.missing and p.tries >= options.tries]
 
-    def task_of(progress: Progress) -> Task:
-        if curriculum is None:
-            return listed[progress.number % len(listed)]
-        return curriculum.task(progress.task) if progress.task else curriculum.next()
-
-    def rest() -> Iterator[Progress]:
-        yield from (progress for progress in known if progress.missing and progress.tries < tries)
-        number = len(known)
-        while total is None or number < total:
-            yield Progress(number, group_size)
-            number += 1
-
-    async def one(progress: Progress, task: Task) -> None:
+    async def play(progress: Progress, task: Task) -> None:
         before = len(progress.rewards)
         await running.play(str(progress.number), task, progress)
-        if curriculum is not None:
-            curriculum.record(task, progress.rewards[before:], result.step)
+        if chosen.curriculum is not None:
+            chosen.curriculum.record(task, progress.rewards[before:], result.step)
         if progress.missing:
             result.incomplete.append(progress.number)
 
-    if curriculum is None and describe is not None:
-        for progress in known:
-            if progress.task and progress.task != describe(task_of(progress)):
-                raise ValueError(
-                    f"scenario {progress.number} was {progress.task!r} when the loop {name!r} began, and is "
-                    f"{describe(task_of(progress))!r} now: give a loop over other scenarios another name"
-                )
-    if curriculum is not None:
-        curriculum.restore(
-            Recorded(progress.task, result.step, r) for progress in known for r in progress.rewards
-        )
-    result.incomplete += [
-        progress.number for progress in known if progress.missing and progress.tries >= tries
-    ]
     with plain_errors(JourneyworkError, TooManyExceptionsError, ValueError):
         async with anyio.create_task_group() as watching:
             watching.start_soon(running.watch)
             async with anyio.create_task_group() as evaluating:
-                if evaluate_every:
-                    evaluating.start_soon(running.evaluations, evaluate_every, evaluation)
+                if options.evaluate_every:
+                    evaluating.start_soon(running.evaluations)
                 async with anyio.create_task_group() as playing:
-                    for progress in rest():
+                    for progress in chosen.rest(known):
                         if not await running.may_start():
                             break
                         running.begin(progress)
-                        playing.start_soon(one, progress, task_of(progress))
+                        playing.start_soon(play, progress, chosen.task_of(progress))
                 running.end()
             watching.cancel_scope.cancel()
     return result

@@ -54,6 +54,7 @@ def names(run: str, **more: Any) -> dict[str, Any]:
         "AsyncOpenAI": openai.AsyncOpenAI,
         "Curriculum": journeywork.Curriculum,
         "loop": journeywork.loop,
+        "LoopOptions": journeywork.LoopOptions,
         "read_history": lambda model, run_dir: [],
         "train_set": tasks,
         "scenarios": tasks,

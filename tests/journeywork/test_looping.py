@@ -11,7 +11,7 @@ import pytest
 
 from journeywork import AsyncJourneywork, JourneyworkError, TooManyExceptionsError, Trajectory
 from journeywork.curriculum import Curriculum
-from journeywork.looping import LoopResult, loop
+from journeywork.looping import LoopOptions, LoopResult, loop
 from journeywork.statistics import wilson
 from tests.kits.stub_gateway import StubGateway
 
@@ -34,7 +34,7 @@ async def run(
         "describe": str, "poll_s": 0.03, **options,
     }  # fmt: skip
     async with AsyncJourneywork(stub.url) as client:
-        return await loop(client, model, scenarios, rollout, **chosen)
+        return await loop(client, model, scenarios, rollout, LoopOptions(**chosen))
 
 
 def played(stub: StubGateway, split: str = "train") -> Counter[str]:

@@ -11,7 +11,7 @@ import anyio
 import httpx
 
 from journeywork import AsyncJourneywork, Trajectory
-from journeywork.looping import loop
+from journeywork.looping import LoopOptions, loop
 
 SCENARIOS = [f"a1=x b2={n}" for n in range(24)]
 GROUP_SIZE = 3
@@ -40,15 +40,11 @@ async def main() -> None:
             "tictactoe",
             SCENARIOS,
             play,
-            name="night",
-            steps=1,
-            groups_per_step=1000,
-            group_size=GROUP_SIZE,
-            concurrency=8,
-            epochs=1,
-            describe=str,
-            tries=5,
-        )
+            LoopOptions(
+                "night", steps=1, groups_per_step=1000, group_size=GROUP_SIZE, concurrency=8, epochs=1, describe=str,
+                tries=5,
+            ),
+        )  # fmt: skip
     told = {"played": result.played, "resumed": result.resumed, "incomplete": result.incomplete}
     sys.stdout.write(json.dumps(told) + "\n")
 

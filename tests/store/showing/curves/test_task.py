@@ -11,11 +11,11 @@ import anyio
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from journeywork.art.training import METRICS
 from pipeline.config import Config, CurvesConfig, NatsConfig
 from pipeline.log.broker import Broker
+from pipeline.metric_names import ALIASES, named
 from store.showing.curves.metrics_file import NAME, MetricsFile
-from store.showing.curves.rows import ALIASES, Row, named
+from store.showing.curves.rows import Row
 from store.showing.curves.task import Curves
 from tests.store.showing.curves.kit import checkpoint, evaluation
 
@@ -166,10 +166,6 @@ def test_agents_metrics_are_curves() -> None:
         "trainer/kl": 0.5,
         "loss/kl_div": 0.5,
     }
-
-
-def test_arts_programs_and_curves_name_metrics_alike() -> None:
-    assert METRICS.items() <= ALIASES.items()
 
 
 def test_the_page_names_the_aliases() -> None:
