@@ -43,10 +43,16 @@ _NO_TEMPLATE_VALUES = frozenset(
 )
 """Arguments of the function that renders the prompt, which a template's own values must not replace."""
 
-_MEDIA = (b'_url"', b'_embeds"', b'image_pil"', b"\\u00")
-"""One of these is in the JSON of messages with media. The last begins the escape that any letter may be written as."""
 _URL = re.compile(r"https?://([a-z0-9.-]+)(?::[0-9]+)?(?:[/?#][^\\]*)?", re.IGNORECASE)
+_URLS = ("image_url", "audio_url", "video_url")
 _TENSORS = frozenset(("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "image_pil"))
+
+
+class _Message(msgspec.Struct):
+    content: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_messages_decoder = msgspec.json.Decoder(list[_Message])
 
 
 class Permitted:
@@ -71,9 +77,7 @@ class Permitted:
             self._check_template_values(values)
         messages = fields.get("messages")
         if messages is not None:
-            raw = bytes(messages)
-            if any(mark in raw for mark in _MEDIA):
-                self._check_media(msgspec.json.decode(messages))
+            self._check_media(messages)
 
     def _check_template_values(self, raw: msgspec.Raw) -> None:
         try:
@@ -87,17 +91,22 @@ class Permitted:
                 400, "field_not_permitted", f"`{param}` is not permitted. Leave it out.", param=param
             )
 
-    def _check_media(self, messages: Any) -> None:
-        for number, message in enumerate(messages if isinstance(messages, list) else ()):
-            content = message.get("content") if isinstance(message, dict) else None
-            for part in content if isinstance(content, list) else ():
+    def _check_media(self, raw: msgspec.Raw) -> None:
+        """Look at messages whose content is a list of parts. Text, which most messages are, is skipped undecoded."""
+        try:
+            contents = [message.content for message in _messages_decoder.decode(raw)]
+        except msgspec.ValidationError:
+            return  # no list of messages: the inference server answers with the error
+        for number, content in enumerate(contents):
+            parts = msgspec.json.decode(content) if bytes(memoryview(content)[:1]) in (b"[", b"{") else ()
+            for part in parts if isinstance(parts, list) else (parts,):
                 if isinstance(part, dict):
                     self._check_part(part, f"messages[{number}].content")
 
     def _check_part(self, part: dict[str, Any], where: str) -> None:
         for name in {*part, str(part.get("type"))} & _TENSORS:
             raise ApiError(400, "field_not_permitted", f"`{name}` in {where} is not permitted.", param=where)
-        for name in ("image_url", "audio_url", "video_url"):
+        for name in _URLS:
             media = part.get(name)
             url = media.get("url") if isinstance(media, dict) else media
             if not isinstance(url, str) or url[:5].lower() == "data:":
