@@ -79,17 +79,17 @@ class AuxiliaryRoutes:
         name, http = request.values[0], request.http
         trajectory = await self._identity.trajectory_to_read(request.access, request.trajectory, http.headers)
         completion = completion_of(name)
-        found = None
+        exchange = None
         if trajectory is not None and completion:
-            found = await trajectory.exchange_of(completion)
-        if found is None or found.endpoint != ResponsesTranslation.path:
+            exchange = await trajectory.exchange_of(completion)
+        if exchange is None or exchange.endpoint != ResponsesTranslation.path:
             raise ApiError(
                 404,
                 "response_not_found",
                 f"The log holds no response {name!r} of this trajectory. Name its trajectory by key, URL or header.",
                 param="response_id",
             )
-        return ResponsesTranslation.recorded(name, found)
+        return ResponsesTranslation.recorded(name, exchange)
 
     async def _forward_body(self, request: ControlRequest) -> RawAnswer:
         fields, params = read_fields(request.http.body, _OptionalModel)

@@ -67,7 +67,7 @@ def _check_numbers(event: PolicyEvaluated) -> None:
     """Raise a 400 `ApiError` for numbers that no evaluation has: a count below 0, an interval without its mean."""
     for at, task in enumerate(event.tasks):
         if not 0 <= task.failed <= task.attempts:
-            raise _absurd(
+            raise _inconsistent(
                 f"tasks[{at}]",
                 f"failed is {task.failed} and attempts is {task.attempts}",
                 "0 <= failed <= attempts",
@@ -78,7 +78,7 @@ def _check_numbers(event: PolicyEvaluated) -> None:
         for name in ("count", "pairs"):
             number = getattr(measure, name)
             if number < 0 or (event.tasks and number > len(event.tasks)):
-                raise _absurd(where, f"{name} is {number}", "from 0 to the number of tasks")
+                raise _inconsistent(where, f"{name} is {number}", "from 0 to the number of tasks")
         _check_interval(where, measure, "mean", "low", "high")
         _check_interval(where, measure, "difference", "difference_low", "difference_high")
 
@@ -87,13 +87,16 @@ def _check_interval(where: str, measure: Measure, middle: str, low: str, high: s
     bounds = [getattr(measure, name) for name in (low, middle, high)]
     known = [bound for bound in bounds if bound is not None]
     if known != sorted(known) or (bounds[1] is None and known):
-        told = ", ".join(
+        values = ", ".join(
             f"{name} is {value}" for name, value in zip((low, middle, high), bounds, strict=True)
         )
-        raise _absurd(where, told, f"{low} <= {middle} <= {high}")
+        raise _inconsistent(where, values, f"{low} <= {middle} <= {high}")
 
 
-def _absurd(where: str, told: str, wanted: str) -> ApiError:
+def _inconsistent(where: str, values: str, wanted: str) -> ApiError:
     return ApiError(
-        400, "invalid_body", f"The body is not valid: in `{where}`, {told}; it must be {wanted}.", param=where
+        400,
+        "invalid_body",
+        f"The body is not valid: in `{where}`, {values}; it must be {wanted}.",
+        param=where,
     )

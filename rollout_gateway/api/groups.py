@@ -118,7 +118,8 @@ class GroupRoutes:
             group=group,
             model=model,
             labels=tuple(
-                Label(trajectory=one.trajectory, score=one.score, comment=one.comment) for one in body.labels
+                Label(trajectory=label.trajectory, score=label.score, comment=label.comment)
+                for label in body.labels
             ),
             by=access.owner or body.by,
             source=body.source,

@@ -65,13 +65,13 @@ class ModelRoutes:
 
     def _policy(self, model: str) -> Policy:
         version = self._router.current(model)
-        held = {v for r in self._fleet.ready() for v in r.loaded if parse_version(v)[0] == model}
+        loaded = {v for r in self._fleet.ready() for v in r.loaded if parse_version(v)[0] == model}
         return Policy(
             model=model,
             version=version,
             step=parse_version(version)[1],
             newest=self._policies.newest(model),
-            loaded=sorted(held, key=lambda v: parse_version(v)[1]),
+            loaded=sorted(loaded, key=lambda v: parse_version(v)[1]),
             refused={v: why for v, why in self._policies.refused.items() if parse_version(v)[0] == model},
             decision=_shown(self._policies.models[model].decided),
         )

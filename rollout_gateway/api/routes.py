@@ -119,10 +119,10 @@ def find(method: str, path: str) -> tuple[Route, list[str]]:
     """The route of a path, and the values of its parameters. Raises a 400, 404 or 405 `ApiError`."""
     allowed = []
     for route in ROUTES:
-        found = route.pattern.fullmatch(path.strip("/"))
-        if found is not None:
+        match = route.pattern.fullmatch(path.strip("/"))
+        if match is not None:
             if route.method == method:
-                return route, [decode_segment(value) for value in found.groups()]
+                return route, [decode_segment(value) for value in match.groups()]
             allowed.append(route.method)
     if allowed:
         raise not_allowed(*allowed)

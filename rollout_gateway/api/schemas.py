@@ -162,12 +162,12 @@ class TrajectoryState(Struct, kw_only=True):
 def _evaluation_fields() -> list[tuple[str, Any, Any]]:
     """The fields of the event that a client sends."""
     stricter: dict[object, Any] = {int: Annotated[int, Meta(ge=0, lt=2**53)]}
-    found = []
+    fields = []
     for field in msgspec.structs.fields(PolicyEvaluated):
         if field.name not in ("project", "at", "v", "by"):
             kind = Name if field.name in ("evaluation", "model") else stricter.get(field.type, field.type)
-            found.append((field.name, kind, field.default))
-    return found
+            fields.append((field.name, kind, field.default))
+    return fields
 
 
 EvaluationBody = msgspec.defstruct(

@@ -200,26 +200,26 @@ class TrajectoryRoutes:
         limit, before = _limit_of(query), self._position(query, access)
         newest: list[tuple[float, str, Trajectory]] = []
         """A heap of one more than the page holds, the oldest at the top."""
-        for number, found in enumerate(self._registry.known(), 1):
+        for number, run in enumerate(self._registry.known(), 1):
             if not number % _BATCH:
                 await asyncio.sleep(0)
-            opened = found.opened
+            opened = run.opened
             if (
                 access.owns(opened.owner)
                 and query.get("group", opened.group) == opened.group
                 and query.get("model", opened.model) == opened.model
                 and (opened.at, opened.trajectory) < before
             ):
-                entry = (opened.at, opened.trajectory, found)
+                entry = (opened.at, opened.trajectory, run)
                 if len(newest) <= limit:
                     heapq.heappush(newest, entry)
                 elif newest[0] < entry:
                     heapq.heapreplace(newest, entry)
         newest.sort(reverse=True)
         data, size = [], 0
-        for _, _, found in newest[:limit]:
-            data.append(_state(found.opened, None, found.recorded.exchanges))
-            size += len(found.opened.metadata)
+        for _, _, run in newest[:limit]:
+            data.append(_state(run.opened, None, run.recorded.exchanges))
+            size += len(run.opened.metadata)
             if size > _PAGE_BYTES:
                 break
         return TrajectoryList(data=data, has_more=len(newest) > len(data))

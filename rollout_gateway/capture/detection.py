@@ -67,11 +67,11 @@ class TrajectoryDetector:
         messages = _messages(call)
         for history in _possible_histories(owner, model, messages):
             while (waiting := await self._waiting.take(history)) is not None:
-                found = await self._resume(waiting)
-                if found is not None:
-                    found.used_at = time.monotonic()
-                    self._taken[found.id] = found, history
-                    return found
+                run = await self._resume(waiting)
+                if run is not None:
+                    run.used_at = time.monotonic()
+                    self._taken[run.id] = run, history
+                    return run
         first = next((m for m in messages if m[0] == "user"), messages[0] if messages else ("", "", ""))
         group = hashlib.sha256(msgspec.msgpack.encode((owner, model, first))).hexdigest()[:20]
         event = TrajectoryOpened(
@@ -90,16 +90,16 @@ class TrajectoryDetector:
         """Return the run that was taken; `None` if it was completed or continued with another call since it began to
         wait."""
         try:
-            found = await self._registry.find(waiting.run)
-            if waiting.restored or found.recorded.next_seq != waiting.calls:
-                await found.refresh()
+            run = await self._registry.find(waiting.run)
+            if waiting.restored or run.recorded.next_seq != waiting.calls:
+                await run.refresh()
         except ApiError as error:
             log.info("detected trajectory can't be continued", trajectory=waiting.run, reason=error.code)
             return None
         except BrokerError:
             self._to_put.append(waiting)
             raise
-        return found if found.recorded.next_seq <= waiting.calls else None
+        return run if run.recorded.next_seq <= waiting.calls else None
 
     async def answered(self, trajectory: Trajectory, call: Call, answer: Answer) -> None:
         """Have a detected run wait for its next call, which begins with this answer."""
@@ -212,8 +212,8 @@ def _messages(call: Call) -> list[Canonical]:
 
 def _canonicals(messages: Any) -> list[Canonical]:
     """The messages without empty ones of the assistant, which some clients leave out of the history they send."""
-    found = [_canonical(m) for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    return [m for m in found if m != ("assistant", "", "")]
+    said = [_canonical(m) for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    return [m for m in said if m != ("assistant", "", "")]
 
 
 def _canonical(message: dict[str, Any]) -> Canonical:

@@ -152,12 +152,12 @@ class Identity:
 
     async def _own(self, trajectory: str) -> Trajectory:
         """The trajectory of a trajectory's key. The key that opened it is charged before the calls are read."""
-        found = self._registry.get(trajectory)
-        if found is None:
+        run = self._registry.get(trajectory)
+        if run is None:
             await self.charge(trajectory)
             return await self._registry.find(trajectory)
-        self._api_keys.charge(found.opened.owner, found.opened.model)
-        return found
+        self._api_keys.charge(run.opened.owner, run.opened.model)
+        return run
 
     async def _find_or_open(self, named: _NamedRun, call: Call, access: Access) -> Trajectory:
         """The named trajectory. One that does not exist is opened if the call names a group too."""

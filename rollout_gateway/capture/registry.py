@@ -92,8 +92,8 @@ class Registry:
 
     async def find(self, trajectory: str) -> Trajectory:
         """An open trajectory. Raises an `ApiError`: 404 if it is unknown, 409 if it is completed, 410 if it expired."""
-        if found := self._known.get(trajectory):
-            return found
+        if run := self._known.get(trajectory):
+            return run
         self.log.check_age(trajectory)
         task = self._loading.get(trajectory)
         if task is None:
@@ -105,15 +105,15 @@ class Registry:
     async def find_to_read(self, trajectory: str) -> Trajectory:
         """An open or completed trajectory. One that is not in memory comes without its calls. Raises a 404
         `ApiError`."""
-        found = self._known.get(trajectory) or await self._read_opening(trajectory)
-        if found is None:
+        run = self._known.get(trajectory) or await self._read_opening(trajectory)
+        if run is None:
             raise unknown_trajectory(trajectory)
-        return found
+        return run
 
     async def opening(self, trajectory: str) -> TrajectoryOpened | None:
         """The event that opened an open or completed trajectory, or `None`. Reads at most one event."""
-        if found := self._known.get(trajectory):
-            return found.opened
+        if run := self._known.get(trajectory):
+            return run.opened
         recorded = await self.log.opening(trajectory)
         return recorded.event if recorded is not None else None
 
@@ -138,22 +138,22 @@ class Registry:
         return Trajectory(self.log, opening.event, opening.headers.get("traceparent", ""), reconnects)
 
     async def _load(self, trajectory: str) -> Trajectory:
-        found = await self._read_opening(trajectory)
-        if found is None:
+        run = await self._read_opening(trajectory)
+        if run is None:
             raise unknown_trajectory(trajectory)
-        if await self.log.completion(found.opened) is not None:  # before the calls are read: they may be many
+        if await self.log.completion(run.opened) is not None:  # before the calls are read: they may be many
             raise already_completed(trajectory, "it takes no further calls")
-        self.log.check_age(trajectory, found.opened.at)
-        await found.read_calls()
-        return self._remember(found)
+        self.log.check_age(trajectory, run.opened.at)
+        await run.read_calls()
+        return self._remember(run)
 
-    def _remember(self, found: Trajectory) -> Trajectory:
+    def _remember(self, run: Trajectory) -> Trajectory:
         """Keep a trajectory in memory. At the limits, forget those unused longest, which the log knows."""
-        known = self._known.setdefault(found.id, found)
+        known = self._known.setdefault(run.id, run)
         known.used_at = time.monotonic()
-        owner = found.opened.owner
-        if known is found:
-            self._bytes[owner] += _size(found)
+        owner = run.opened.owner
+        if known is run:
+            self._bytes[owner] += _size(run)
         if len(self._known) > self._keep:
             self._forget_idle(lambda _: True, lambda: len(self._known) <= 0.9 * self._keep)
         if self._bytes[owner] > _OWNER_BYTES:
@@ -172,10 +172,10 @@ class Registry:
             self._forget(trajectory.id)
 
     def _forget(self, trajectory: str) -> Trajectory | None:
-        found = self._known.pop(trajectory, None)
-        if found is not None:
-            self._bytes[found.opened.owner] -= _size(found)
-        return found
+        run = self._known.pop(trajectory, None)
+        if run is not None:
+            self._bytes[run.opened.owner] -= _size(run)
+        return run
 
     # -- completions by other replicas ---------------------------------------------------------------------------
 
@@ -190,9 +190,9 @@ class Registry:
         )
         async with aclosing(completions) as messages:
             async for raw in messages:
-                found = self._forget(name_of_token(raw.subject.rpartition(".")[2]))
-                if found is not None:
-                    found.completed = True
+                run = self._forget(name_of_token(raw.subject.rpartition(".")[2]))
+                if run is not None:
+                    run.completed = True
 
     # -- opening and completing ----------------------------------------------------------------------------------
 
@@ -215,14 +215,14 @@ class Registry:
             self._forget(event.trajectory)  # one that expired
             return self._remember(Trajectory(self.log, event, traceparent, reconnects))
         # The log already holds an opening with this id.
-        found = await self.find_to_read(event.trajectory)
-        if not same_opening(found.opened, event):
+        run = await self.find_to_read(event.trajectory)
+        if not same_opening(run.opened, event):
             raise opened_differently(event.trajectory)
-        if await self.log.completion(found.opened) is not None:
+        if await self.log.completion(run.opened) is not None:
             raise already_completed(event.trajectory, "choose another id")
         if event.trajectory not in self._known:
-            await found.read_calls()
-        return self._remember(found)
+            await run.read_calls()
+        return self._remember(run)
 
     async def complete(
         self, trajectory: str, completion: Completion, *, inferred: bool = False
@@ -232,20 +232,20 @@ class Registry:
         Raises an `ApiError`: 404 if the trajectory is unknown; 409 if it was completed with other results or if its
         calls do not end within 30 seconds; 410 if it expired."""
         try:
-            found = await self.find(trajectory)
+            run = await self.find(trajectory)
         except ApiError as error:
             if error.code != "trajectory_completed":
                 raise
             return await self._complete_again(trajectory, completion, inferred)
-        self.log.check_age(trajectory, found.opened.at)
-        await self._wait_until_idle(found)
-        with found.closed_to_calls():
+        self.log.check_age(trajectory, run.opened.at)
+        await self._wait_until_idle(run)
+        with run.closed_to_calls():
             if completion.exchanges:
-                await copy_calls(found, [(await self._source(found, r), r) for r in completion.exchanges])
-            await found.refresh()
-            event = _completed(found, completion, inferred)
-            ack = await self.log.broker.publish(event, {"traceparent": found.traceparent})
-            found.completed = True
+                await copy_calls(run, [(await self._source(run, r), r) for r in completion.exchanges])
+            await run.refresh()
+            event = _completed(run, completion, inferred)
+            ack = await self.log.broker.publish(event, {"traceparent": run.traceparent})
+            run.completed = True
         self._forget(trajectory)
         return await self._complete_again(trajectory, completion, inferred) if ack.duplicate else event
 
@@ -266,33 +266,33 @@ class Registry:
             raise ApiError(400, "wrong_reference", message, param="exchanges")
         return source
 
-    async def _wait_until_idle(self, found: Trajectory) -> None:
+    async def _wait_until_idle(self, run: Trajectory) -> None:
         """Wait until no call is in flight when this returns: one may begin before a waiter has its turn."""
         try:
             async with asyncio.timeout(_SETTLE_S):
-                while found.in_flight:
-                    await found.idle.wait()
+                while run.in_flight:
+                    await run.idle.wait()
         except TimeoutError:
             raise ApiError(
                 409,
                 "calls_in_flight",
-                f"Trajectory {found.id!r} still has {found.in_flight} calls in flight. Complete it after they end.",
+                f"Trajectory {run.id!r} still has {run.in_flight} calls in flight. Complete it after they end.",
             ) from None
 
     async def _complete_again(self, trajectory: str, body: Completion, inferred: bool) -> TrajectoryCompleted:
         opened, before, _ = await self.describe(trajectory)
-        found = Trajectory(self.log, opened)
+        run = Trajectory(self.log, opened)
         if (
             before is not None
         ):  # only the replica that completed the trajectory knew how many calls were not recorded
-            found.not_recorded = int(before.metrics.get(NOT_RECORDED, 0))
-        if before is None or _results(before) != _results(_completed(found, body, inferred)):
+            run.not_recorded = int(before.metrics.get(NOT_RECORDED, 0))
+        if before is None or _results(before) != _results(_completed(run, body, inferred)):
             raise already_completed(trajectory, "it can't be completed again with other results")
         return before
 
 
-def _size(found: Trajectory) -> int:
-    return len(found.opened.metadata) + len(found.opened.task)
+def _size(run: Trajectory) -> int:
+    return len(run.opened.metadata) + len(run.opened.task)
 
 
 def _results(completed: TrajectoryCompleted) -> tuple[object, ...]:
@@ -300,9 +300,9 @@ def _results(completed: TrajectoryCompleted) -> tuple[object, ...]:
     return completed.outcome, completed.reward, completed.rewards, completed.metrics, metadata
 
 
-def _completed(found: Trajectory, body: Completion, inferred: bool) -> TrajectoryCompleted:
-    opened, outcome, metrics, calls = found.opened, body.outcome, body.metrics, found.recorded
-    if missing := found.not_recorded + calls.not_whole:
+def _completed(run: Trajectory, body: Completion, inferred: bool) -> TrajectoryCompleted:
+    opened, outcome, metrics, calls = run.opened, body.outcome, body.metrics, run.recorded
+    if missing := run.not_recorded + calls.not_whole:
         # Calls that are missing on the log can't be trained. That is a failure of infrastructure, which never becomes a
         # reward.
         outcome, metrics = "no_result", {**metrics, NOT_RECORDED: float(missing)}

@@ -81,8 +81,8 @@ class WaitingRuns:
 
     async def names(self) -> set[str]:
         """Ids of all runs that wait."""
-        found = await self._broker.subjects(streams.DETECTED.name, f"{self._prefix}.>")
-        return {name_of_token(subject.rpartition(".")[2]) for subject in found}
+        subjects = await self._broker.subjects(streams.DETECTED.name, f"{self._prefix}.>")
+        return {name_of_token(subject.rpartition(".")[2]) for subject in subjects}
 
 
 def _read(message: StoredMessage) -> WaitingRun:
