@@ -35,7 +35,14 @@ from pipeline.config import Config, ConfigError, load, save, with_values
 from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running import environment, run_lock, status
-from pipeline.running.plan import SERVICES, ProcessSpec, make_plan, nats_command, vllm_command
+from pipeline.running.plan import (
+    SERVICES,
+    ProcessSpec,
+    make_plan,
+    nats_command,
+    require_base_files,
+    vllm_command,
+)
 from pipeline.running.runs import find_run
 from pipeline.running.supervisor import Supervisor, SupervisorError, Watched
 from pipeline.running.terminal import Terminal
@@ -174,6 +181,7 @@ def _up(args: argparse.Namespace) -> None:
             console.print(f"[bold]{spec.name}[/] {' '.join(spec.argv)}", soft_wrap=True)
         _check(config, planned, specs)
         return
+    require_base_files(config, services)
     os.umask(0o077)  # only the owner may read a run's files
     run_lock.private(Path(config.run_dir))
     path = config.path("logs", "supervisor.log")
@@ -251,6 +259,8 @@ def _messages(error: BaseException) -> list[str]:
 def _exec(args: argparse.Namespace) -> None:
     make = nats_command if args.server == "nats" else vllm_command
     config = load(args.config)
+    if args.server == "vllm":
+        require_base_files(config, ("trainer",))
     spec = make(config, args.port, args.host)
     os.umask(0o077)
     run_lock.private(Path(config.run_dir))

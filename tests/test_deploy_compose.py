@@ -34,7 +34,7 @@ def settings_for_this_machine() -> str:
     for gpu, cpu in (
         ('device = "cuda"', 'device = "cpu"\nmax_model_len = 256'),
         ('engine = "unsloth"', 'engine = "transformers"'),
-        ('args = ["--gpu-memory-utilization", "0.5"]', "args = []"),
+        ('args = ["--gpu-memory-utilization", "0.45"]', "args = []"),
     ):
         assert text.count(gpu) == 1
         text = text.replace(gpu, cpu)
@@ -51,7 +51,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
     mounts = {
         "/runs": (runs, True),
         "/etc/journeywork.toml": (tmp_path / "compose.toml", False),
-        "/models": (models, False),
+        "/models/base": (models / "base", False),
     }
     made = Box.of(
         DEPLOY / "compose.yaml",
@@ -61,7 +61,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
     )
     try:
         if isinstance(made.net, Loopback):
-            for port in (4222, 8000, 8080, 8701):
+            for port in (4222, 8000, 8700, 8701):
                 with socket.socket() as probe:
                     if probe.connect_ex(("127.0.0.1", port)) == 0:
                         pytest.skip(f"no network namespaces here, and port {port} of the loopback is taken")
@@ -96,15 +96,15 @@ def test_every_service_starts_and_a_call_is_answered(box: Box) -> None:
     assert re.fullmatch("jw-.{40,}", key)
     answers = []
     for given in ("none", key):
-        body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        body = {"model": "support", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
         call = ["curl", "-s", "-w", "\n%{http_code}", "-H", f"Authorization: Bearer {given}"]
         call += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
-        said = box.run_in("gateway", [*call, "http://127.0.0.1:8080/v1/chat/completions"]).stdout
+        said = box.run_in("gateway", [*call, "http://127.0.0.1:8700/v1/chat/completions"]).stdout
         text, _, status = said.rpartition("\n")
         answers.append((int(status), json.loads(text)))
     assert answers[0][0] == 401
     assert answers[1][0] == 200, answers[1]
-    assert answers[1][1]["model"].startswith("policy@0")
+    assert answers[1][1]["model"].startswith("support@0")
 
     # Nobody runs as root, with a capability, or with another's environment.
     for name in box.services:

@@ -294,8 +294,8 @@ def _too_large(
         GroupDiscarded(
             project=g.event.project, group=g.event.group, model=g.event.model, trajectories=trajectories,
             reason="too_large", by="trainer", split=g.event.split, version=version, duration_s=g.duration_s,
-            detail="a pass over one of their sequences alone does not fit into memory; "
-            "the rest of the group was trained",
+            detail="one of their sequences is longer than the trainer's model takes, or a pass over it alone does not "
+            "fit into memory; the rest of the group was trained",
             branch=g.event.branch, owner=g.event.owner,
         )
         for g, trajectories in found if trajectories

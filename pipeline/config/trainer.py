@@ -148,8 +148,9 @@ class UnslothConfig(Section, frozen=True, kw_only=True):
 
     load_in_4bit: bool = False
     """Hold the base model in four bits."""
-    max_seq_length: Count = 8192
-    """Longest sequence that Unsloth prepares for, in tokens."""
+    max_seq_length: Natural = 0
+    """Longest sequence that Unsloth prepares for, in tokens; at most the model's own limit. Longer sequences are not
+    trained. 0: the served length, `vllm.max_model_len` or else the model's own limit."""
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):

@@ -78,9 +78,13 @@ class Config(Section, frozen=True, kw_only=True):
         return Path(self.run_dir).joinpath(*parts)
 
     def trainer_of(self, model: ModelConfig) -> TrainerConfig:
-        """Return `[trainer]` with the model's own settings in place of the shared ones. Raises `ConfigError`."""
+        """Return `[trainer]` with the model's own settings in place of the shared ones, and the served length as the
+        longest sequence of Unsloth. Raises `ConfigError`."""
+        values = merged(msgspec.to_builtins(self.trainer), model.trainer)
+        if values["engine"] == "unsloth" and not values["unsloth"]["max_seq_length"]:
+            values = merged(values, {"unsloth": {"max_seq_length": self.vllm.max_model_len}})
         try:
-            return convert(merged(msgspec.to_builtins(self.trainer), model.trainer), TrainerConfig, "trainer")
+            return convert(values, TrainerConfig, "trainer")
         except ConfigError as error:
             raise ConfigError(f"models: trainer of {model.name}: {error}") from error
 

@@ -273,6 +273,29 @@ def check_base(base: str, setting: str) -> None:
         )
 
 
+def require_base_files(config: Config, services: tuple[str, ...]) -> None:
+    """Raise `ConfigError` if a process of `services` loads a base model that is not on this machine: nothing is
+    downloaded at run time, and the error of a server that loads it comes a minute later."""
+    if "trainer" not in services and ("sampler" not in services or config.vllm.urls):
+        return
+    for i, model in enumerate(config.models):
+        check_base(model.base, f"models.{i}.base")
+        folders = [Path(model.base)]
+        if not folders[0].is_dir():
+            folders = [*_hub_cache().glob(f"models--{model.base.replace('/', '--')}/snapshots/*")]
+        if not any((folder / "config.json").is_file() for folder in folders):
+            raise ConfigError(
+                f"models.{i}.base: {model.base!r} is not on this machine: expected a folder with config.json, or a "
+                f"model that was downloaded into {_hub_cache()} (`hf download {model.base}`)"
+            )
+
+
+def _hub_cache() -> Path:
+    """Return the folder in which the Hugging Face libraries keep downloaded models."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+
+
 def _check_models(config: Config) -> None:
     """Raise `ConfigError` if a model has no base, or its folder does not exist."""
     if not any(m.base for m in config.models):

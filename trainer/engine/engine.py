@@ -101,9 +101,9 @@ class Engine:
         """Take one step over `examples`; `groups[i]` says which of them share prefixes. `state` is not modified, so
         an abandoned step leaves no trace.
 
-        Sequences that do not fit into memory even alone are left out. Raises `UntrainableError`, and nothing is
-        changed, where none is left, where a gradient is not finite, and where the sampler's logprobs are not the
-        trainer's."""
+        Sequences that the model cuts off, and those that do not fit into memory even alone, are left out. Raises
+        `UntrainableError`, and nothing is changed, where none is left, where a gradient is not finite, and where the
+        sampler's logprobs are not the trainer's."""
         self.model.set_threads()
         began = time.perf_counter()
         budget = self.passes.budget
@@ -134,7 +134,11 @@ class Engine:
     ) -> Update:
         """Take the optimizer updates of a step over what of the batch fits into memory."""
         passes = self.passes
-        dropped: list[TokenSequence] = []
+        dropped = self._too_long(examples)
+        whole = [i for i, e in enumerate(examples) if e.sequence not in dropped]
+        if not whole:
+            raise NothingFitsError(dropped, state.step + 1)
+        examples, groups = [examples[i] for i in whole], [groups[i] for i in whole]
         parts = list(updates_of(groups, self.config, state.step))
         if len(parts) > 1:
             scored = run_within_memory(
@@ -143,7 +147,7 @@ class Engine:
             examples = [
                 dataclasses.replace(e, old_logprobs=scored.result[i]) for i, e in enumerate(scored.examples)
             ]
-            groups, dropped = scored.groups, list(scored.dropped)
+            groups, dropped = scored.groups, [*dropped, *scored.dropped]
             parts = list(updates_of(groups, self.config, state.step))
         results: list[PassResult] = []
         norms: list[float] = []
@@ -169,6 +173,19 @@ class Engine:
         return Update(
             [examples[i] for i in trained], [groups[i] for i in trained], tuple(dropped), results, norms
         )
+
+    def _too_long(self, examples: Sequence[Example]) -> list[TokenSequence]:
+        """Return the sequences that the model would cut off."""
+        too_long = [
+            e.sequence for e in examples if self.model.longest and len(e.sequence.ids) > self.model.longest
+        ]
+        for sequence in too_long:
+            log.error(
+                "sequence dropped: the trainer's model cuts it off; lower vllm.max_model_len or raise "
+                "trainer.unsloth.max_seq_length",
+                trajectory=sequence.trajectory, tokens=len(sequence.ids), limit=self.model.longest,
+            )  # fmt: skip
+        return too_long
 
     def _measure(self, state: TrainState, update: Update) -> tuple[dict[str, float], dict[str, int]]:
         """Return the metrics of a step and its checks, and `TrainState.unchecked_steps` after it.

@@ -21,12 +21,14 @@ T = TypeVar("T")
 
 
 class NothingFitsError(UntrainableError):
-    """No sequence of a step fits in memory, even alone. `sequences` holds them."""
+    """No sequence of a step fits in memory, even alone, or into the model's length. `sequences` holds them."""
+
+    reason = "too_large"
 
     def __init__(self, sequences: Sequence[TokenSequence], step: int) -> None:
         super().__init__(
-            f"step {step} skipped: none of its {len(sequences)} sequences fits in memory on its own "
-            f"(longest: {max(len(s.ids) for s in sequences)} tokens)"
+            f"step {step} skipped: none of its {len(sequences)} sequences fits in memory on its own, or into the "
+            f"model's length (longest: {max(len(s.ids) for s in sequences)} tokens)"
         )
         self.sequences = tuple(sequences)
 

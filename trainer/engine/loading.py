@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import ConfigError, TrainerConfig
@@ -37,6 +37,8 @@ class LoadedModel:
     lora: LoraConfig
     accepts_masks: bool
     """Whether the model applies the attention masks it is given. Shared prefixes require it."""
+    longest: int | None = None
+    """Number of tokens after which the model cuts a sequence off. `None`: it cuts none."""
     checkpointing: bool = False
     """Whether gradient checkpointing is on: layers recompute their activations in the backward pass."""
 
@@ -189,9 +191,12 @@ def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loa
     # Imported only here, because the import patches transformers and PEFT for the whole process.
     from unsloth import FastLanguageModel
 
+    # Beyond the model's own limit Unsloth would scale its positions, which the inference server does not.
+    own = AutoConfig.from_pretrained(base).get_text_config().max_position_embeddings
+    longest = min(own, config.unsloth.max_seq_length or own)
     model, _ = FastLanguageModel.from_pretrained(
         model_name=base,
-        max_seq_length=config.unsloth.max_seq_length,
+        max_seq_length=longest,
         load_in_4bit=config.unsloth.load_in_4bit,
         dtype=dtype_for(config, device),
     )
@@ -206,4 +211,6 @@ def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loa
         random_state=config.seed,
     )
     disable_randomness(model)
-    return LoadedModel(model, model.peft_config["default"], False, wants_checkpointing(config, device))
+    return LoadedModel(
+        model, model.peft_config["default"], False, longest, wants_checkpointing(config, device)
+    )

@@ -48,7 +48,7 @@ class PolicyModel:
             torch.cuda.set_per_process_memory_fraction(config.memory.gpu_share)
         loaded = load(base, config, self.device)
         self.peft, self.lora, self.checkpointing = loaded.model, loaded.lora, loaded.checkpointing
-        self.accepts_masks = loaded.accepts_masks
+        self.accepts_masks, self.longest = loaded.accepts_masks, loaded.longest
         inner = self.peft.get_base_model()
         self.forward = Forward(inner)
         # Views of the adapter's parameters under PEFT's names; a step changes them in place.

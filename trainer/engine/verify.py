@@ -180,7 +180,12 @@ def _verify(model: PolicyModel) -> Verified:
     span = max((r.window or r.chunk for r in spans.values()), default=0)
     positions = getattr(forward.text, "max_position_embeddings", None) or 1 << 20
     # At most the tokens of one pass, so that the check fits into memory if training does.
-    longest = max(32, min(_LONGEST.get(model.device.type, 1024), config.memory.tokens_per_batch, positions))
+    at_most = (
+        _LONGEST.get(model.device.type, 1024),
+        config.memory.tokens_per_batch,
+        model.longest or positions,
+    )
+    longest = max(32, min(*at_most, positions))
     chosen = sequences(model.vocabulary, longest, span)
     name = type(forward.model).__name__
     patched = config.engine == "unsloth"

@@ -14,8 +14,9 @@ import anyio
 import msgspec
 import pytest
 
+from pipeline import cli
 from pipeline.config import Config, ConfigError, load
-from pipeline.running.plan import ProcessSpec, make_plan
+from pipeline.running.plan import ProcessSpec, make_plan, require_base_files
 from pipeline.running.supervisor import Supervisor, SupervisorError
 
 pytestmark = pytest.mark.anyio
@@ -203,6 +204,24 @@ def test_a_plan_without_a_base_model_says_what_to_set(tmp_path: Path) -> None:
         assert str(caught.value) == "no model is configured: --set models.0.name=... --set models.0.base=..."
     with pytest.raises(ConfigError, match=r"models\.0\.base: there is no folder '/no/such'"):
         make_plan(load(None, [f"run_dir={tmp_path}", "models.0.base=/no/such"]), ("sampler",))
+
+
+def test_a_base_model_that_is_not_on_this_machine_is_an_error_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`up` exits with one line, while the server that loads the model would fail after a minute."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "empty").mkdir()
+    for base in ("organisation/model", str(tmp_path / "empty")):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["up", "--run-dir", str(tmp_path / "run"), "--set", f"models.0.base={base}"])
+        assert caught.value.code == 2
+        assert f"models.0.base: '{base}' is not on this machine" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    there = tmp_path / "hub" / "models--organisation--model" / "snapshots" / "0" / "config.json"
+    there.parent.mkdir(parents=True)
+    there.write_text("{}")
+    require_base_files(load(None, ["models.0.base=organisation/model"]), ("trainer",))
 
 
 def test_cpu_vllm_gets_one_adapter_slot_that_nothing_fills(tmp_path: Path) -> None:

@@ -12,7 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig, UnslothConfig
+from pipeline.config import (
+    Config,
+    ConfigError,
+    LoraConfig,
+    MemoryConfig,
+    ModelConfig,
+    TrainerConfig,
+    UnslothConfig,
+    VllmConfig,
+)
 from tests.trainer.families import make
 from tests.trainer.kit import backward, exactly, make_model, stir, tree_of_conversations
 from trainer.batches.groups import Example
@@ -20,6 +29,7 @@ from trainer.batches.packing import MicroBatch
 from trainer.engine import loading
 from trainer.engine import model as engines
 from trainer.engine.engine import Engine
+from trainer.engine.state import UntrainableError
 
 CPU = torch.device("cpu")
 
@@ -162,3 +172,30 @@ def test_a_model_that_can_not_checkpoint_says_so(tmp_path: Path, monkeypatch: py
         Engine(base, TrainerConfig(memory=MemoryConfig(gradient_checkpointing="on")), tmp_path)
     monkeypatch.setattr(loading, "wants_checkpointing", lambda *_: True)
     assert not Engine(base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path).model.checkpointing
+
+
+@pytest.mark.parametrize(
+    ("served", "setting", "longest"), [(0, 0, 512), (17, 0, 17), (17, 18, 18), (0, 9999, 512)]
+)
+def test_unsloth_prepares_for_the_served_length_and_longer_sequences_are_dropped(
+    tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: int, setting: int, longest: int
+) -> None:
+    """Unsloth cuts longer rows off, and scales the positions of a model beyond its own limit."""
+    from tests.trainer.kit import sequence
+
+    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=FastLanguageModel))
+    monkeypatch.setattr(engines, "device_for", lambda _: CPU)
+    model = ModelConfig(base=tiny_base)
+    config = Config(
+        models=(model,), vllm=VllmConfig(max_model_len=served),
+        trainer=TrainerConfig(
+            engine="unsloth", dtype="float32", logprob_bound=1e9, unsloth=UnslothConfig(max_seq_length=setting)
+        ),
+    )  # fmt: skip
+    engine = Engine(tiny_base, config.trainer_of(model), tmp_path)
+    assert FastLanguageModel.asked["max_seq_length"] == longest
+    short, long = (sequence([5] * n, [n - 1]) for n in (longest, longest + 1))
+    result = engine.step(engine.initial_state(), [Example(short, 1.0), Example(long, -1.0)], [0, 0])
+    assert result.dropped == (long,)
+    with pytest.raises(UntrainableError, match="fits in memory on its own, or into the model's length"):
+        engine.step(engine.initial_state(), [Example(long, 1.0)], [0])
