@@ -1,263 +1,234 @@
-"""The GPU proof: measures every claim of this project about GPUs, on a machine with an NVIDIA GPU.
+"""The GPU proof: what this project says about GPUs, tested and measured on a machine with an NVIDIA GPU.
 
-    make gpu-proof                                        all parts, about half an hour on a large GPU
-    python -m benchmarks.gpu --only tests 0.6b --seconds 540
-    python -m benchmarks.gpu --device cpu --tiny          the same code on toy sizes; proves nothing
+    make gpu-proof                                    all parts; writes benchmarks/results/gpu.json
+    python -m benchmarks.gpu --only tests 0.6b
+    python -m benchmarks.gpu --device cpu --tiny      the same code on toy sizes; proves nothing
 
-| part | what | needs beside torch, transformers, peft, accelerate, trl, datasets, msgspec and tomli-w |
-| --- | --- | --- |
-| tests | `tests/gpu`: kernels, layouts, memory and types on CUDA | pytest, pytest-timeout |
-| 0.6b, 4b, 8b | a Qwen3 shape, random weights: tokens/s, MFU, memory, TRL on the same batches | |
-| sampler | logprobs of vLLM and of the trainer in bfloat16, before and after steps | vLLM for CUDA |
-| swaps | adapter swaps under 256 streams, through the gateway | vLLM for CUDA, the whole project |
-| demo | the example, whole | vLLM for CUDA, the whole project |
+| part | what |
+| --- | --- |
+| tests | `tests/gpu`: kernels, layouts, memory and types on CUDA |
+| 0.6b, 4b, 8b | a Qwen3 shape with random weights: speed and memory of a step, and TRL's trainer on the same batches |
+| demo | `examples.tictactoe.demo`: vLLM in bfloat16, the trainer, adapters that are swapped under load |
 
-Nothing is downloaded. A part that can't run is recorded as skipped, with the reason. Results are written after every
-measurement. A part with results of the same code and device is not run again, and an interrupted part continues, so
-the command may be run in pieces (`--only`, `--seconds`). On a GPU it writes benchmarks/results/gpu.json and
-docs/gpu.md; on a CPU both go to runs/gpu-proof. Exits with 1 if a part failed, with 2 if the device does not
-exist."""
+Nothing is downloaded. The results of a part are written when it ends. Exits with 1 if a part failed, and with 2 if the
+device does not exist."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 import os
-import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_machine, gpu_models, gpu_page
-from benchmarks.gpu_machine import ROOT, write
+import msgspec
+import numpy as np
+import torch
 
-LEAST_S = 20.0
-"""Minimum of seconds that must be left to begin a part."""
-GRACE_S = 20.0
-"""Seconds that a part has to stop its servers after SIGTERM."""
-SIZES = tuple(gpu_models.SHAPES)
-PARTS = ("tests", *SIZES, "sampler", "swaps", "demo")
-LIMITS = {"tests": 400.0, "demo": 900.0}
-"""Maximum of seconds for a part."""
-OTHER_LIMIT = 540.0
-ROOM = 1.3
-"""Minimum of GPU memory for a model size, as a multiple of its weights."""
+from pipeline.config import LoraConfig, TrainerConfig
 
-
-@dataclass(frozen=True)
-class Options:
-    device: str
-    tiny: bool
-    rounds: int
-    models: Path
-    again: bool
-
-
-def why_not(part: str, options: Options, machine: dict[str, Any]) -> str:
-    """The reason why a part can't run on this machine; empty if it can."""
-    if lacking := gpu_machine.missing(gpu_machine.TRAINER_NEEDS):
-        return lacking
-    if part == "tests":
-        return gpu_machine.missing(("pytest", "pytest_timeout"))
-    if part in SIZES:
-        room = machine.get("memory_bytes")
-        if room is not None and not options.tiny and room < (needed := ROOM * gpu_models.BYTES[part]):
-            return f"the GPU has {room / 2**30:.0f} GiB, and about {needed / 2**30:.0f} GiB are needed"
-        return ""
-    if reason := gpu_machine.without_vllm(options.device):
-        return reason
-    if part == "sampler":
-        return gpu_machine.missing(gpu_machine.SAMPLER_NEEDS)
-    needed_modules = gpu_machine.DEMO_NEEDS if part == "demo" else gpu_machine.LOOP_NEEDS
-    return gpu_machine.missing(needed_modules) or gpu_machine.without_nats()
+ROOT = Path(__file__).parents[1]
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6b": _QWEN3 | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "4b": _QWEN3 | {
+        "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
+    "8b": _QWEN3 | {
+        "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""The published configurations of Qwen3-0.6B, -4B and -8B."""
+_TINY = {
+    "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 4096,
+}  # fmt: skip
+BATCHES = ("short", "shared_prefix", "multiturn")
+PARTS = ("tests", *SHAPES, "demo")
 
 
-def command(part: str, into: Path, scratch: Path, options: Options) -> list[str]:
-    """The command line that runs a part."""
-    if part == "tests":
-        report = f"--junit-xml={scratch / 'tests.xml'}"
-        pytest = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
-        return [*pytest, report, "tests/gpu"]
-    if part == "demo":
-        small = ["--steps", "2", "--groups", "2", "--eval-games", "32"] if options.tiny else []
-        return [sys.executable, "-m", "examples.tictactoe.demo", "--run-dir", str(scratch / "demo"), *small]
-    out = [
-        sys.executable, "-m", "benchmarks.gpu", "--part", part, "--into", str(into), "--scratch", str(scratch),
-        "--device", options.device, "--rounds", str(options.rounds), "--models", str(options.models),
-    ]  # fmt: skip
-    return [*out, "--tiny"] if options.tiny else out
+def make_model(size: str, folder: Path, *, tiny: bool, device: str) -> str:
+    """Write a model of shape `size` with random weights; return its folder."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = SHAPES[size] | (_TINY if tiny else {})
+    config = Qwen3Config(**shape, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = Qwen3ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    # Logits with a standard deviation of about 3, as in trained models; else all logprobs would be nearly equal.
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=3 / config.hidden_size**0.5)
+    # Random signs of the last norm: with tied embeddings, a token would predict itself with certainty.
+    torch.nn.init.normal_(model.model.norm.weight)
+    model.save_pretrained(folder)
+    return str(folder)
 
 
-def run_part(
-    part: str, before: dict[str, Any], options: Options, seconds: float, keep: Any
-) -> dict[str, Any]:
-    """Run a part for at most `seconds`; `before` are its results so far. `keep(results)` is called about every
-    second."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gpu-proof-", ignore_cleanup_errors=True) as name:
-        scratch = Path(name)
-        into, log = scratch / "part.json", scratch / "part.log"
-        if before:
-            write(into, before)
-        env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-        if options.device == "cpu":
-            env |= {"CUDA_VISIBLE_DEVICES": "", "JOURNEYWORK_GPU_TESTS_ANYWHERE": "1"}
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                command(part, into, scratch, options), cwd=ROOT, env=env, stdout=file, stderr=file,
-                start_new_session=True
-            )  # fmt: skip
-        late = False
+def own_logprobs(engine: Any, examples: Sequence[Any]) -> list[Any]:
+    """Return the examples as a sampler with the trainer's present weights would have recorded them."""
+    from trainer.batches.packing import padded
+
+    out = []
+    for example in examples:
+        sequence = example.sequence
+        with torch.no_grad():
+            computed, _ = engine.model.logprobs(
+                padded([sequence]), (1, sequence.trained_tokens), entropy=False
+            )
+        logprobs = np.full(len(sequence.ids), np.nan, np.float32)
+        logprobs[sequence.loss_mask] = computed[0].float().cpu().numpy()
+        out.append(dataclasses.replace(example, sequence=dataclasses.replace(sequence, logprobs=logprobs)))
+    return out
+
+
+def _timed(step: Callable[[], Any], device: torch.device, rounds: int) -> dict[str, Any]:
+    """Return the median seconds of a step after a warm-up step, its peak of GPU memory, and its last result."""
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds, result = [], None
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        result = step()
+        if cuda:
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated(device) if cuda else None
+    return {"seconds": statistics.median(seconds[1:]), "peak_bytes": peak, "result": result}
+
+
+def _trl(engine: Any, state: Any, examples: list[Any], rounds: int, scratch: Path) -> dict[str, Any]:
+    """Measure TRL's GRPOTrainer on the same batch, in the largest of 8, 4, 2, 1 rows a pass that fits into memory."""
+    from benchmarks.trainer import trl_step
+
+    for rows in (8, 4, 2, 1):
+        step = trl_step(engine, engine.config, examples, scratch, rows)
+
+        def fresh(step: Callable[[], Any] = step) -> float:
+            engine.model.load_adapter(state.weights)
+            return float(step())
+
         try:
-            while process.poll() is None:
-                try:
-                    process.wait(min(1.0, max(0.05, seconds - (time.monotonic() - began))))
-                except subprocess.TimeoutExpired:
-                    keep(_read(into, before))
-                if time.monotonic() - began >= seconds and process.poll() is None:
-                    late = True
-                    break
-        finally:
-            _end(process)
-        result = _read(into, before)
-        if part == "tests":
-            result = gpu_page.tests_of(scratch / "tests.xml")
-        report = scratch / "demo" / "report.json"
-        if part == "demo" and report.exists():
-            result = json.loads(report.read_text())
-        out: dict[str, Any] = {"status": "done", "seconds": round(time.monotonic() - began, 1)}
-        if late:
-            out |= {"status": "cut off", "why": f"not done within {seconds:.0f} s"}
-        elif process.returncode:
-            text = log.read_text(errors="replace")
-            sys.stderr.write(text[-6000:])
-            lines = [line for line in text.splitlines() if line.strip()]
-            out |= {"status": "failed", "why": lines[-1][:500] if lines else f"exit {process.returncode}"}
-        return out | {"result": result}
+            found = _timed(fresh, engine.model.device, rounds)
+            return {"rows_a_pass": rows, "loss": found.pop("result"), **found}
+        except torch.OutOfMemoryError:
+            engine.model.peft.zero_grad(set_to_none=True)
+    return {"why": "a single row does not fit into memory"}
 
 
-def _read(into: Path, before: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(into.read_text()) if into.exists() else before
-    return found
+def measure(size: str, scratch: Path, *, device: str, tiny: bool, rounds: int) -> dict[str, Any]:
+    """Measure the trainer on a shape: the checks at the start, and steps over the batches of `benchmarks.trainer`."""
+    from benchmarks.trainer import make_batch
+    from trainer.engine.engine import Engine
 
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process of a part. SIGTERM lets it stop its servers, which are in process groups of their own; SIGKILL
-    follows if it does not end."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def child(args: argparse.Namespace) -> None:
-    """Run one part; the entry point of its process."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` stops the servers
-    from benchmarks import gpu_sampler, gpu_trainer
-
-    options = {"device": args.device, "tiny": args.tiny, "rounds": args.rounds}
-    args.models.mkdir(parents=True, exist_ok=True)
-    if args.part in SIZES:
-        gpu_trainer.measure(args.part, args.into, args.models, args.scratch, **options)
-    elif args.part == "sampler":
-        gpu_sampler.difference(args.into, args.models, args.scratch, **options)
-    else:
-        gpu_sampler.swaps(args.into, args.models, args.scratch, **options)
-
-
-def proof(parts: list[str], options: Options, out: Path, page: Path, seconds: float) -> dict[str, Any]:
-    """Run `parts` within `seconds` and write results and page after each; the results."""
-    began = time.monotonic()
-    machine, code = gpu_machine.describe(options.device), gpu_machine.code()
-    report: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    if report.get("machine", {}).get("name") != machine["name"] or report.get("tiny") != options.tiny:
-        report = {}  # another machine's figures don't mix with these
-    report |= {
-        "command": "make gpu-proof", "measured_on_a_gpu": options.device == "cuda" and not options.tiny,
-        "tiny": options.tiny, "machine": machine, "versions": gpu_machine.versions(),
+    base = make_model(size, scratch / size, tiny=tiny, device=device)
+    config = TrainerConfig(
+        threads=1 if device == "cpu" else min(8, os.cpu_count() or 1), lora=LoraConfig(rank=16, alpha=32.0)
+    )
+    engine = Engine(base, config, scratch)
+    # The recorded logprobs are the model's own, in another layout than the one that is trained: a difference is
+    # reported, and does not end the measurement.
+    engine.configure(msgspec.structs.replace(config, logprob_bound=math.inf))
+    state = engine.initial_state()
+    out: dict[str, Any] = {
+        "dtype": str(engine.model.dtype).removeprefix("torch."), "layout": engine.passes.verified.layout,
+        "logprob_difference": engine.passes.verified.padded.mean, "token_budget": engine.passes.budget.tokens, "batches": {},
     }  # fmt: skip
-    report.setdefault("parts", {})
+    for name in BATCHES:
+        examples, groups = make_batch(name, groups=1 if tiny else None)
+        if tiny:
+            examples, groups = examples[:4], groups[:4]
+        engine.model.load_adapter(state.weights)
+        examples = own_logprobs(engine, examples)
 
-    def note(part: str, found: dict[str, Any]) -> None:
-        report["parts"][part] = {"code": code, **found}
-        report["parts"] = {p: report["parts"][p] for p in PARTS if p in report["parts"]}
-        write(out, report)
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(gpu_page.page(report))
+        def step(examples: list[Any] = examples, groups: list[int] = groups) -> dict[str, float]:
+            metrics: dict[str, float] = engine.step(state, examples, groups).metrics
+            return metrics
 
-    for part in parts:
-        old = report["parts"].get(part, {})
-        same = old.get("code") == code and not options.again
-        if same and old.get("status") == "done":
-            print(f"{part}: done before")
-            continue
-        before = old.get("result", {}) if same else {}
-        left = seconds - (time.monotonic() - began)
-        reason = why_not(part, options, machine)
-        if old.get("status") == "done" and (reason or left < LEAST_S):
-            print(f"{part}: not measured again, {reason or 'no time is left'}")
-            continue
-        if reason:
-            found = {"status": "skipped", "why": reason}
-        elif left < LEAST_S:
-            found = {"status": "cut off", "why": "no time was left for it", "result": before}
-        else:
-            print(f"{part}: running", flush=True)
-            limit = min(LIMITS.get(part, OTHER_LIMIT), max(left - GRACE_S, LEAST_S / 2))
-
-            def keep(result: dict[str, Any], part: str = part) -> None:
-                if result and report["parts"].get(part, {}).get("result") != result:
-                    note(part, {"status": "cut off", "why": "it was still running", "result": result})
-
-            found = run_part(part, before, options, limit, keep)
-        note(part, found)
-        print(f"{part}: {found['status']}{': ' + found['why'] if 'why' in found else ''}", flush=True)
-    return report
+        ours = _timed(step, engine.model.device, rounds)
+        metrics = ours.pop("result")
+        ours |= {
+            "loss": metrics["loss"], "trained_tokens_per_s": metrics["tokens"] / ours["seconds"],
+            # Forward, and backward through activations only: the base model's weights take no gradient.
+            "model_tflops": 4 * engine.passes.size * metrics["tokens_forward"] / ours["seconds"] / 1e12,
+        }  # fmt: skip
+        theirs = _trl(engine, state, examples, rounds, scratch)
+        out["batches"][name] = {"journeywork": ours, "trl": theirs}
+    return out
 
 
-def main(argv: list[str] | None = None) -> None:
+def run_command(part: str, scratch: Path, device: str) -> dict[str, Any]:
+    """Run a part that is a command. Raises `RuntimeError` with the end of its output if it fails."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    if device == "cpu":
+        env |= {"CUDA_VISIBLE_DEVICES": "", "JOURNEYWORK_GPU_TESTS_ANYWHERE": "1"}
+    argv = {
+        "tests": ["-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "tests/gpu"],
+        "demo": ["-m", "examples.tictactoe.demo", "--run-dir", str(scratch / "demo")],
+    }[part]
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError((done.stdout + done.stderr)[-4000:])
+    if part == "demo":
+        return dict(json.loads((scratch / "demo" / "report.json").read_text()))
+    return {"summary": done.stdout.strip().splitlines()[-1]}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )  # fmt: skip
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
-    parser.add_argument("--seconds", type=float, default=7200.0, help="time for all of it")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each measurement")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the command itself")
-    parser.add_argument("--again", action="store_true", help="measure again what was done before")
-    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "gpu-proof-models")
-    parser.add_argument("--out", type=Path, help="results, JSON")
-    parser.add_argument("--page", type=Path, help="the page that is made of them")
-    for name in ("--part", "--into", "--scratch"):  # of a part's process
-        parser.add_argument(name, type=str if name == "--part" else Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu.json")
     args = parser.parse_args(argv)
-    if args.part:
-        child(args)
-        return
-    measured = args.device == "cuda" and not args.tiny
-    aside = ROOT / "runs" / "gpu-proof"
-    out = args.out or (ROOT / "benchmarks" / "results" / "gpu.json" if measured else aside / "gpu.json")
-    page = args.page or (ROOT / "docs" / "gpu.md" if measured else aside / "gpu.md")
-    options = Options(
-        args.device, args.tiny, args.rounds, args.models.with_name(args.models.name + ("-tiny" if args.tiny else "")),
-        args.again,
-    )  # fmt: skip
-    # SIGTERM runs the `finally` blocks, as Ctrl-C does, so that servers are stopped.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        report = proof([p for p in PARTS if p in args.only], options, out, page, args.seconds)
-    except RuntimeError as error:
-        print(f"gpu-proof: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    print(f"{out}\n{page}")
-    if any(part["status"] == "failed" for part in report["parts"].values()):
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.stderr.write("gpu-proof: no CUDA GPU: torch.cuda.is_available() is false\n")
+        raise SystemExit(2)
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    report: dict[str, Any] = {"device": name, "torch": torch.__version__, "tiny": args.tiny, "parts": {}}
+    for part in args.only:
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="gpu-proof-") as folder:
+            try:
+                if part in SHAPES:
+                    found = measure(
+                        part, Path(folder), device=args.device, tiny=args.tiny, rounds=args.rounds
+                    )
+                else:
+                    found = run_command(part, Path(folder), args.device)
+            except RuntimeError as error:
+                found = {"failed": str(error)}
+        report["parts"][part] = {"duration_s": round(time.perf_counter() - began, 1), **found}
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"{part}: {'failed' if 'failed' in found else 'done'}", flush=True)
+    if any("failed" in found for found in report["parts"].values()):
         raise SystemExit(1)
 
 

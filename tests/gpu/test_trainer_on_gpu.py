@@ -208,7 +208,7 @@ def test_a_step_with_checks_agrees_with_its_own_records(make_engine: MakeEngine)
     """What the trainer computes twice, one sequence at a time and in the step, is the same."""
     engine = make_engine(dtype="bfloat16", **{"memory.packing": "padded"})
     examples, groups = batch()
-    from benchmarks.gpu_trainer import own_logprobs
+    from benchmarks.gpu import own_logprobs
 
     recorded = own_logprobs(engine, examples)
     engine.configure(msgspec.structs.replace(engine.config, logprob_bound=None))
