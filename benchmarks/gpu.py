@@ -126,9 +126,9 @@ def _trl(engine: Any, state: Any, examples: list[Any], rounds: int, scratch: Pat
     for rows in (8, 4, 2, 1):
         step = trl_step(engine, engine.config, examples, scratch, rows)
 
-        def fresh(step: Callable[[], Any] = step) -> float:
+        def fresh(step: Callable[[], dict[str, float]] = step) -> float:
             engine.model.load_adapter(state.weights)
-            return float(step())
+            return float(step()["loss"])
 
         try:
             found = _timed(fresh, engine.model.device, rounds)
@@ -154,7 +154,8 @@ def measure(size: str, scratch: Path, *, device: str, tiny: bool, rounds: int) -
     state = engine.initial_state()
     out: dict[str, Any] = {
         "dtype": str(engine.model.dtype).removeprefix("torch."), "layout": engine.passes.verified.layout,
-        "logprob_difference": engine.passes.verified.padded.mean, "token_budget": engine.passes.budget.tokens, "batches": {},
+        "logprob_difference": engine.passes.verified.padded.mean, "token_budget": engine.passes.budget.tokens,
+        "batches": {},
     }  # fmt: skip
     for name in BATCHES:
         examples, groups = make_batch(name, groups=1 if tiny else None)
