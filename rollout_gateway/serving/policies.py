@@ -114,7 +114,7 @@ class Policies:
         `dead_letters` it also becomes a dead letter."""
         self.project = project
         self._trust, self._dead_letters = trust or Trust(SigningConfig()), dead_letters
-        self._refused: list[tuple[Recorded[Event], str]] = []
+        self._unsigned: list[tuple[Recorded[Event], str]] = []
         """Checkpoints without a valid signature that are not reported yet, each with the reason."""
         self.models = {name: ModelState(name) for name in models}
         self.loads = LoadedAdapters()
@@ -206,7 +206,7 @@ class Policies:
         if before is not None and before.event.adapter_sha256 == event.adapter_sha256:
             return False
         if objection := self._trust.objection(event):
-            self._refused.append((recorded, objection))
+            self._unsigned.append((recorded, objection))
             return False
         if before is not None:
             # In a power cut the log and the trainer's disk lost the first one, and the step was trained again.
@@ -219,7 +219,7 @@ class Policies:
         events = await broker.read_all(_FOLLOWED, project=self.project)
         for recorded in events:
             self.apply(recorded)
-        await self._report_refused(broker)
+        await self._report_unsigned(broker)
         log.info("policies rebuilt", events=len(events), newest=[self.newest(m) for m in self.models])
 
     async def follow(self, broker: Broker, changed: Callable[[Recorded[Event]], None]) -> None:
@@ -229,13 +229,13 @@ class Policies:
         async for recorded in followed:
             if self.apply(recorded):
                 changed(recorded)
-            await self._report_refused(broker)
+            await self._report_unsigned(broker)
 
-    async def _report_refused(self, broker: Broker) -> None:
+    async def _report_unsigned(self, broker: Broker) -> None:
         """Log each refused checkpoint and publish it as a dead letter. The message id makes the log keep one dead
         letter however many gateways publish it."""
-        while self._refused:
-            recorded, why = self._refused.pop()
+        while self._unsigned:
+            recorded, why = self._unsigned.pop()
             log.error("checkpoint refused", reason=why, subject=recorded.subject, seq=recorded.seq)
             if not self._dead_letters:
                 continue
