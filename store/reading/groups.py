@@ -66,31 +66,33 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
         'WHERE "group" = $group ORDER BY "at"',
         chosen,
     )
-    replies = _replies(history, [row["trajectory"] for row in members])
+    calls = _calls(history, [row["trajectory"] for row in members])
     for member in members:
         one = member["trajectory"]
-        member["run"], member["reply"] = runs.get(one), replies.get(one)
+        member["run"] = runs.get(one)
+        member["reply"] = chat.reply(calls[one]["response"], 0) if one in calls else None
         member["verdicts"] = [v for v in verdicts if v["trajectory"] == one]
         member["labels"] = [label for label in labels if label["trajectory"] == one]
     best, worst = _ends(members)
     return {
-        **chosen, "scored": scored, "members": members, **_conversations(history, best, worst),
+        **chosen, "scored": scored, "members": members, **_conversations(calls, best, worst),
         "trained_in": history.rows(
             "SELECT version, step, branch FROM checkpoints WHERE list_contains(groups, $group) ORDER BY step", chosen
         ),
     }  # fmt: skip
 
 
-def _replies(history: History, members: list[str]) -> dict[str, Any]:
-    """The last reply of each member."""
+def _calls(history: History, members: list[str]) -> dict[str, Row]:
+    """The first and the last request of each member, and its last response."""
     if not members:
         return {}
-    replies = history.rows(
-        f"""SELECT trajectory, arg_max(response, (seq, -choice)) AS response FROM exchanges
-            WHERE {one_of("trajectory", members)} GROUP BY 1""",  # noqa: S608
+    rows = history.rows(
+        f"""SELECT trajectory, arg_min(request, (seq, choice)) AS first, arg_max(request, (seq, -choice)) AS last,
+              arg_max(response, (seq, -choice)) AS response
+            FROM exchanges WHERE {one_of("trajectory", members)} GROUP BY 1""",  # noqa: S608
         numbered(members),
     )
-    return {row["trajectory"]: chat.reply(row["response"], 0) for row in replies}
+    return {row["trajectory"]: row for row in rows}
 
 
 def _ends(members: list[Row]) -> tuple[str, str]:
@@ -102,24 +104,16 @@ def _ends(members: list[Row]) -> tuple[str, str]:
     return best["trajectory"], worst["trajectory"] if worst["reward"] < best["reward"] else ""
 
 
-def _conversations(history: History, best: str, worst: str) -> Row:
+def _conversations(calls: dict[str, Row], best: str, worst: str) -> Row:
     """`prompt`: the messages with which the group began; `best` and `worst`: what was said after them, or `None`."""
-    names = [one for one in (best, worst) if one]
-    rows = history.rows(
-        f"""SELECT trajectory, arg_min(request, (seq, choice)) AS first, arg_max(request, (seq, -choice)) AS last,
-              arg_max(response, (seq, -choice)) AS response
-            FROM exchanges WHERE {one_of("trajectory", names)} AND NOT side_call GROUP BY 1""",  # noqa: S608
-        numbered(names),
-    ) if names else []  # fmt: skip
-    of = {row["trajectory"]: row for row in rows}
-    begin = next((chat.sent(of[one]["first"]) for one in names if one in of), [])
-    said = {
-        one: [chat.message(m) for m in chat.after(begin, chat.sent(of[one]["last"]))]
-        + [chat.reply(of[one]["response"], 0)]
-        for one in names if one in of
-    }  # fmt: skip
-    return {
-        "prompt": [chat.message(one) for one in begin],
-        "best": {"trajectory": best, "messages": said[best]} if best in said else None,
-        "worst": {"trajectory": worst, "messages": said[worst]} if worst in said else None,
-    }
+    names = [one for one in (best, worst) if one in calls]
+    begin = chat.sent(calls[names[0]]["first"]) if names else []
+
+    def said(one: str) -> Row | None:
+        if one not in names:
+            return None
+        later = chat.after(begin, chat.sent(calls[one]["last"]))
+        messages = [*map(chat.message, later), chat.reply(calls[one]["response"], 0)]
+        return {"trajectory": one, "messages": messages}
+
+    return {"prompt": [chat.message(one) for one in begin], "best": said(best), "worst": said(worst)}

@@ -37,7 +37,7 @@ def summary(history: History, chosen: Row, now: datetime | None = None) -> dict[
     `state`: `running`, `stopped`, or `unknown` where no supervisor ran here; `sentences`: the state, the gain, the last
     step; `todo`: what to do; `alarms`: the raised ones; `gain`: the figures of the gain, or `None`."""
     state, alarms, gain = state_of(history.config), alarms_of(history), gain_of(history, chosen)
-    last = history.row(_LAST, chosen)
+    last = next(iter(history.shared_rows(_LAST, chosen)), None)
     moment = (now or datetime.now(UTC)).replace(tzinfo=None)
     troubled = [
         f"{name} is {word}" for name, word in state.services.items() if state.running and word != "ready"
@@ -62,8 +62,8 @@ def summary(history: History, chosen: Row, now: datetime | None = None) -> dict[
 def gain_of(history: History, chosen: Row) -> Row | None:
     """Return by how much the policy is better on held-out tasks than before, with the 95 % interval: from the newest
     evaluation, else from the held-out runs of the first and the last version that have some. `None` without either."""
-    if found := history.row(_EVALUATED, chosen):
-        return found
+    if evaluated := history.shared_rows(_EVALUATED, chosen):
+        return evaluated[0]
     rows = history.shared_rows(_HELD_OUT, chosen)
     if len(rows) < 2:
         return None
