@@ -40,6 +40,8 @@ IMPLEMENTATIONS = ("trl", "journeywork")
 VOCAB = 4096
 _THEIR_ROUNDS = 5
 """TRL's side takes a step in every fifth round: its steps are alike, ours make their checks in some only."""
+_WARM_UP = {"trl": 1, "journeywork": 2}
+"""First steps that are not counted. Ours then make the checks that are due at the start of a process."""
 
 
 def model_folder(folder: Path) -> str:
@@ -65,22 +67,24 @@ def make_batch(shape: str, groups: int | None = None) -> tuple[list[Any], list[i
 
     rng = np.random.default_rng(0)
 
-    def some(low: int, high: int) -> list[int]:
+    def random_ids(low: int, high: int) -> list[int]:
         return rng.integers(2, VOCAB, int(rng.integers(low, high + 1))).tolist()
 
     examples, group_of = [], []
     for group in range(groups or (8 if shape == "short" else 1)):
         prompt = {"short": (40, 80), "shared_prefix": (2000, 2000), "multiturn": (200, 200)}[shape]
-        shared = some(*prompt)
+        shared = random_ids(*prompt)
         for _ in range(8):
             ids, trained = list(shared), [False] * len(shared)
             turns = 10 if shape == "multiturn" else 1
             for turn in range(turns):
-                reply = some(*{"short": (8, 32), "shared_prefix": (200, 200), "multiturn": (20, 60)}[shape])
+                reply = random_ids(
+                    *{"short": (8, 32), "shared_prefix": (200, 200), "multiturn": (20, 60)}[shape]
+                )
                 ids += reply
                 trained += [True] * len(reply)
                 if turn < turns - 1:
-                    tool = some(30, 90)
+                    tool = random_ids(30, 90)
                     ids += tool
                     trained += [False] * len(tool)
             n = len(ids)
@@ -148,7 +152,7 @@ def serve_steps(shape: str, implementation: str, base: str, threads: int) -> Non
 
 
 def measure(shape: str, base: str, threads: int, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """The measurements of each implementation's steps; the first step warms up."""
+    """The measurements of each implementation's steps."""
     children = {
         # -P: this file's folder must not be searched, it would be found in place of the package `trainer`.
         name: subprocess.Popen(
@@ -158,7 +162,7 @@ def measure(shape: str, base: str, threads: int, rounds: int) -> dict[str, list[
         ) for name in IMPLEMENTATIONS
     }  # fmt: skip
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in children}
-    for i in range(rounds + 1):
+    for i in range(_WARM_UP["journeywork"] + rounds):
         for name, child in children.items():
             if name == "trl" and i % _THEIR_ROUNDS:
                 continue
@@ -280,17 +284,17 @@ def compare(shape: str, steps: dict[str, list[dict[str, float]]]) -> dict[str, A
     if abs(ours[0]["loss"] - theirs[0]["loss"]) > 1e-4 * max(1.0, abs(theirs[0]["loss"])):
         raise SystemExit(f"{shape}: the losses differ: {ours[0]['loss']} and {theirs[0]['loss']}")
 
-    def mean(of: list[dict[str, float]], field: str) -> float:
-        return statistics.fmean(step[field] for step in of[1:])
+    def mean(name: str, field: str) -> float:
+        return statistics.fmean(step[field] for step in steps[name][_WARM_UP[name] :])
 
     trained = ours[0]["tokens"]
     return {
-        "speedup": round(mean(theirs, "seconds") / mean(ours, "seconds"), 3),
-        "speedup_in_cpu_time": round(mean(theirs, "cpu_seconds") / mean(ours, "cpu_seconds"), 3),
+        "speedup": round(mean("trl", "seconds") / mean("journeywork", "seconds"), 3),
+        "speedup_in_cpu_time": round(mean("trl", "cpu_seconds") / mean("journeywork", "cpu_seconds"), 3),
         "trained_tokens": trained,
-        "trained_tokens_per_s": {n: round(trained / mean(s, "seconds"), 1) for n, s in steps.items()},
-        "checked_tokens_share": round(mean(ours, "tokens_checked") / mean(ours, "tokens_forward"), 4),
-        "cpu_seconds_a_step": {n: round(mean(s, "cpu_seconds"), 3) for n, s in steps.items()},
+        "trained_tokens_per_s": {n: round(trained / mean(n, "seconds"), 1) for n in steps},
+        "checked_tokens_share": round(mean("journeywork", "tokens_checked") / mean("journeywork", "tokens_forward"), 4),
+        "cpu_seconds_a_step": {n: round(mean(n, "cpu_seconds"), 3) for n in steps},
         "peak_rss_mb": {n: round(s[-1]["peak_rss_mb"]) for n, s in steps.items()},
         "loss": {n: round(s[0]["loss"], 6) for n, s in steps.items()},
     }  # fmt: skip

@@ -84,22 +84,22 @@ class ProcessGroup:
             "MASTER_ADDR",
             "MASTER_PORT",
         ]
-        found = {name: os.environ.pop(name) for name in names if name in os.environ}
+        addresses = {name: os.environ.pop(name) for name in names if name in os.environ}
         # torchrun, which accelerate starts, hosts the TCP store for the rendezvous. Without torchrun rank 0 hosts it.
         agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         for name in [n for n in os.environ if n.startswith(("ACCELERATE_", "TORCHELASTIC_"))]:
             del os.environ[name]
-        rank, size = int(found["RANK"]), int(found["WORLD_SIZE"])
+        rank, size = int(addresses["RANK"]), int(addresses["WORLD_SIZE"])
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         if torch.cuda.device_count():
             # One device for each process. This must be set before CUDA is initialised.
             devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-            os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(found.get("LOCAL_RANK", "0")) % len(devices)]
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(addresses.get("LOCAL_RANK", "0")) % len(devices)]
         dist.init_process_group(
             "nccl" if torch.cuda.is_available() else "gloo",
             store=dist.TCPStore(
-                found["MASTER_ADDR"],
-                int(found["MASTER_PORT"]),
+                addresses["MASTER_ADDR"],
+                int(addresses["MASTER_PORT"]),
                 size,
                 is_master=not agents_store and rank == 0,
                 timeout=timedelta(minutes=5),

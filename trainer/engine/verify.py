@@ -90,19 +90,19 @@ def sequences(vocabulary: int, longest: int, span: int) -> list[TokenSequence]:
     They branch at several depths; two of them are equal, and one shares no prefix."""
     rng = np.random.default_rng(0)
 
-    def some(n: int) -> np.ndarray[Any, Any]:
+    def random_ids(n: int) -> np.ndarray[Any, Any]:
         return rng.integers(0, vocabulary, n)
 
     length = min(max(48, span + _TAIL + 8), longest)
-    root = some(length - 24)
-    first, second = some(12), some(12)
+    root = random_ids(length - 24)
+    first, second = random_ids(12), random_ids(12)
     branches = [
         np.concatenate([root, first, second]),
-        np.concatenate([root, first, some(9)]),
+        np.concatenate([root, first, random_ids(9)]),
         np.concatenate([root, first, second]),
-        np.concatenate([root, some(7)]),
-        np.concatenate([root[: len(root) // 2], some(15)]),
-        some(13),
+        np.concatenate([root, random_ids(7)]),
+        np.concatenate([root[: len(root) // 2], random_ids(15)]),
+        random_ids(13),
     ]
     return [TokenSequence.made_up("verify", ids, _TAIL) for ids in branches]
 
@@ -124,12 +124,12 @@ def _inference_mode(model: PolicyModel, eager: bool) -> Iterator[None]:
 
 
 def _reference_logprobs(
-    model: PolicyModel, chosen: Sequence[TokenSequence], eager: bool
+    model: PolicyModel, samples: Sequence[TokenSequence], eager: bool
 ) -> list[torch.Tensor]:
     """Return the logprobs of each sequence's trained tokens as the model's own forward pass computes them."""
     out = []
     with _inference_mode(model, eager), torch.no_grad():
-        for s in chosen:
+        for s in samples:
             ids_1L = torch.from_numpy(s.ids.astype(np.int64))[None].to(model.device)
             keep = s.trained_tokens + 1
             logits_LV = model.peft(input_ids=ids_1L, use_cache=False, logits_to_keep=keep).logits[0]
@@ -140,10 +140,10 @@ def _reference_logprobs(
 
 
 def _difference(
-    model: PolicyModel, layout: Layout, chosen: Sequence[TokenSequence], reference: Sequence[torch.Tensor]
+    model: PolicyModel, layout: Layout, samples: Sequence[TokenSequence], reference: Sequence[torch.Tensor]
 ) -> Difference:
     """Compare the logprobs of a training pass over `layout` with the reference. A NaN counts as infinite."""
-    shape = shape_of(chosen)
+    shape = shape_of(samples)
     with torch.no_grad():
         logprobs_SK, _ = model.logprobs(layout, shape, entropy=False)
     differences = [
@@ -186,18 +186,18 @@ def _verify(model: PolicyModel) -> Verified:
         model.longest or positions,
     )
     longest = max(32, min(*at_most, positions))
-    chosen = sequences(model.vocabulary, longest, span)
+    samples = sequences(model.vocabulary, longest, span)
     name = type(forward.model).__name__
     patched = config.engine == "unsloth"
-    reference = _reference_logprobs(model, chosen, eager=not patched)
-    rows = _difference(model, padded(chosen), chosen, reference)
+    reference = _reference_logprobs(model, samples, eager=not patched)
+    rows = _difference(model, padded(samples), samples, reference)
     if not rows.within_bound(config, model.dtype) and not patched and config.memory.attention == "sdpa":
         log.warning(
             "SDPA gives other logprobs than this model's own attention; eager attention is used instead",
             model=model.base, difference=str(rows),
         )  # fmt: skip
         forward.model.set_attn_implementation("eager")
-        rows = _difference(model, padded(chosen), chosen, reference)
+        rows = _difference(model, padded(samples), samples, reference)
     if not rows.within_bound(config, model.dtype):
         raise RefusedError(Verified(rows, None, "padded", forward.attention, refused=(
             f"{model.base} ({name}) can't be trained: the logprobs of a training pass differ from the model's "
@@ -205,7 +205,7 @@ def _verify(model: PolicyModel) -> Verified:
         )))  # fmt: skip
     packed, why = None, "the engine replaces the attention mask"
     if model.accepts_masks:
-        packed, why = _verify_prefix_sharing(model, chosen, reference)
+        packed, why = _verify_prefix_sharing(model, samples, reference)
     if why and config.memory.packing == "prefix":
         raise RefusedError(Verified(rows, packed, "padded", forward.attention, why, refused=(
             f"trainer.memory.packing: prefixes can't be shared with {model.base} ({name}): {why}; use `padded` or "
@@ -217,18 +217,18 @@ def _verify(model: PolicyModel) -> Verified:
 
 
 def _verify_prefix_sharing(
-    model: PolicyModel, chosen: Sequence[TokenSequence], reference: Sequence[torch.Tensor]
+    model: PolicyModel, samples: Sequence[TokenSequence], reference: Sequence[torch.Tensor]
 ) -> tuple[Difference | None, str]:
     """Try the model's mask formats on a prefix tree and keep the first that gives right logprobs.
 
     Returns its difference and an empty string, or the last difference (`None` if no pass ran) and why none is right."""
     difference: Difference | None = None
     why = "some of its layers carry a state from token to token"
-    layout = prefix_shared(chosen, [0] * len(chosen))
+    layout = prefix_shared(samples, [0] * len(samples))
     for mask_format in mask_formats(model.forward.text):
         model.forward.mask_format = mask_format
         try:
-            difference = _difference(model, layout, chosen, reference)
+            difference = _difference(model, layout, samples, reference)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
