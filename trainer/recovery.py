@@ -15,12 +15,15 @@ from __future__ import annotations
 from anyio.to_thread import run_sync
 
 from pipeline import streams
-from pipeline.events import CheckpointPublished
-from pipeline.log.broker import Broker
+from pipeline.events import CheckpointPublished, DeadLettered, GroupDiscarded, GroupScored
+from pipeline.log.broker import Broker, Recorded
+from pipeline.log.messages import Place
 from pipeline.log.subjects import stream_of
+from pipeline.streams import ConsumerSpec
 from pipeline.telemetry.logs import get_logger
 from trainer.checkpoints.checkpoint import CheckpointError, Manifest
 from trainer.checkpoints.commits import Commits, TrainerError
+from trainer.checkpoints.consumed import Consumed
 from trainer.learner import Learner
 
 log = get_logger("trainer.recovery")
@@ -46,6 +49,35 @@ async def recover(commits: Commits, learner: Learner) -> list[CheckpointPublishe
         await _resume_from(commits, learner, last)
     await run_sync(learner.checkpoints.set_log_id, log_id)
     return [*published, *(manifest.event for manifest in unpublished)]
+
+
+async def unacknowledged(
+    broker: Broker, consumer: ConsumerSpec, consumed: Consumed
+) -> tuple[int, list[Recorded[GroupScored]]]:
+    """Return how many messages a trainer before this one held when it died, and the groups among them or behind them
+    that were delivered, in stream order: the server delivers them again only after `ack_wait`, behind newer groups.
+
+    Those that are discarded or dead letters are added to `consumed`."""
+    info = await broker.consumer_info(consumer)
+    pending = int(info.num_ack_pending or 0)
+    if not pending:
+        return 0, []
+    floor = int(info.ack_floor.stream_seq) if info.ack_floor else 0
+    delivered = int(info.delivered.stream_seq) if info.delivered else 0
+    discarded = {
+        (r.event.branch, r.event.model, r.event.group)
+        for r in await broker.read(GroupDiscarded, start_seq=floor + 1)
+        # `too_large` concerns some trajectories; the group itself trains.
+        if r.event.by == "trainer" and r.event.reason != "too_large"
+    }
+    letters = await broker.read(DeadLettered, stream=consumer.stream, consumer=consumer.name)
+    dead = {Place(r.event.stream_seq, r.event.stream_at) for r in letters}
+    groups = [r for r in await broker.read(GroupScored, start_seq=floor + 1) if r.seq <= delivered]
+    for recorded in groups:
+        event = recorded.event
+        if recorded.place in dead or (event.branch, event.model, event.group) in discarded:
+            consumed.add(recorded.place)
+    return pending, groups
 
 
 async def _log_id(broker: Broker) -> str:

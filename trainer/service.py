@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import anyio
+import msgspec
 from anyio.to_thread import run_sync
 
 from pipeline import streams
@@ -27,7 +28,7 @@ from pipeline.events import (
     GroupScored,
     encode,
 )
-from pipeline.log.broker import Broker, Consumption, Delivery, HistoryGoneError
+from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.log.messages import Place
 from pipeline.running.service import Ready
 from pipeline.telemetry.logs import get_logger
@@ -40,11 +41,13 @@ from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import UntrainableError
 from trainer.learner import Learner, PendingStep, make_learners
 from trainer.queues import ModelQueue
-from trainer.recovery import recover
+from trainer.recovery import recover, unacknowledged
 
 log = get_logger("trainer")
 
 _RECONNECT_CHECK_S = 1.0
+_EXCHANGE_MEMORY_BYTES = 32 * 1024 * 1024
+"""A trajectory's exchanges are read one after the other, and once: more of them need not be remembered."""
 _CONSUMED_KEPT = 10_000
 """With more places of consumed groups in memory, those that the server has acknowledged are dropped."""
 
@@ -89,35 +92,9 @@ class Trainer:
             await self._record_validation(queue, [r.event for r in scored if r.seq <= state.last_seq])
             log.info("resumed", model=name, step=queue.step, version=queue.learner.version)
         self._validated_to = state.last_seq
-        await self._queue_unacknowledged()
-
-    async def _queue_unacknowledged(self) -> None:
-        """Queue, in stream order, the groups that a trainer before this one held when it died: the server delivers
-        them again only after `ack_wait`, behind newer groups."""
-        info = await self.broker.consumer_info(self._consumer)
-        floor = int(info.ack_floor.stream_seq) if info.ack_floor else 0
-        delivered = int(info.delivered.stream_seq) if info.delivered else 0
-        self._redeliveries = int(info.num_ack_pending or 0)
-        if not self._redeliveries:
-            return
-        discards = await self.broker.read(GroupDiscarded, start_seq=floor + 1)
-        discarded = {
-            (r.event.branch, r.event.model, r.event.group)
-            for r in discards
-            # `too_large` concerns some trajectories; the group itself trains.
-            if r.event.by == "trainer" and r.event.reason != "too_large"
-        }
-        letters = await self.broker.read(
-            DeadLettered, stream=self._consumer.stream, consumer=self._consumer.name
-        )
-        dead = {Place(r.event.stream_seq, r.event.stream_at) for r in letters}
-        for scored in await self.broker.read(GroupScored, start_seq=floor + 1):
-            event = scored.event
-            if scored.seq > delivered:
-                break
-            if scored.place in dead or (event.branch, event.model, event.group) in discarded:
-                self._consumed.add(scored.place)
-            await self._admit(event, scored.place, None)
+        self._redeliveries, groups = await unacknowledged(self.broker, self._consumer, self._consumed)
+        for recorded in groups:
+            await self._admit(recorded.event, recorded.place, None)
 
     async def require_whole_log(self) -> None:
         """Raise `LogShrankError` if the log lost its end: the newest group that was read, or a committed step."""
@@ -197,7 +174,7 @@ class Trainer:
                 waiting.place, waiting.delivery = place, delivery
                 return
         await queue.expect(event, self.broker, self._consumer.name)
-        refusal = await self._refuse_repeated(event)
+        refusal = await self._consumed.refuse_repeated(event, self.broker)
         if refusal is None:
             if place.seq > self._validated_to:
                 await self._record_validation(queue, [event])
@@ -212,28 +189,6 @@ class Trainer:
         validation = queue.learner.validation
         if validation.record(groups) and validation.best is not None:
             await run_sync(queue.learner.checkpoints.set_best, validation.best)  # it waits for the disk
-
-    async def _refuse_repeated(self, event: GroupScored) -> Refusal | None:
-        """Refuse a group that was already trained, and was scored again because the log lost its event in a power cut.
-
-        Returns `None` if `event` is another group with the same id: the earlier event is still on the log, or the
-        stream's retention removed it."""
-        trained = self._consumed.trained(event.model, event.group)
-        if trained is None:
-            return None
-        try:
-            earlier = await self.broker.read_at(GroupScored, trained.place.seq)
-        except HistoryGoneError:
-            state = (await self.broker.stream_info(self._consumer.stream)).state
-            if trained.place.seq < state.first_seq:
-                return None
-        else:
-            if earlier.place == trained.place:
-                return None
-        return Refusal(
-            "repeated",
-            f"already trained in {trained.version}; the log lost the group's first event and it was scored again",
-        )
 
     async def _discard(self, queue: ModelQueue, group: TrainingGroup, refusal: Refusal) -> None:
         event = group.event
@@ -411,7 +366,9 @@ async def train(config: Config, ready: Ready, process_group: ProcessGroup | None
     of a step. Raises `TrainerError` if disk and log do not belong together; `LogShrankError`, in a group."""
     scratch = config.path(config.trainer.checkpoints)
     user = "trainer" if config.trainer.branch == "main" else "experiment"
-    async with Broker.connect(config.nats, name=user) as broker:
+    remembered = min(config.nats.exchange_memory_bytes, _EXCHANGE_MEMORY_BYTES)
+    nats = msgspec.structs.replace(config.nats, exchange_memory_bytes=remembered)
+    async with Broker.connect(nats, name=user) as broker:
         learners = await run_sync(make_learners, config, scratch, process_group)
         trainer = Trainer(config, broker, learners)
         spec = streams.trainer_consumer(config.trainer.branch)

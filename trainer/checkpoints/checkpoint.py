@@ -220,16 +220,6 @@ class Checkpoints:
                 )
         return manifest, files
 
-    def newest(self) -> tuple[Manifest, dict[str, bytes]] | None:
-        """The newest checkpoint that is complete and undamaged; damaged ones are logged and skipped. `None` where
-        there is none."""
-        for step in reversed(self.steps()):
-            try:
-                return self.read(step)
-            except CheckpointError as error:
-                log.error("damaged checkpoint skipped", reason=str(error))
-        return None
-
     def best(self) -> Best | None:
         """The checkpoint with the best validation reward; `None` until one was validated."""
         try:

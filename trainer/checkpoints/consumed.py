@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipeline.events import CheckpointPublished, unpack_seqs
+from pipeline.events import CheckpointPublished, GroupScored, unpack_seqs
+from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.log.messages import Place
+from pipeline.log.subjects import stream_of
+from trainer.batches.groups import Refusal
 
 
 class TrainedGroup(NamedTuple):
@@ -49,7 +52,24 @@ class Consumed:
     def __contains__(self, place: Place) -> bool:
         return place in self._places
 
-    def trained(self, model: str, group: str) -> TrainedGroup | None:
-        """The group's place and the version that learned from it, if a checkpoint of `model` did before this trainer
-        started; else `None`."""
-        return self._trained.get((model, group))
+    async def refuse_repeated(self, event: GroupScored, broker: Broker) -> Refusal | None:
+        """Refuse a group that a checkpoint learned from before this trainer started, and that was scored again because
+        the log lost its event in a power cut.
+
+        Returns `None` if `event` is another group with the same id: the earlier event is still on the log, or the
+        stream's retention removed it."""
+        trained = self._trained.get((event.model, event.group))
+        if trained is None:
+            return None
+        try:
+            earlier = await broker.read_at(GroupScored, trained.place.seq)
+        except HistoryGoneError:
+            if trained.place.seq < (await broker.stream_info(stream_of(GroupScored))).state.first_seq:
+                return None
+        else:
+            if earlier.place == trained.place:
+                return None
+        return Refusal(
+            "repeated",
+            f"already trained in {trained.version}; the log lost the group's first event and it was scored again",
+        )

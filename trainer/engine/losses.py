@@ -68,7 +68,6 @@ def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig
         output_dir=str(output),
         use_cpu=cpu,
         seed=config.seed,
-        learning_rate=config.optimizer.learning_rate,
         loss_type=config.loss.type,
         beta=0.0,  # set after construction by `CapturedGRPOTrainer`
         epsilon=config.loss.epsilon,

@@ -96,7 +96,7 @@ class Passes:
         self._set_loss()
 
     def _set_loss(self) -> None:
-        key = config_hash(self.config)
+        key = config_hash(self.config.loss)  # a requested learning rate makes no further trainer
         if key not in self._trainers:
             args = losses.grpo_config(self.config, self._scratch, cpu=self.model.device.type == "cpu")
             self._trainers[key] = losses.CapturedGRPOTrainer(self.model.peft, args, self.config.loss.beta)

@@ -32,10 +32,7 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
 
 def test_a_written_checkpoint_is_read_back_unchanged(checkpoints: Checkpoints) -> None:
     checkpoints.write(manifest(3, FILES), FILES)
-    newest = checkpoints.newest()
-    assert newest is not None
-    assert newest[0] == manifest(3, FILES)
-    assert newest[1] == FILES
+    assert checkpoints.read(3) == (manifest(3, FILES), FILES)
 
 
 def test_a_folder_whose_name_holds_no_number_is_no_step(checkpoints: Checkpoints) -> None:
@@ -64,21 +61,20 @@ def test_an_incomplete_checkpoint_is_not_listed(
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000001"]
 
 
-def test_a_damaged_checkpoint_is_skipped(checkpoints: Checkpoints) -> None:
+def test_a_damaged_checkpoint_is_not_read(checkpoints: Checkpoints) -> None:
     for step in (1, 2):
         checkpoints.write(manifest(step, FILES), FILES)
     (checkpoints.path(2) / "state.pt").write_bytes(b"bit rot")
     with pytest.raises(CheckpointError, match="does not match its SHA-256"):
         checkpoints.read(2)
-    newest = checkpoints.newest()
-    assert newest is not None
-    assert newest[0].event.step == 1
+    assert checkpoints.read(1)[0].event.step == 1
 
 
 def test_a_checkpoint_without_its_manifest_is_incomplete(checkpoints: Checkpoints) -> None:
     checkpoints.write(manifest(1, FILES), FILES)
     (checkpoints.path(1) / "manifest.json").unlink()
-    assert checkpoints.newest() is None
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        checkpoints.read(1)
 
 
 def test_pruning_keeps_the_newest_and_the_best(checkpoints: Checkpoints) -> None:

@@ -66,7 +66,7 @@ async def fill(broker: Broker, groups: int) -> None:
 
 
 def final_weights(config: Config, step: int) -> dict[str, np.ndarray]:
-    _, files = checkpoint.Checkpoints(config.path("checkpoints", kit.MODEL)).read(step)
+    _, files = checkpoint.Checkpoints(config.path("checkpoints", "p", "main", kit.MODEL)).read(step)
     return {k: v.numpy() for k, v in checkpoint.weights_of(files).items()}
 
 
