@@ -183,7 +183,7 @@ def _up(args: argparse.Namespace) -> None:
         return
     require_base_files(config, services)
     os.umask(0o077)  # only the owner may read a run's files
-    run_lock.private(Path(config.run_dir))
+    run_lock.make_private(Path(config.run_dir))
     path = config.path("logs", "supervisor.log")
     with run_lock.hold(Path(config.run_dir)) as lock:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -263,7 +263,7 @@ def _exec(args: argparse.Namespace) -> None:
         require_base_files(config, ("trainer",))
     spec = make(config, args.port, args.host)
     os.umask(0o077)
-    run_lock.private(Path(config.run_dir))
+    run_lock.make_private(Path(config.run_dir))
     run_lock.for_server(Path(config.run_dir), args.server)
     if spec.prepare is not None:
         spec.prepare()

@@ -10,6 +10,7 @@
 | `environment` | the environment variables that each process gets |
 | `prepare` | the command `journeywork prepare`: keys and settings for containers |
 | `runs` | which run a command means, and how to reach its log |
+| `state` | `state.json`: the processes of an installation and their addresses |
 | `run_lock` | one installation at a time in a run directory |
 | `gateway_api` | the gateway's API, for commands |
 | `log_files` | the command `journeywork logs` |

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 
 from pipeline.errors import ConfigError
-from pipeline.running.runs import STATE, find_run, service_url
+from pipeline.running.runs import find_run
+from pipeline.running.state import STATE, read_state
 
 URL_VARIABLE, KEY_VARIABLE = "JOURNEYWORK_URL", "JOURNEYWORK_API_KEY"
 _OWN_KEY = Path("keys", "operator.key")
@@ -45,11 +45,12 @@ def connect(args: argparse.Namespace) -> GatewayApi:
     folder: Path | None = None
     if not url:
         folder = find_run(args.run_dir)
-        if not (folder / STATE).is_file():
+        state = read_state(folder)
+        if state is None:
             raise ConfigError(
                 f"{folder} has no {STATE}: start it with `journeywork up`, or name a gateway with --url"
             )
-        url = service_url(msgspec.json.decode((folder / STATE).read_bytes()), "gateway")
+        url = state.url("gateway")
         if not url:
             raise ConfigError(
                 f"{folder} is stopped, or has no gateway: start it with `journeywork up`, or name a gateway with --url"

@@ -33,7 +33,7 @@ def prepare(config: Config) -> Config:
     if not config.nats.url or not config.vllm.urls:
         raise ConfigError("nats.url and vllm.urls: set both: the prepared processes find each other by them")
     run_dir = Path(config.run_dir)
-    run_lock.private(run_dir)
+    run_lock.make_private(run_dir)
     lock = run_lock.share(run_dir)
     try:
         return _prepare(config, run_dir.absolute() / "keys")

@@ -26,7 +26,7 @@ class RunInUseError(ConfigError):
     """Another process uses the run directory. The message names both."""
 
 
-def private(run_dir: Path) -> None:
+def make_private(run_dir: Path) -> None:
     """Create the run directory, readable by its owner only. Raises `ConfigError` if that fails."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

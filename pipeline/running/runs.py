@@ -6,15 +6,13 @@ or a store. Commands that name no run mean the newest one under `runs/`: the one
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from pipeline.config import Config, ConfigError, NatsConfig, load, with_values
+from pipeline.running.state import STATE, read_state
 
-SETTINGS, STATE = "config.toml", "state.json"
+SETTINGS = "config.toml"
 _SIGNS = (SETTINGS, STATE, "store", "store/*")
 
 
@@ -62,33 +60,11 @@ def run_settings(
     else:
         config = load(file, more, sections=sections)
     named = any(text.startswith("nats.url=") for text in more) or (file and config.nats.url)
-    state = config.path(STATE)
-    if nats_url or (not named and state.is_file()):
-        url = nats_url or service_url(msgspec.json.decode(state.read_bytes()), "nats")
-        config = with_values(config, {"nats.url": url})
+    if nats_url:
+        return with_values(config, {"nats.url": nats_url})
+    if not named and (state := read_state(Path(config.run_dir))) is not None:
+        config = with_values(config, {"nats.url": state.url("nats")})
     return config
-
-
-def service_url(state: Mapping[str, Any], service: str) -> str:
-    """Return the address of a service as a run's `state.json` has it; empty if the run's own one was stopped, because
-    the port may belong to another run by now."""
-    if state.get("services", {}).get(service, {}).get("state") == "stopped":
-        return ""
-    return str(state.get("urls", {}).get(service) or "")
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process with this id runs on this machine."""
-    return pid > 0 and Path(f"/proc/{pid}").exists()
-
-
-def service_pid(config: Config, service: str) -> int:
-    """Return the id of the process in which `journeywork up` runs a service in the run directory; 0 if it does not."""
-    file = config.path(STATE)
-    state = msgspec.json.decode(file.read_bytes()) if file.is_file() else {}
-    found = state.get("services", {}).get(service, {})
-    pid = int(found.get("pid", 0))
-    return pid if found.get("state", "stopped") != "stopped" and is_alive(pid) else 0
 
 
 def log_of(config: Config) -> NatsConfig:

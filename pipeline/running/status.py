@@ -17,7 +17,8 @@ from pipeline.events import AlarmChanged, CheckpointPublished
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.log.health import fills
 from pipeline.printing import visible
-from pipeline.running.runs import STATE, is_alive, log_of, run_settings
+from pipeline.running.runs import log_of, run_settings
+from pipeline.running.state import read_state
 from pipeline.security.signing import Trust
 from pipeline.telemetry import logs as log
 
@@ -25,15 +26,11 @@ from pipeline.telemetry import logs as log
 def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
     """Print the state of the run. Raises `ConfigError` where nothing was started, and `SystemExit` with 1 where a
     process is gone or the log does not answer."""
-    path = run_dir / STATE
-    if not path.exists():
+    present = read_state(run_dir)
+    if present is None:
         raise ConfigError(f"{run_dir} holds no state.json: nothing was started there")
-    state = msgspec.json.decode(path.read_bytes())
+    state = msgspec.to_builtins(present) | {"running": present.running}
     log.configure("status", "CRITICAL")  # errors are printed as one line
-    for service in state["services"].values():
-        if service["state"] != "stopped" and not is_alive(service["pid"]):
-            service["state"] = "gone"
-    state["running"] = is_alive(state["pid"])
     if state["services"].get("nats", {}).get("state") == "stopped":
         state["log"] = "it was stopped with the run"  # another run's log may have its port now
     else:

@@ -23,12 +23,12 @@ import nats.errors
 from pipeline import streams
 from pipeline.backoff import Backoff
 from pipeline.config import Config, save
-from pipeline.files import write_whole
 from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError, BrokerUnavailableError
 from pipeline.running import child, environment, liveness, log_files
 from pipeline.running.plan import ProcessSpec
-from pipeline.running.run_lock import private
+from pipeline.running.run_lock import make_private
+from pipeline.running.state import ProcessState, RunState, write_state
 from pipeline.security import signing
 from pipeline.telemetry.logs import get_logger
 
@@ -107,7 +107,7 @@ class Supervisor:
         checked (`alarms`), and restart them until `stop`.
 
         Cancellation kills them at once. Raises `SupervisorError` (in a group) if a process never becomes ready."""
-        private(self._run_dir)
+        make_private(self._run_dir)
         self._logs.mkdir(parents=True, exist_ok=True)
         self.config = signing.with_public_key(self.config)
         save(self.config, self.config.path("config.toml"))
@@ -335,28 +335,23 @@ class Supervisor:
             self._on_change(watched)
 
     def _write_state(self) -> None:
-        state = {
-            "pid": os.getpid(),
-            "ready": self.ready,
-            "project": self.config.project,
-            "urls": {
-                "gateway": f"http://{self.config.gateway.host}:{self.config.gateway.port}",
-                "nats": self.config.nats.address,
-                "vllm": list(self.config.vllm.urls),
-                **(
-                    {"ui": f"http://{self.config.ui.host}:{self.config.ui.port}"}
-                    if "ui" in self.watched
-                    else {}
-                ),
-            },
-            "alarms": list(self.alarms),
-            "services": {
-                name: {"pid": w.pid, "state": w.state, "restarts": w.restarts}
-                for name, w in self.watched.items()
-            },
+        config = self.config
+        urls: dict[str, str | tuple[str, ...]] = {
+            "gateway": f"http://{config.gateway.host}:{config.gateway.port}",
+            "nats": config.nats.address,
+            "vllm": config.vllm.urls,
         }
+        if "ui" in self.watched:
+            urls["ui"] = f"http://{config.ui.host}:{config.ui.port}"
+        processes = {
+            name: ProcessState(pid=w.pid, state=w.state, restarts=w.restarts)
+            for name, w in self.watched.items()
+        }
+        state = RunState(
+            pid=os.getpid(), ready=self.ready, project=config.project, urls=urls, alarms=self.alarms, services=processes
+        )  # fmt: skip
         try:
-            write_whole(self._run_dir / "state.json", msgspec.json.format(msgspec.json.encode(state)))
+            write_state(self._run_dir, state)
             self._state_is_old = False
         except OSError as error:
             self._state_is_old = True

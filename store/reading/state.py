@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import msgspec
+from pathlib import Path
+from typing import Literal
 
 from pipeline.config import Config
-from pipeline.running.runs import STATE, is_alive
+from pipeline.running.state import read_state
 
 
 @dataclass(frozen=True)
@@ -29,21 +28,11 @@ class State:
         return "unknown" if self.running is None else "running" if self.running else "stopped"
 
 
-def read_state(config: Config) -> dict[str, Any]:
-    """Return what `state.json` holds; empty where nothing was started."""
-    path = config.path(STATE)
-    return dict(msgspec.json.decode(path.read_bytes())) if path.is_file() else {}
-
-
 def state_of(config: Config) -> State:
     """Return the state of a run's processes."""
-    state = read_state(config)
-    if not state:
+    state = read_state(Path(config.run_dir))
+    if state is None:
         return State()
-    alive = is_alive(state.get("pid", 0))
-    services = {
-        name: one["state"] if one["state"] == "stopped" or is_alive(one["pid"]) else "gone"
-        for name, one in state.get("services", {}).items()
-    }
-    urls = {name: url for name, url in state.get("urls", {}).items() if isinstance(url, str)}
-    return State(alive, urls, services, tuple(state.get("alarms", ())) if alive else ())
+    services = {name: process.state for name, process in state.services.items()}
+    urls = {name: url for name, url in state.urls.items() if isinstance(url, str)}
+    return State(state.running, urls, services, state.alarms if state.running else ())

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 import anyio
 import msgspec
 
 from pipeline.config import ConfigError
 from pipeline.log.broker import BrokerError
-from pipeline.running.runs import service_pid
 from pipeline.running.service import until_signalled
+from pipeline.running.state import read_state
 from pipeline.telemetry import logs as log
 from trainer.commands import cli
 from trainer.first import import_first
@@ -40,7 +41,8 @@ def main(argv: list[str] | None = None) -> None:
             return
         if not config.nats.url:
             raise ConfigError("nats.url: name the log with --nats-url")
-        if pid := service_pid(config, "trainer"):
+        state = read_state(Path(config.run_dir))
+        if state is not None and (pid := state.running_pid("trainer")):
             raise ConfigError(
                 f"{config.run_dir}: `journeywork up` trains there already, as process {pid}: stop it, or start it "
                 "with --services and without the service trainer"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import httpx
-import msgspec
 
 from pipeline.config import Config
-from pipeline.running.runs import STATE, service_url
+from pipeline.running.state import read_state
 from store.showing.dashboard.errors import PageError
 
 _TIMEOUT_S = 60.0
@@ -35,11 +35,8 @@ class Gateway:
         run."""
         if self._config.ui.gateway_url:
             return self._config.ui.gateway_url.rstrip("/")
-        state = self._config.path(STATE)
-        if not state.is_file():
-            return ""
-        found = msgspec.json.decode(state.read_bytes())
-        return service_url(found, "gateway").rstrip("/") if "gateway" in found["services"] else ""
+        state = read_state(Path(self._config.run_dir))
+        return state.url("gateway").rstrip("/") if state is not None and "gateway" in state.services else ""
 
     async def policies(self, key: str) -> list[dict[str, Any]] | None:
         """What the models' names stand for; `None` where the gateway does not answer."""

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import anyio
 import anyio.abc
@@ -24,10 +25,10 @@ from rich.live import Live
 from pipeline.config import Config, ConfigError, with_values
 from pipeline.errors import BrokerError
 from pipeline.log.broker import Broker
-from pipeline.running.runs import run_settings, service_url
+from pipeline.running.runs import run_settings
+from pipeline.running.state import read_state
 from pipeline.telemetry import logs as log
 from store.reading.history import History
-from store.reading.state import read_state
 from store.showing.watch.snapshot import Snapshot, log_lag, take_snapshot
 from store.showing.watch.view import lines, plain
 from store.storage import StoreError
@@ -64,8 +65,8 @@ class Watch:
 
     async def _ask(self, every_s: float) -> None:
         # A restart of `up` may have given the log another address.
-        state = read_state(self._config)
-        url = service_url(state, "nats") if state else self._config.nats.url
+        state = read_state(Path(self._config.run_dir))
+        url = state.url("nats") if state is not None else self._config.nats.url
         if not url:
             raise ConfigError("no log is known")
         patience = {"connect_timeout_s": _LOG_TIMEOUT_S, "publish_deadline_s": _LOG_TIMEOUT_S}

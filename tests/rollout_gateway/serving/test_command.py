@@ -11,7 +11,7 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.events import PolicyPromoted
 from pipeline.log.broker import Broker
-from pipeline.running.runs import STATE
+from pipeline.running.state import STATE
 from rollout_gateway.serving.command import describe, main
 from tests.conftest import free_port
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter

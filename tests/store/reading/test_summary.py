@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.config import Config
 from pipeline.events import AlarmChanged, Event, GroupScored, Measure, Member, PolicyEvaluated
-from pipeline.running.runs import STATE
+from pipeline.running.state import STATE
 from store.reading.history import History
 from store.reading.summary import summary
 from tests.store.kit import fill, run_of_one_step

@@ -1,0 +1,75 @@
+"""`<run_dir>/state.json`: the processes of an installation and their addresses. The supervisor writes it, commands and
+pages read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from pipeline.files import write_whole
+
+STATE = "state.json"
+
+
+class ProcessState(msgspec.Struct, kw_only=True):
+    """A process."""
+
+    pid: int = 0
+    state: str = ""
+    """As `pipeline.running.supervisor` has it. `gone`, which no file holds: it died with the supervisor."""
+    restarts: int = 0
+
+
+class RunState(msgspec.Struct, kw_only=True):
+    """The processes of a run directory."""
+
+    pid: int = 0
+    """The supervisor's."""
+    ready: bool = False
+    """Whether all processes are ready."""
+    project: str = ""
+    urls: dict[str, str | tuple[str, ...]] = {}
+    alarms: tuple[str, ...] = ()
+    """Present alarms about the log."""
+    services: dict[str, ProcessState] = {}
+
+    @property
+    def running(self) -> bool:
+        """Whether the supervisor is running."""
+        return _is_alive(self.pid)
+
+    def url(self, service: str) -> str:
+        """Return the address of a service; empty if the run's own one was stopped, because the port may belong to
+        another run by now."""
+        process = self.services.get(service)
+        if process is not None and process.state == "stopped":
+            return ""
+        return str(self.urls.get(service) or "")
+
+    def running_pid(self, service: str) -> int:
+        """Return the id of the process in which a service runs; 0 if it does not."""
+        process = self.services.get(service)
+        return process.pid if process is not None and process.state not in ("stopped", "gone") else 0
+
+
+def read_state(run_dir: Path) -> RunState | None:
+    """Return the state of a run directory as it is now; `None` if nothing was started there."""
+    try:
+        state = msgspec.json.decode((run_dir / STATE).read_bytes(), type=RunState)
+    except FileNotFoundError:
+        return None
+    for process in state.services.values():
+        if process.state != "stopped" and not _is_alive(process.pid):
+            process.state = "gone"
+    return state
+
+
+def write_state(run_dir: Path, state: RunState) -> None:
+    """Replace the state. Raises `OSError`."""
+    write_whole(run_dir / STATE, msgspec.json.format(msgspec.json.encode(state)))
+
+
+def _is_alive(pid: int) -> bool:
+    """Return whether a process with this id runs on this machine."""
+    return pid > 0 and Path(f"/proc/{pid}").exists()
