@@ -14,7 +14,7 @@ posterior of the task's success). Because the policy changes, older rewards coun
 
 The idea is published: sampling by p(1 - p) in "Learning to Reason at the Frontier of Learnability" (Foster et al.,
 arXiv 2502.12272), groups without variance left out in DAPO (Yu et al., arXiv 2503.14476), Bayesian estimates of a
-prompt's success in MoPPS (Qu et al., arXiv 2507.04632). Decision 0045 has measurements.
+prompt's success in MoPPS (Qu et al., arXiv 2507.04632). docs/decisions/sdk.md has measurements.
 """
 
 from __future__ import annotations

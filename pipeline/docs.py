@@ -122,7 +122,7 @@ def _users_section() -> Iterator[str]:
         "not listed. A user that may write to a bucket can also empty it. With `STREAM.UPDATE` the operator can "
         "change the limits of a stream; a shorter age or smaller size deletes the events beyond it. The right to "
         "publish a checkpoint does not suffice to have it served: gateways check the trainer's signature "
-        "(docs/decisions/0010-signed-checkpoints.md).\n"
+        "(docs/decisions/security.md).\n"
     )
     head = "user|does|publishes events|uses consumers|follows|reads streams|reads buckets|writes buckets|writes keys"
     yield _table(

@@ -104,7 +104,7 @@ class Maintenance:
         """Merge small files with adjacent sequences, and return whether any were merged. Each merge is a commit.
 
         delta-rs's `optimize` is not used: it drops the writer's transaction, and two of them at once double the rows
-        (docs/decisions/0053-delta-lake.md)."""
+        (docs/decisions/store.md)."""
         merged = False
         for tier in _TIERS:
             target = max(1, self._config.compact_bytes // tier)

@@ -1,4 +1,4 @@
-"""Calls to an OpenAI-compatible URL with OpenAI's own client. docs/decisions/0035-direct-judge-calls.md has the
+"""Calls to an OpenAI-compatible URL with OpenAI's own client. docs/decisions/judge.md has the
 figures.
 
 A call takes about a quarter of the CPU time that litellm needs, and litellm's import (3 s, 150 MB) is saved.

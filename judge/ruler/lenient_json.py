@@ -3,7 +3,7 @@
 Any text may stand between documents. Within a document these deviations are accepted, because their meaning is clear:
 trailing commas, a missing comma between objects, single quotes, bare keys, line breaks in strings, `None` and `True`,
 `7/10` and `70%` without quotes, `//` comments. Of a document that breaks off, only the complete entries are returned.
-docs/decisions/0036-judge-scores-are-0-to-1.md compares this with libraries.
+docs/decisions/judge.md compares this with libraries.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 nats-py makes of each incoming message two passes of regular expressions, a message object, a queue entry and a task
 switch, and of each request a timer and a random id besides. That is more than everything else the gateway does for a
-call or the store for an event; decision 0006 has the figures. Here acknowledgements of publishes and messages of pull
-consumers are cut out of the bytes where the socket delivers them. Connecting, subscribing, reconnecting and every
-other message stay nats-py's.
+call or the store for an event; docs/decisions/log.md has the figures. Here acknowledgements of publishes and messages
+of pull consumers are cut out of the bytes where the socket delivers them. Connecting, subscribing, reconnecting and
+every other message stay nats-py's.
 
 It closes sockets that nats-py leaves open, too. If a server dies between accepting a connection and its first word,
 nats-py makes the next attempt on the same transport object and forgets the socket that it had. If an attempt is

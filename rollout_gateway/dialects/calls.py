@@ -172,7 +172,7 @@ class Call:
         keeps it from being trained. Empty if no token was.
 
         Where a grammar excludes tokens, the recorded logprob is not the policy's. A reply does not tell at which
-        positions that happened, so all its tokens count as forced (docs/decisions/0004-forced-tokens.md)."""
+        positions that happened, so all its tokens count as forced (docs/decisions/capture.md)."""
         grammar = self._grammar()
         if not grammar or (grammar == "tool_calls" and choice.ended_without_call()):
             return b""

@@ -1,4 +1,4 @@
-"""From a connection's bytes to requests (docs/decisions/0008).
+"""From a connection's bytes to requests (docs/decisions/gateway.md).
 
 Only the framing headers decide where a body ends. An `Upgrade` is ignored, so nothing inside a body can become a
 request. `CONNECT` is refused. Trailers are read, counted and dropped. A request that two programs could read in two

@@ -1,7 +1,7 @@
 """The HTTP/1.1 server.
 
 It is written on asyncio and httptools. A general server and its interface cost as much per call as capture does
-(docs/decisions/0006). TLS and HTTP/2 are left to a reverse proxy.
+(docs/decisions/gateway.md). TLS and HTTP/2 are left to a reverse proxy.
 
 One connection answers one request at a time. What a client sends ahead waits. When a client goes away, `Request.gone`
 is set and `Request.cancellation` is cancelled. The handler itself runs on, since it may have something to record.

@@ -1,6 +1,6 @@
 """A pooled HTTP/1.1 client for inference servers, on asyncio and httptools.
 
-General clients cost more per request than the rest of the gateway together (docs/decisions/0006). The server may
+General clients cost more per request than the rest of the gateway together (docs/decisions/gateway.md). The server may
 close a pooled connection just as a request goes out on it. If that happens before any byte of a reply came back, the
 request is sent again on a new connection."""
 

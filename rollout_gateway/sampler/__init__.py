@@ -3,7 +3,7 @@
 
 Gateways and inference servers need no shared disk: the agent downloads adapters from the object store into a folder
 that its servers read. It registers each server on the log, and gateways send calls to the registered servers
-(docs/decisions/0054-sampler-agents.md).
+(docs/decisions/gateway.md).
 
 | module | what lives there |
 | --- | --- |

@@ -2,7 +2,7 @@
 
 vLLM's own kernels for CPU copy the adapter's matrices once per token and layer before they multiply. vLLM finds the
 plugin by the entry point `vllm.general_plugins` of the installed package `journeywork` and runs it in each of its
-processes. docs/decisions/0044-lora-on-cpu.md has the reason and the figures.
+processes. docs/decisions/gateway.md has the reason and the figures.
 
 This room runs inside vLLM, so it imports nothing of Journeywork.
 
