@@ -21,7 +21,12 @@ _COLUMNS = {
     "calls": "exchanges", "tokens": "sampled_tokens", "step": "last_step", "seconds": "duration_s",
 }  # fmt: skip
 _CHOICES = {"outcome": ("scored", "no_result", "masked", "open"), "split": ("train", "val")}
-_SIBLINGS = "SELECT trajectory FROM trajectories WHERE group_id = $group ORDER BY attempt, trajectory"
+_SIBLINGS = """
+    SELECT trajectory FROM (
+      SELECT trajectory, attempt FROM rollout_opened WHERE "group" = $group
+      UNION ALL SELECT trajectory, attempt FROM rollout_completed WHERE "group" = $group
+    ) GROUP BY trajectory ORDER BY min(attempt), trajectory
+"""
 _TEXT = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
 CALLS = 20
 """Calls of a trajectory that one page shows."""

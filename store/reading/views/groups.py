@@ -29,6 +29,7 @@ GROUPS = View(
         decided_at="When the group was scored, or else discarded, UTC.",
         stream_seq="Sequence of the event in GROUPS.",
     ),
+    # Two parts in place of a full join, through which no condition on a column would reach the files.
     f"""
         WITH scored AS (
           SELECT *, [m.reward FOR m IN members IF m.outcome = 'scored'] AS rewards FROM group_scored
@@ -38,17 +39,20 @@ GROUPS = View(
             arg_min(log_seq, log_at) AS log_seq
           FROM group_discarded GROUP BY ALL
         )
-        SELECT coalesce(s.project, d.project) AS project, coalesce(s.model, d.model) AS model,
-          coalesce(s."group", d."group") AS group_id, coalesce(s.branch, d.branch) AS branch,
-          coalesce(s.split, d.split) AS split, s.task,
-          CASE WHEN s.project IS NULL THEN 'discarded' ELSE 'scored' END AS status, s.judge,
-          coalesce(len(s.members), 0) AS size, list_avg(s.rewards) AS reward_mean,
-          list_min(s.rewards) AS reward_min, list_max(s.rewards) AS reward_max,
+        SELECT s.project, s.model, s."group" AS group_id, s.branch, s.split, s.task, 'scored' AS status, s.judge,
+          len(s.members) AS size, list_avg(s.rewards) AS reward_mean, list_min(s.rewards) AS reward_min,
+          list_max(s.rewards) AS reward_max,
           CASE s.split WHEN 'train' THEN list_max(s.rewards) - list_min(s.rewards) > {REWARD_TOLERANCE} END
             AS has_signal,
           s.closed_by, s.origin, s.offline, coalesce(d.discarded, 0) AS discarded, d.reason, d."by" AS decided_by,
-          coalesce(s."at", d."at") AS decided_at, coalesce(s.log_seq, d.log_seq) AS stream_seq
-        FROM scored s FULL JOIN discarded d
+          s."at" AS decided_at, s.log_seq AS stream_seq
+        FROM scored s LEFT JOIN discarded d
+          ON d.project = s.project AND d.model = s.model AND d."group" = s."group" AND d.branch = s.branch
+          AND d.split = s.split
+        UNION ALL BY NAME
+        SELECT d.project, d.model, d."group" AS group_id, d.branch, d.split, 'discarded' AS status, 0 AS size,
+          d.discarded, d.reason, d."by" AS decided_by, d."at" AS decided_at, d.log_seq AS stream_seq
+        FROM discarded d ANTI JOIN group_scored s
           ON d.project = s.project AND d.model = s.model AND d."group" = s."group" AND d.branch = s.branch
           AND d.split = s.split
         """,
