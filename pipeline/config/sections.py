@@ -254,7 +254,7 @@ class TelemetryConfig(Section, frozen=True, kw_only=True):
 
 class CurvesConfig(Section, frozen=True, kw_only=True):
     """Curves of the training steps and evaluations, in `curves/` of the run folder: a line of `metrics.jsonl` for each
-    (docs/curves.md)."""
+    (docs/tracing.md)."""
 
     enabled: bool = True
     """Whether the store service writes them."""
@@ -262,7 +262,7 @@ class CurvesConfig(Section, frozen=True, kw_only=True):
     """Whether it also writes TensorBoard's event files, in `curves/tensorboard/`."""
     trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = ()
     """Trackers to which the points are also sent. The store service needs the extra of the same name for each. Its
-    address and login come from its own environment variables (docs/curves.md)."""
+    address and login come from its own environment variables (docs/tracing.md)."""
     tracker_project: str = ""
     """Project, for MLflow the experiment, that the runs belong to at the trackers. Empty: `project`."""
 
