@@ -64,7 +64,7 @@ class Permitted:
 
     def check(self, fields: Fields) -> None:
         """Remove the fields that are dropped. Raises a 400 `ApiError` that names what is not permitted."""
-        for name in fields.keys() - self._sent:
+        for name in [name for name in fields if name not in self._sent]:
             if name not in DROPPED and not is_null(fields[name]):
                 message = (
                     f"The field `{name}` may not be sent to the inference server. Leave it out, or have the operator "
