@@ -26,7 +26,8 @@ class Groups:
         self._log = log
         self._openings: OrderedDict[str, GroupOpened] = OrderedDict()
         """The openings used last, by subject."""
-        self._reconnects = log.reconnects
+        self._reconnects = 0
+        """Reconnects of the log after which the openings were read."""
 
     async def join(self, opened: TrajectoryOpened, access: Access) -> TrajectoryOpened:
         """Open the group of a trajectory that is about to be opened, or add the trajectory to it. Returns the event

@@ -7,7 +7,7 @@ import time
 import msgspec
 
 from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened, group_key
-from pipeline.log.broker import Broker, Recorded
+from pipeline.log.broker import Broker, HistoryGoneError, Recorded
 from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.names import name_of_token, time_of_id
 from rollout_gateway.http.errors import expired_trajectory
@@ -46,9 +46,12 @@ class RunLog:
         self.check_age(opened.trajectory)
         if time_of_id(opened.trajectory):
             return
-        subject = subject_filter(ExchangeRecorded, project=self.project, trajectory=opened.trajectory)
-        last_call = await self.broker.leader_get(STREAM, {"last_by_subj": subject})
-        if last_call is None and await self.completion(opened) is None:
+        try:
+            keys = {"project": self.project, "trajectory": opened.trajectory}
+            has_calls = await self.broker.read_last(ExchangeRecorded, **keys) is not None
+        except HistoryGoneError:
+            has_calls = True  # the newest one continues an exchange that has expired
+        if not has_calls and await self.completion(opened) is None:
             return
         if await self.opening(opened.trajectory) is None:
             raise expired_trajectory(opened.trajectory, self.broker.config.rollouts_max_age_h)

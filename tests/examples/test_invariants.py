@@ -21,7 +21,7 @@ from pipeline.events import (
     pack_logprobs,
     pack_seqs,
 )
-from store import sql
+from store.reading import sql
 from tests.store.kit import exchange, fill
 
 START = 1_800_000_000_000_000

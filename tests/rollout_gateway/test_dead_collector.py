@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from pipeline.config import Config, NatsConfig
-from pipeline.telemetry import exporter
+from pipeline.telemetry import backend, exporter
 from tests.conftest import free_port
 from tests.kits.langfuse import LangfuseReceiver, run_langfuse
 from tests.pipeline.telemetry.kit import point_at
@@ -26,7 +26,7 @@ async def test_a_dead_collector_costs_no_request(
     port = free_port()
     point_at(monkeypatch, LangfuseReceiver(f"http://127.0.0.1:{port}"))
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    monkeypatch.setattr(exporter, "RETRY_S", 0.05)
+    monkeypatch.setattr(backend, "RETRY_S", 0.05)
     server = FakeVllm()
     await server.start()
     gateway = await anyio.to_thread.run_sync(lambda: start_gateway_alone(urls=(server.url,)))

@@ -118,8 +118,8 @@ async def test_a_replayed_branch_is_judged_again_and_trained_on(
         published = policies.checkpoint(f"{kit.MODEL}@1")
         assert published is not None
         assert published.event == main[0]
-        folders = {p.name for p in (tmp_path / "checkpoints").iterdir()}
-        assert folders == {kit.MODEL, "branches"}
+        folders = {p.name for p in (tmp_path / "checkpoints" / "p").iterdir()}
+        assert folders == {"main", "colder", "judged"}
 
 
 async def test_the_main_trainer_passes_other_branches_by(

@@ -45,7 +45,7 @@ async def served(*moments: dict[str, Any], breaks: Exception | None = None) -> S
     return await _served(cast(Gateway, Scripted(*moments, breaks=breaks)), "m", ["a", "b"])
 
 
-TRAINED = {"status": "trained", "version": "m@1", "metrics": {"loss": 0.5, "odd": 1.0}}
+TRAINED = {"status": "trained", "version": "m@1", "metrics": {"loss/train": 0.5}}
 EQUAL = {"status": "discarded", "reason": "no_variance", "detail": "all 2 rewards are 1"}
 
 
@@ -53,7 +53,7 @@ async def test_it_waits_until_the_version_is_served() -> None:
     both = {"a": TRAINED, "b": TRAINED}
     result = await served({}, {"a": TRAINED}, both, {**both, "served": 1})
     assert (result.step, result.version, result.trained) == (1, "m@1", True)
-    assert result.metrics == {"loss/train": 0.5, "trainer/odd": 1.0}
+    assert result.metrics == {"loss/train": 0.5}
 
 
 async def test_a_later_version_will_do() -> None:

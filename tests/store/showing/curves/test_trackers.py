@@ -33,11 +33,9 @@ def test_a_run_is_known_by_project_model_branch_and_run_folder(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
-def test_a_missing_library_names_the_extra(
-    name: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_library_is_named(name: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"curves\.trackers.*journeywork\[{name}\]"):
+    with pytest.raises(ConfigError, match=rf"curves\.trackers.*`{name}` is not installed.*docs/install\.md"):
         check_trackers(Config(curves=CurvesConfig(trackers=(name,))))
     check_trackers(Config(curves=CurvesConfig(trackers=(name,), enabled=False)))
 
