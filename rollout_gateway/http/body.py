@@ -64,7 +64,7 @@ def check_numbers(value: Any) -> None:
 
 
 def _numbers(value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the floats in dicts and lists, each with its path, in their order."""
+    """Yield the floats in dicts, lists and tuples, each with its path, in their order."""
     waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:
         path, value = waiting.pop()
@@ -72,7 +72,7 @@ def _numbers(value: Any) -> Iterator[tuple[str, float]]:
             yield path.lstrip("."), value
         elif isinstance(value, dict):
             waiting += [(f"{path}.{name}", inner) for name, inner in reversed(value.items())]
-        elif isinstance(value, list):
+        elif isinstance(value, list | tuple):
             waiting += [(f"{path}[{at}]", value[at]) for at in reversed(range(len(value)))]
 
 

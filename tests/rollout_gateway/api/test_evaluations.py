@@ -68,7 +68,9 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
 
 def test_what_is_no_evaluation_is_refused(gateway: GatewayProcess) -> None:
     replies = [(more, post(gateway, **more)) for more, _, _ in REFUSED]
-    found = [(more, reply.status_code, reply.json()["error"]["code"]) for more, reply in replies]
+    found = [
+        (more, reply.status_code, reply.json().get("error", {}).get("code", "")) for more, reply in replies
+    ]
     assert found == REFUSED
 
 
