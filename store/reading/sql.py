@@ -75,7 +75,8 @@ def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config)
     lake = open_lake(config)
     if not lake.exists():
         raise NoStoreError(
-            f"there is no store at {lake}: name another run with --run-dir, or start one with `journeywork up`"
+            f"there is no store at {lake}. If the run has just begun, nothing was recorded yet: try again after "
+            "its first calls. Else name another run with --run-dir, or start one with `journeywork up`"
         )
     define_views(connection, lake, {})
 
