@@ -97,6 +97,9 @@ async def test_a_batch_carries_its_owner_and_names_its_groups(
     assert code(alice.ask("POST", path, {"batch": {"id": "b", "groups": ["h"]}})) == (400, "wrong_group")
     assert code(alice.ask("POST", path, {"batch": {**batch, "owner": "bob"}})) == (400, "invalid_body")
     assert alice.status("POST", path, {"reward": 1, "batch": batch}) == 200
+    assert alice.status("POST", path, {"reward": 1, "batch": batch}) == 200
+    for other in ({}, {"batch": {**batch, "id": "c"}}, {"batch": {"id": "b", "groups": ["g"]}}):
+        assert alice.status("POST", path, {"reward": 1, **other}) == 409
     async with Broker.connect(nats_config) as broker:
         (completed,) = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
     assert completed.batch is not None
