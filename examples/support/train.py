@@ -22,6 +22,7 @@ import anyio.to_thread
 import openai
 
 from examples.common import curve, running, stand_in
+from examples.support import history
 from examples.support.desk import SYSTEM, keeps_all_rules, score, ticket
 from journeywork import AsyncJourneywork, Trajectory
 
@@ -38,13 +39,6 @@ SETTINGS = {
     "judge.rubric": str(Path(__file__).with_name("rubric.md")),
     "trainer.groups_per_step": GROUPS_PER_STEP,
 }
-TICKETS = "SELECT DISTINCT task FROM trajectories WHERE outcome = 'masked' AND split = 'train' ORDER BY task"
-ANSWERED_BY = """
-SELECT policy_version, count(*) AS customers, avg(metrics['all_rules']) AS all_rules
-FROM exchanges JOIN trajectories USING (project, trajectory) WHERE outcome = 'masked'
-GROUP BY ALL ORDER BY min(started_at)
-"""
-
 CLIENT = openai.AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=8, timeout=120)
 """One pool of connections for all agents."""
 
@@ -87,7 +81,8 @@ async def serve_customers(client: AsyncJourneywork, args: argparse.Namespace, sh
 
 async def rehearsals(client: AsyncJourneywork, args: argparse.Namespace) -> None:
     """Answer the customers' tickets again, in groups, with the newest version, until the last step is served."""
-    texts = [row["task"] for row in await anyio.to_thread.run_sync(running.rows, args.run_dir, TICKETS)]
+    written = {ticket(f"customer/{args.seed}/before/{n}").text for n in range(CUSTOMERS)}
+    texts = await history.recorded_tickets(args.run_dir, written)
     number = 0
     while (newest := await running.newest_version(client, MODEL)) != f"{MODEL}@{args.steps}":
         drawn = [texts[(number + n) % len(texts)] for n in range(GROUPS_PER_STEP)]
@@ -139,7 +134,7 @@ async def main() -> None:
                 await decide(args, "promote", last, "--reason", "the customers of the split had no complaint")
             await serve_customers(client, args, "after")
     curve.report(args, compared, metric="all_rules")
-    print(running.ask(args.run_dir, ANSWERED_BY, "table"))
+    print(history.answered_by(args.run_dir))
 
 
 if __name__ == "__main__":
