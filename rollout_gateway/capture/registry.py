@@ -297,7 +297,14 @@ def _size(run: Trajectory) -> int:
 
 def _results(completed: TrajectoryCompleted) -> tuple[object, ...]:
     metadata = bytes(completed.metadata)
-    return completed.outcome, completed.reward, completed.rewards, completed.metrics, metadata, completed.batch
+    return (
+        completed.outcome,
+        completed.reward,
+        completed.rewards,
+        completed.metrics,
+        metadata,
+        completed.batch,
+    )
 
 
 def _completed(run: Trajectory, body: Completion, inferred: bool) -> TrajectoryCompleted:
