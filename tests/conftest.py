@@ -196,10 +196,10 @@ class VllmServer:
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
-            try:
+            # How long vLLM takes to stop is not ours to test; beside other work it can exceed any limit.
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
-            finally:
-                self.kill()
+            self.kill()
 
 
 class InferenceDouble(VllmServer):

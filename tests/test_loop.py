@@ -94,7 +94,9 @@ class Fleet:
     """Agents that know nothing but the `openai` package; each run is two turns."""
 
     def __init__(self, url: str) -> None:
-        self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=12, timeout=240)
+        # A new group is refused (429) while others wait for training: here for as long as a killed trainer takes to
+        # come back. `Retry-After` is a second, so the client repeats for more than three minutes.
+        self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=200, timeout=240)
         self.finished: list[str] = []
         self.stopping = False
 

@@ -87,9 +87,10 @@ def test_logprobs_agree_with_vllm_before_and_after_a_step(vllm_server: VllmServe
             learner.commit(pending)
             metrics = pending.manifest.event.metrics
             assert metrics["on_policy_logprob_diff"] < 1e-3
-            if step:
-                assert metrics["sampler_logprob_checked"] >= 2  # a token a call at the least
-                assert metrics["sampler_logprob_diff"] < 1e-3
+            # The first step with tokens of an earlier version compares them. Whether the next one does depends on how
+            # long the sampled replies are: it may save tokens for a longer sequence.
+            assert step != 1 or metrics["sampler_logprob_checked"] >= 2  # a token a call at the least
+            assert metrics.get("sampler_logprob_diff", 0.0) < 1e-3
             folder = tmp_path / f"adapter-{step}"
             folder.mkdir()
             for name, content in checkpoint.unpack(pending.adapter).items():
