@@ -27,9 +27,8 @@ from rollout_gateway.dialects.calls import Call
 from rollout_gateway.dialects.endpoints import CHAT, COMPLETIONS, Dialect
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
 from rollout_gateway.dialects.permitted import Permitted
-from rollout_gateway.dialects.responses import ResponsesTranslation, previous_not_found
+from rollout_gateway.dialects.responses import ResponsesTranslation
 from rollout_gateway.dialects.translate import StreamSink, TranslatedSink, Translation
-from rollout_gateway.http.content_encoding import decode_body
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
 from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.http.request import HeaderList, Request
@@ -56,9 +55,9 @@ class _Admitted:
     """The parsed head of a request whose key was checked."""
 
     access: Access
-    path: str = ""
-    """Without the trajectory; empty for a CORS preflight."""
-    trajectory: str | None = None
+    path: str
+    """Without the trajectory."""
+    trajectory: str | None
     """The trajectory that the URL names."""
     route: routes.Route | None = None
     """`None` for a model call."""
@@ -102,9 +101,12 @@ class App:
         """Check the origin, the URL and the key of a request by its head. Raises `ApiError`.
 
         Before the key is known to be good, nothing is read from the log and no body is kept."""
-        if self._origins.check(request):
-            request.admitted = _Admitted(Access())
-            return
+        self._origins.check(request)
+        coding = request.headers.get(b"content-encoding", b"").strip().lower()
+        if coding not in (b"", b"identity"):
+            name = coding.decode("latin-1")[:100]
+            message = f"The Content-Encoding {name!r} is not supported: send the body as it is."
+            raise ApiError(415, "unsupported_encoding", message)
         path = request.target.partition("?")[0]
         named = None
         if path.startswith("/t/"):
@@ -135,18 +137,11 @@ class App:
                 if path in _MODEL_CALLS:
                     self._metrics.count_call(path, request.refusal.status, 0.0)
                 raise request.refusal
-            if b"content-encoding" in request.headers and not request.too_large:
-                coding = request.headers[b"content-encoding"]
-                request.body = await decode_body(
-                    request.body, coding, request.max_body, request.count_decompressed
-                )
             admitted: _Admitted = request.admitted
             if admitted.route is not None:
                 await self._control_call(request, admitted, admitted.route)
-            elif admitted.path:
-                await self._model_call(request, admitted)
             else:
-                request.answer(204, b"")
+                await self._model_call(request, admitted)
         except ClientGoneError:
             pass  # what there was to record is recorded, and nobody waits for an answer
         except (ApiError, BrokerError, InvalidNameError) as error:
@@ -159,11 +154,9 @@ class App:
         if route.name == "open" and self._stopping:
             raise stopping()
         access, values = admitted.access, admitted.values
-        if route.name != "response":  # which checks the key with the trajectory that it reads
-            about = values[0] if values else ""
-            complete = route.name == "complete"
-            access = await self._identity.authorize(access, route.auth, about, complete=complete)
-        call = ControlRequest(request, route, access, values, admitted.trajectory)
+        about = values[0] if values else ""
+        access = await self._identity.authorize(access, route.auth, about, complete=route.name == "complete")
+        call = ControlRequest(request, route, access, values)
         answer = await self._handlers[route.name](call)
         if isinstance(answer, RawAnswer):
             request.answer(answer.status, answer.body, content_type=answer.content_type)
@@ -221,11 +214,7 @@ class App:
         """Answer a call of another API as a chat completion. Returns the status."""
         call = translation.call()
         self._permitted.check(call.fields)
-        if translation.previous:
-            caller, call = await self._continued_call(translation, call, admitted, request)
-        else:
-            caller = await self._caller(call, admitted, request)
-        translation.stored = self._calls.captures(caller)
+        caller = await self._caller(call, admitted, request)
         headers = _left_out_header(translation)
         if call.stream:
             sink = TranslatedSink(request, translation, headers)
@@ -238,19 +227,6 @@ class App:
         if not request.started:
             request.answer(status, translation.error(answer, status))
         return status
-
-    async def _continued_call(
-        self, translation: Translation, call: Call, admitted: _Admitted, request: Request
-    ) -> tuple[Caller, Call]:
-        """The call of a response that continues another one, with the messages of that one from the log."""
-        del call.fields["messages"]  # they are not complete, so no trajectory can be detected by them
-        caller = await self._caller(call, admitted, request)
-        before = None
-        if caller.trajectory is not None:
-            before = await caller.trajectory.exchange_of(translation.previous)
-        if before is None:
-            raise previous_not_found(translation.request.previous_response_id or "")
-        return caller, translation.call(before)
 
 
 def _check_size(request: Request) -> None:

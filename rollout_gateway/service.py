@@ -21,13 +21,13 @@ from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.access.api_keys import ApiKeys
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
-from rollout_gateway.api.auxiliary import AuxiliaryRoutes
 from rollout_gateway.api.evaluations import EvaluationRoutes
 from rollout_gateway.api.groups import GroupRoutes
 from rollout_gateway.api.handlers import handler_table
 from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.api.metrics import Metrics
 from rollout_gateway.api.models import ModelRoutes
+from rollout_gateway.api.tokens import TokenRoutes
 from rollout_gateway.api.trajectories import TrajectoryRoutes
 from rollout_gateway.app import App
 from rollout_gateway.capture.detection import TrajectoryDetector
@@ -179,7 +179,7 @@ async def serve(config: Config, ready: Ready) -> None:
                 policies, fleet, router, Promotion(project, broker, policies, fleet, router), feed, log_health
             ),
             EvaluationRoutes(project, broker, registry, policies),
-            AuxiliaryRoutes(fleet, router, identity, permitted),
+            TokenRoutes(fleet, router, permitted),
         )
         app = App(calls, handlers, identity, router, metrics, origins, gateway, permitted)
         try:

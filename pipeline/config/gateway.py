@@ -32,7 +32,7 @@ class KeyConfig(Section, frozen=True, kw_only=True):
 
 
 class HttpConfig(Section, frozen=True, kw_only=True):
-    """Limits of connections and requests, and the host names and web pages that are served."""
+    """Limits of connections and requests, and the host names that are served."""
 
     max_connections: Count = 10_000
     """Connections of clients at once. Beyond it the connection that has been idle longest is closed, then the
@@ -43,8 +43,8 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     max_control_body_bytes: Count = 1024 * 1024
     """Longest body of a call of the control API."""
     max_buffered_bytes: Count = 512 * 1024 * 1024
-    """Bytes of incomplete request bodies, and of decompressed ones until they are answered, over all connections; at
-    least `max_body_bytes`. Beyond it the newest requests get a 503 that asks them to try again."""
+    """Bytes of incomplete request bodies over all connections; at least `max_body_bytes`. Beyond it the newest requests
+    get a 503 that asks them to try again."""
     head_timeout_s: Positive = 30.0
     """Time for a request's headers, and for a new connection to begin its first request."""
     body_timeout_s: Positive = 60.0
@@ -59,11 +59,6 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     On the loopback interface the gateway answers to `localhost`, the loopback addresses and these names only,
     which stops DNS rebinding. On other interfaces, where keys are required, it answers to any name unless some
     are set."""
-    cors_origins: tuple[str, ...] = ()
-    """Origins of web pages that may call, such as `https://app.example.com`; `*`: any. Requests of other pages are
-    refused."""
-    trusted_proxies: tuple[str, ...] = ("127.0.0.0/8", "::1/128")
-    """Addresses whose `Forwarded`, `X-Forwarded-Proto` and `X-Forwarded-Host` headers are trusted."""
 
 
 class ReplicasConfig(Section, frozen=True, kw_only=True):
@@ -105,8 +100,8 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     port: Port = 0
     """Port to listen on. 0: any free one."""
     public_url: str = ""
-    """Start of `base_url` in the answer that opens a trajectory, such as `https://gateway.example.com`. Empty: the
-    scheme and host of the request, or those that a trusted proxy reports."""
+    """Start of `base_url` in the answer that opens a trajectory, such as `https://gateway.example.com`. Empty:
+    `http://` and the request's `Host`."""
     capture: Literal["acked", "async", "off"] = "acked"
     """`acked`: a call is answered when the log holds its exchange. `async`: a call is answered first. A completion
     then waits until the trajectory's exchanges are recorded; a crash may lose them, and a trajectory with a lost
@@ -135,8 +130,9 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     max_calls: Natural = 0
     """Model calls at once in this replica. Beyond it calls get a 429. 0: no limit."""
     max_groups_ahead: Literal["auto"] | Natural = "auto"
-    """Groups that may be open or not trained yet, over all gateways. Beyond it opening a new group gets a 429. 0: no
-    limit. This bounds staleness before agents run; otherwise the trainer discards stale groups after they ran. `auto`:
+    """Groups that may be open or not trained yet, over all gateways. Beyond it opening a new group gets a 429, unless
+    the API key has less than its share: the limit divided by the number of keys that have such groups. 0: no limit.
+    This bounds staleness before agents run; otherwise the trainer discards stale groups after they ran. `auto`:
     `trainer.groups_per_step` x (`trainer.max_staleness` + 1) in the settings that `journeywork up` with a trainer and
     `journeywork prepare` write, unless `trainer.max_steps` ends the training; elsewhere no limit. All gateways of a
     project need the same value."""

@@ -215,6 +215,8 @@ class GroupAhead(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     at: Micros
     """Stream time of its admission."""
+    owner: str = ""
+    """Name of the API key whose share of `gateway.max_groups_ahead` it takes."""
 
 
 class GroupAdmitted(Event, frozen=True, kw_only=True, tag="group.admitted"):
@@ -225,6 +227,8 @@ class GroupAdmitted(Event, frozen=True, kw_only=True, tag="group.admitted"):
 
     group: str
     model: str
+    owner: str = ""
+    """Name of the API key that opened it."""
     ahead: tuple[GroupAhead, ...] = ()
     """The groups that were ahead of the trainer, without this one."""
 

@@ -36,16 +36,14 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupOpened(Event, frozen=True, kw_only=True, tag="rollout.group"):
-    """A group was opened, by its first trajectory. The event fixes whose group it is and how many trajectories it has.
-    A group of its own whose id the gateway made has none: it is its trajectory's owner's."""
+    """A group was opened, by its first trajectory. The event fixes, for every split, whose group it is and how many
+    trajectories it has. A group of its own whose id the gateway made has none: it is its trajectory's owner's."""
 
     subject_fields = ("project", "model", "group")
-    last_subject_field = ("split", "train")
     unique_subject = True
 
     group: str
     model: str
-    split: Split = "train"
     owner: str = ""
     """Name of the API key that opened it. Only that key and operators may add trajectories. Empty: opened without a
     key."""
@@ -53,7 +51,7 @@ class GroupOpened(Event, frozen=True, kw_only=True, tag="rollout.group"):
     """Trajectories that the caller will put into the group. 0: `judge.group_size`."""
 
     def message_id(self) -> str:
-        return f"{self.project}/{self.model}/{self.group}/{self.split}/opened"
+        return f"{self.project}/{self.model}/{self.group}/opened"
 
 
 class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):

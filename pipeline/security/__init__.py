@@ -1,8 +1,9 @@
-"""Permissions on the log, and signatures of checkpoints.
+"""Permissions on the log, signatures of checkpoints, and names of hosts.
 
 | module | what lives there |
 | --- | --- |
 | `nkey` | Ed25519 keys of NATS: seeds in files, signatures, their verification |
 | `users` | the table of NATS users and their permissions |
 | `signing` | signatures of checkpoints |
+| `host_names` | the name in a `Host` header, and what is of the loopback interface |
 """

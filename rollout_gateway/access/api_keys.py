@@ -21,9 +21,9 @@ import anyio.to_thread
 import msgspec
 
 from pipeline.config import ConfigError, GatewayConfig, KeyConfig
+from pipeline.security.host_names import is_loopback
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.errors import ApiError, invalid_key
-from rollout_gateway.http.origins import is_loopback
 
 log = get_logger("rollout_gateway.access.api_keys")
 

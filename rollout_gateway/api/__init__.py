@@ -11,7 +11,7 @@
 | `groups` | completing a group, making its runs of recorded calls, what became of it, people's labels |
 | `models` | models, versions, decisions, the state of the servers |
 | `evaluations` | recording evaluations |
-| `auxiliary` | token counts and other requests that sample nothing |
+| `tokens` | token counts |
 | `metrics` | metrics for Prometheus |
 | `log_health` | whether the log takes writes |
 """

@@ -25,8 +25,6 @@ class ControlRequest:
     access: Access
     values: list[str]
     """Values of the path's parameters."""
-    trajectory: str | None = None
-    """The trajectory of a URL that begins with `/t/<trajectory>`."""
 
     @property
     def query(self) -> dict[str, str]:

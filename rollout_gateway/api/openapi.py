@@ -98,8 +98,6 @@ def _operation(route: Route) -> Schema:
 
 
 def _content(route: Route) -> Schema:
-    if not route.media_type:
-        return {}
     answer = {JSON: _ref(route.answer) if route.answer else {"type": "object"}, TEXT: {"type": "string"}}
     return {route.media_type: {"schema": answer[route.media_type]} if route.media_type in answer else {}}
 

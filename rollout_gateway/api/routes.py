@@ -35,7 +35,7 @@ class Route:
     status: int = 200
     query: tuple[str, ...] = ()
     media_type: str = JSON
-    """Media type of the answer; empty if it has no body."""
+    """Media type of the answer."""
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -94,16 +94,11 @@ ROUTES = (
         "POST", "/v1/evaluations", "record_evaluation", "Record the results of one entrant of an evaluation",
         s.EvaluationBody, s.Recorded, _WRITES, status=201,
     ),
-    Route("GET", "/version", "version", "The inference server's version", errors=(502, 503), auth="call"),
-    Route("GET", "/ping", "ping", "Whether the gateway answers", auth="", media_type=""),
-    Route("POST", "/ping", "ping", "Whether the gateway answers", auth="", media_type=""),
     Route("POST", "/tokenize", "tokenize", "Tokens of a prompt", s.TokenizeBody, errors=_ASKS, auth="call"),
-    Route("POST", "/detokenize", "detokenize", "The text of tokens", s.DetokenizeBody, errors=_ASKS, auth="call"),
     Route(
         "POST", "/v1/messages/count_tokens", "count_tokens", "The number of tokens of a message's prompt",
         s.CountTokensBody, errors=_ASKS, auth="call",
     ),
-    Route("GET", "/v1/responses/{response}", "response", "A recorded response", errors=(400, 404, 503), auth="call"),
 )  # fmt: skip
 
 MODEL_CALLS: dict[str, tuple[str, type[Any]]] = {

@@ -23,7 +23,6 @@ Whole = Annotated[float, Meta(ge=0, lt=2**31, multiple_of=1)]
 """A whole number. In JSON, 3.0 is one too."""
 Count = Annotated[int, Meta(ge=0)]
 JsonObject = Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
-TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -265,16 +264,8 @@ class PolicyList(Struct, kw_only=True):
 class TokenizeBody(Struct, kw_only=True):
     """Describes the body of `POST /tokenize`. `messages` in place of `prompt` is taken too."""
 
-    model: str = ""
-    """Empty: the first model."""
+    model: str
     prompt: str
-
-
-class DetokenizeBody(Struct, kw_only=True):
-    """Body of `POST /detokenize`."""
-
-    model: str = ""
-    tokens: list[TokenId]
 
 
 class Turn(Struct, kw_only=True):
@@ -328,7 +319,6 @@ class ResponsesBody(_CallBody, kw_only=True):
     input: str
     instructions: str | UnsetType = UNSET
     max_output_tokens: MaxTokens | UnsetType = UNSET
-    previous_response_id: str | UnsetType = UNSET
 
 
 class MessagesBody(_CallBody, kw_only=True):

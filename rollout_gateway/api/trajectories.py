@@ -64,7 +64,7 @@ class TrajectoryRoutes:
             check_name(name)
             if name in (".", ".."):
                 raise InvalidNameError(name, "in a URL it means another path")
-        paced_s = await self._pacing.admit(opening.model, group, opening.split)
+        paced_s = await self._pacing.admit(opening.model, group, opening.split, access.owner)
         token = self._registry.tokens.issue(trajectory)
         event = TrajectoryOpened(
             project=self._project,

@@ -7,26 +7,16 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
-
 from pipeline.config import GatewayConfig
 from pipeline.events import now_us
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.exchange import Exchange
-from rollout_gateway.dialects.calls import Echo
-from rollout_gateway.http.errors import ApiError, bad_answer, timed_out
+from rollout_gateway.http.errors import ApiError, timed_out
 from rollout_gateway.http.upstream import UpstreamError, UpstreamReply, UpstreamTimeoutError
 from rollout_gateway.serving.replicas import Fleet, Lease, least_loaded, replica_of
 from rollout_gateway.serving.routing import VersionRouter
 
 log = get_logger("rollout_gateway.capture.dispatch")
-
-
-class _Detokenized(msgspec.Struct):
-    prompt: str
-
-
-_detokenized_decoder = msgspec.json.Decoder(_Detokenized)
 
 
 @dataclass(eq=False, slots=True)
@@ -99,13 +89,9 @@ class Dispatcher:
         server exceeds replicas.timeout_s."""
         dialect, call, upstream = exchange.dialect, exchange.call, lease.replica.upstream
         started_at = now_us()
-        requested = streamed = False
+        streamed = False
         try:
-            # A completion with `echo` returns the prompt as text. A captured call needs it before the completion.
-            if exchange.captured and call.echo is not None and call.echo.texts is None:
-                call.echo.texts = await _prompt_texts(call.echo, lease)
             body = dialect.upstream_body(call, lease.version, capture=exchange.captured)
-            requested = True
             reply = await upstream.request(
                 "POST", dialect.path, body, timeout_s=self._gateway.replicas.timeout_s
             )
@@ -113,8 +99,8 @@ class Dispatcher:
             streamed = call.stream and reply.status == 200
             return Attempt(lease, reply, b"" if streamed else await reply.read())
         except (UpstreamError, asyncio.CancelledError) as error:
-            # The server may have received the completion: not if /detokenize failed, or if no connection was made.
-            if requested and (not isinstance(error, UpstreamError) or error.sent):
+            # The server may have received the call, unless no connection was made.
+            if not isinstance(error, UpstreamError) or error.sent:
                 exchange.mark_sent(lease, started_at)
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -135,22 +121,3 @@ def _both_failed(servers: list[str]) -> ApiError:
         "the cause, repeat it."
     )
     return ApiError(502, "servers_failed", message, headers=((b"x-should-retry", b"false"),))
-
-
-async def _prompt_texts(echo: Echo, lease: Lease) -> list[str]:
-    """Return the prompts of a completion with `echo` as texts; the server decodes those given as token ids.
-
-    A prompt that the server can't decode gives an empty text. The completion request then fails with the server's
-    error message. Raises `UpstreamError`, and a 502 `ApiError` for an answer that is no detokenized text."""
-    texts = []
-    for prompt in echo.prompts:
-        if isinstance(prompt, str):
-            texts.append(prompt)
-            continue
-        body = msgspec.json.encode({"model": lease.version, "tokens": prompt})
-        status, answer = await lease.replica.upstream.fetch("POST", "/detokenize", body)
-        try:
-            texts.append(_detokenized_decoder.decode(answer).prompt if status == 200 else "")
-        except msgspec.DecodeError as error:
-            raise bad_answer("/detokenize", error) from error
-    return texts

@@ -54,7 +54,6 @@ class Groups:
             project=opened.project,
             model=opened.model,
             group=opened.group or opened.trajectory,
-            split=opened.split,
             owner=opened.owner,
             group_size=opened.group_size,
         )
@@ -90,7 +89,6 @@ class Groups:
         keys: dict[str, Any] = {"project": self._log.project, "model": model, "group": group}
         recorded: Recorded[GroupOpened] | Recorded[GroupScored] | Recorded[GroupDiscarded] | None = (
             await broker.read_last(GroupOpened, **keys)
-            or await broker.read_last(GroupOpened, **keys, split="val")
             # Openings are gone first: ROLLOUTS keeps days, GROUPS months.
             or await broker.read_last(GroupScored, **keys)
             or await broker.read_last(GroupDiscarded, **keys)

@@ -130,20 +130,6 @@ class Identity:
             return await self._detector.find(call, model, access.owner)
         return None
 
-    async def trajectory_to_read(
-        self, access: Access, url: str | None, headers: Headers
-    ) -> Trajectory | None:
-        """The open or completed trajectory that a caller names and may read. `None` if it names none. Raises
-        `ApiError`."""
-        name = _named(url, headers, None).trajectory
-        if access.trajectory:
-            _check_own(name, access.trajectory)
-            await self.charge(access.trajectory)
-            name = access.trajectory
-        elif name:
-            await self._check_owner(access, name)
-        return await self._registry.find_to_read(name) if name else None
-
     async def _check_owner(self, access: Access, trajectory: str) -> None:
         if not access.operator:
             opened = await self._registry.opening(trajectory)

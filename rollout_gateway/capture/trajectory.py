@@ -357,22 +357,6 @@ class Trajectory:
             event if (event.trajectory, event.choice, _reply_id(event)) == (self.id, choice, reply) else None
         )
 
-    async def exchange_of(self, reply: str) -> ExchangeRecorded | None:
-        """The complete exchange whose reply has the id `reply`, or `None`. Reads the whole run if it is not a recent
-        one."""
-        for request_hash in reversed(self.recorded.recent):
-            call = await self.recorded_call(request_hash)
-            if call and _reply_id(call[0]) == reply:
-                return call[0]
-        last, more = 0, True
-        while more:
-            page = await self._page(last)
-            last, more = page.last, page.more
-            for event in (recorded.event for recorded in page.events):
-                if event.status == "complete" and _reply_id(event) == reply:
-                    return event
-        return None
-
 
 class _ReplyId(msgspec.Struct):
     id: str = ""

@@ -8,5 +8,5 @@
 | `streaming` | a streamed reply: cleaned for the client, assembled for the log |
 | `translate` | what the translations of other APIs into chat completions share |
 | `messages` | Anthropic's messages |
-| `responses`, `responses_input`, `responses_output` | OpenAI's responses |
+| `responses`, `responses_input` | OpenAI's responses |
 """

@@ -43,16 +43,30 @@ Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """vLLM's range. Its own error for a longer number does not say what is wrong."""
 
 
+MAX_CHOICES = 1024
+"""Choices of one reply: `n` for each prompt."""
+MAX_STOPS, MAX_TOOLS, MAX_MESSAGES = (
+    msgspec.Meta(max_length=128),
+    msgspec.Meta(max_length=1024),
+    msgspec.Meta(max_length=16384),
+)
+"""Bounds of lists that an inference server works through for each token or call."""
+Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
+Logprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
+
+
 class RequestParams(msgspec.Struct):
-    """The fields of a request that the gateway uses."""
+    """The fields of a request that the gateway uses or bounds."""
 
     model: str
     stream: bool | None = None
-    n: int | None = None
-    logprobs: bool | int | None = None
+    n: Choices | None = None
+    logprobs: bool | Logprobs | None = None
     return_token_ids: bool | None = None
     metadata: dict[str, Any] | None = None
     seed: Seed | None = None
+    stop: str | Annotated[list[str], MAX_STOPS] | None = None
+    tools: Annotated[list[Raw], MAX_TOOLS] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -61,28 +75,6 @@ class RequestParams(msgspec.Struct):
 
 
 _P = TypeVar("_P", bound=RequestParams)
-
-
-@dataclass(eq=False, slots=True)
-class Echo:
-    """The prompts of a completion with `echo`.
-
-    vLLM repeats no prompt in a reply with token ids, which the gateway always asks for. So the gateway puts the
-    prompt before each choice."""
-
-    prompts: list[str | list[int]]
-    """One for each prompt of the request, as the client sent them."""
-    choices: int
-    """Choices for each prompt."""
-    samples: bool = True
-    """False for `max_tokens: 0`: vLLM then samples one token that it does not return."""
-    texts: list[str] | None = None
-    """The prompts as texts. `None` until the inference server has decoded those that are token ids."""
-
-    def text(self, index: int) -> str:
-        """Return the prompt of the choice `index`."""
-        assert self.texts is not None
-        return self.texts[index // self.choices]
 
 
 @dataclass(eq=False, slots=True)
@@ -144,8 +136,6 @@ class Call:
     """Path that the client posted it to."""
     choices: int = 1
     """How many choices the reply will have."""
-    echo: Echo | None = None
-    """Set if the client asked for its prompt in the reply."""
     referenced_in: str = ""
     """The trajectory that records the call, if each choice of the reply is to name its exchange; else empty."""
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from rollout_gateway.dialects.calls import (
+    MAX_CHOICES,
+    MAX_MESSAGES,
     Answer,
     Call,
-    Echo,
     Fields,
+    Logprobs,
     Raw,
     RequestParams,
     SampledChoice,
@@ -82,24 +84,20 @@ class Dialect(ABC):
         if capture:
             fields["return_token_ids"] = _TRUE
             if not call.params.wants_logprobs:
-                self._ask_logprobs(call, fields)
+                fields["logprobs"] = self.logprobs_param
         return _encode(fields)
-
-    def _ask_logprobs(self, call: Call, fields: Fields) -> None:
-        """Ask for the logprobs of the sampled tokens, which the client did not ask for."""
-        fields["logprobs"] = self.logprobs_param
 
     def read_answer(self, body: bytes, call: Call) -> Answer:
         """Decode vLLM's reply, and remove what the client did not ask for.
 
         Raises `msgspec.DecodeError` or `KeyError` if it is not such a reply."""
-        params, echo = call.params, call.echo
+        params = call.params
         fields = _fields_decoder.decode(body)
         prompt_ids = pack_ids(fields.get("prompt_token_ids"))
         self.clean(fields, params)
         choices = []
         for position, choice in enumerate(choices_decoder.decode(fields["choices"])):
-            ids = pack_ids(choice.get("token_ids")) if echo is None or echo.samples else b""
+            ids = pack_ids(choice.get("token_ids"))
             sampled = SampledChoice(
                 index=int(bytes(choice["index"])) if "index" in choice else position,
                 ids=ids,
@@ -109,8 +107,6 @@ class Dialect(ABC):
                 prompt_ids=pack_ids(choice.get("prompt_token_ids")),
             )
             self.clean_choice(choice, params)
-            if echo is not None:
-                choice[self.content] = self.echoed(echo.text(sampled.index), choice.get(self.content))
             call.add_reference(choice, fields.get("id"))
             choices.append(sampled)
         return Answer(fields, prompt_ids, choices)
@@ -128,10 +124,6 @@ class Dialect(ABC):
                 choice.pop(name, None)
         if not params.wants_logprobs and "logprobs" in choice:
             choice["logprobs"] = _NULL
-
-    def echoed(self, prompt: str, content: Raw | None) -> Raw:
-        """Put the prompt before the content."""
-        return Raw(_encode(prompt + decode_text(content)))
 
     def merged(self, bodies: list[bytes]) -> Fields:
         """Merge the recorded responses of a call, one for each choice, into the reply that they were."""
@@ -157,8 +149,8 @@ class Dialect(ABC):
 
 
 class _ChatParams(RequestParams, kw_only=True):
-    messages: Raw
-    top_logprobs: int | None = None
+    messages: Annotated[list[Raw], MAX_MESSAGES]
+    top_logprobs: Logprobs | None = None
 
 
 class _TokenLogprob(msgspec.Struct):
@@ -263,12 +255,10 @@ class ChatDialect(Dialect):
 
 class _CompletionParams(RequestParams, kw_only=True):
     prompt: Raw
-    echo: bool | None = None
-    max_tokens: int | None = None
 
 
 class _CompletionLogprobs(msgspec.Struct):
-    token_logprobs: list[float | None] | None = None
+    token_logprobs: list[float] | None = None
 
 
 _completion_logprobs_decoder = msgspec.json.Decoder(_CompletionLogprobs | None)
@@ -291,21 +281,12 @@ class CompletionDialect(Dialect):
         if not isinstance(prompt, str | list):
             message = "prompt must be a string, a list of token ids, or a list of these."
             raise ApiError(400, "invalid_body", message, param="prompt")
-        prompts: list[Any] = [prompt]
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            prompts = prompt
-        each = params.n or 1
-        echo = None
-        if params.echo:
-            texts = prompts if all(isinstance(p, str) for p in prompts) else None
-            echo = Echo(prompts, each, params.max_tokens != 0, texts)
-        return Call(body, fields, params, self.path, len(prompts) * each, echo)
-
-    def _ask_logprobs(self, call: Call, fields: Fields) -> None:
-        # With `echo`, vLLM would also compute and return the logprobs of the whole prompt.
-        if call.echo is None or call.echo.samples:
-            fields["logprobs"] = self.logprobs_param
-            fields.pop("echo", None)
+        many = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        choices = (len(prompt) if many else 1) * (params.n or 1)
+        if choices > MAX_CHOICES:
+            message = f"The prompts ask for {choices} choices; one call may ask for {MAX_CHOICES}."
+            raise ApiError(400, "invalid_body", message, param="prompt")
+        return Call(body, fields, params, self.path, choices)
 
     def logprobs(self, raw: Raw | None) -> bytes:
         if raw is None:
@@ -313,8 +294,7 @@ class CompletionDialect(Dialect):
         logprobs = _completion_logprobs_decoder.decode(raw)
         if logprobs is None or not logprobs.token_logprobs:
             return b""
-        # With `echo`, the prompt's tokens come first, and the first one has no logprob.
-        return array("f", [0.0 if value is None else value for value in logprobs.token_logprobs]).tobytes()
+        return array("f", logprobs.token_logprobs).tobytes()
 
     def join(self, pieces: list[Raw]) -> Raw:
         return Raw(_encode("".join(map(decode_text, pieces))))

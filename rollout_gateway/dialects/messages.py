@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from pipeline.events import ExchangeRecorded
+from rollout_gateway.dialects.calls import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Seed
 from rollout_gateway.dialects.translate import Translation
 from rollout_gateway.http.errors import ApiError
 
@@ -73,17 +73,26 @@ class _ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool = False
 
 
+class _OutputFormat(msgspec.Struct):
+    schema: dict[str, Any]
+
+
+class _OutputConfig(msgspec.Struct):
+    format: _OutputFormat | None = None
+
+
 class _MessagesRequest(msgspec.Struct):
     model: str
-    messages: list[_InputMessage]
+    messages: Annotated[list[_InputMessage], MAX_MESSAGES]
     max_tokens: int | None = None
     system: str | list[_Block] | None = None
-    tools: list[_ToolParam] | None = None
+    tools: Annotated[list[_ToolParam], MAX_TOOLS] | None = None
     tool_choice: _ToolChoice | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], MAX_STOPS] | None = None
+    output_config: _OutputConfig | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    seed: Seed | None = None
     stream: bool = False
 
 
@@ -92,9 +101,13 @@ class MessagesTranslation(Translation):
 
     path = "/v1/messages"
     kind = _MessagesRequest
+    dropped = frozenset((
+        "billing_policy", "cache_control", "context_management", "diagnostics", "fallback_credit_token",
+        "inference_geo", "metadata", "service_tier", "speed", "thinking", "user_profile_id", "workspace_id",
+    ))  # fmt: skip
     request: _MessagesRequest
 
-    def chat(self, before: ExchangeRecorded | None = None) -> dict[str, Any]:
+    def chat(self) -> dict[str, Any]:
         request = self.request
         messages: list[dict[str, Any]] = []
         if request.system:
@@ -104,6 +117,9 @@ class MessagesTranslation(Translation):
         chat = self._chat(messages, request.max_tokens)
         if request.stop_sequences:
             chat["stop"] = request.stop_sequences
+        if request.output_config and (form := request.output_config.format):
+            json_schema = {"name": "output", "schema": form.schema}
+            chat["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         if request.tools:
             chat["tools"] = [_chat_tool(tool) for tool in request.tools]
             choice = request.tool_choice or _ToolChoice()

@@ -16,21 +16,24 @@ from rollout_gateway.dialects.calls import Fields, is_null
 from rollout_gateway.http.errors import ApiError
 
 _SAMPLING = (
-    "frequency_penalty", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens", "n", "presence_penalty",
-    "seed", "stop", "temperature", "top_logprobs", "top_p",
+    "logprobs", "max_completion_tokens", "max_tokens", "n", "seed", "stop", "temperature", "top_logprobs", "top_p",
+)  # fmt: skip
+FURTHER_SAMPLING = frozenset((
+    "frequency_penalty", "logit_bias", "presence_penalty",
     # vLLM's own
     "allowed_token_ids", "bad_words", "ignore_eos", "include_stop_str_in_output", "length_penalty", "min_p",
     "min_tokens", "repetition_penalty", "skip_special_tokens", "spaces_between_special_tokens",
     "stop_token_ids", "thinking_token_budget", "top_k", "truncate_prompt_tokens", "truncation_side",
-)  # fmt: skip
+    "chat_template_kwargs", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "structural_tag",
+    "structured_outputs",
+))  # fmt: skip
+"""Fields that clients of `/v1/responses` and `/v1/messages` may send as well."""
 _FORM = (
-    "add_generation_prompt", "add_special_tokens", "chat_template_kwargs", "continue_final_message", "documents",
-    "echo", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "include_reasoning",
+    "add_generation_prompt", "add_special_tokens", "continue_final_message", "documents", "include_reasoning",
     "parallel_tool_calls", "reasoning_effort", "response_format", "return_token_ids", "return_token_strs",
-    "return_tokens_as_token_ids", "stream", "stream_options", "structural_tag", "structured_outputs", "suffix",
-    "tool_choice", "tools",
+    "return_tokens_as_token_ids", "stream", "stream_options", "suffix", "tool_choice", "tools",
 )  # fmt: skip
-SENT = frozenset(("model", "messages", "prompt", "tokens", *_SAMPLING, *_FORM))
+SENT = FURTHER_SAMPLING | {"model", "messages", "prompt", *_SAMPLING, *_FORM}
 """Fields of a call that reach the inference server."""
 DROPPED = frozenset((
     "metadata", "modalities", "moderation", "prediction", "prompt_cache_key", "prompt_cache_retention",
@@ -55,6 +58,15 @@ class _Message(msgspec.Struct):
 _messages_decoder = msgspec.json.Decoder(list[_Message])
 
 
+def not_permitted(name: str) -> ApiError:
+    """Return the error about a field that is unknown or may do harm."""
+    message = (
+        f"The field `{name}` may not be sent to the inference server. Leave it out, or have the operator name it in "
+        "gateway.further_fields."
+    )
+    return ApiError(400, "field_not_permitted", message, param=name)
+
+
 class Permitted:
     """The rules of one gateway."""
 
@@ -66,11 +78,7 @@ class Permitted:
         """Remove the fields that are dropped. Raises a 400 `ApiError` that names what is not permitted."""
         for name in [name for name in fields if name not in self._sent]:
             if name not in DROPPED and not is_null(fields[name]):
-                message = (
-                    f"The field `{name}` may not be sent to the inference server. Leave it out, or have the operator "
-                    "name it in gateway.further_fields."
-                )
-                raise ApiError(400, "field_not_permitted", message, param=name)
+                raise not_permitted(name)
             del fields[name]
         values = fields.get("chat_template_kwargs")
         if values is not None:

@@ -1,62 +1,60 @@
-"""OpenAI's `/v1/responses` as chat completions.
-
-Nothing is stored for `previous_response_id` and `GET /v1/responses/<id>`. The id of a response holds the id of its
-chat completion, and the log holds the chat completions of a trajectory. So both work for calls that name their
-trajectory, on any replica, for as long as the log keeps the calls. `store` in a response says whether that is so. It
-is false if the client asked for that."""
+"""Translates OpenAI's `/v1/responses` to chat completions and back."""
 
 from __future__ import annotations
 
+import hashlib
+import time
 from typing import Any
 
 import msgspec
 
-from pipeline.events import ExchangeRecorded
 from rollout_gateway.dialects.responses_input import (
+    CUSTOM_INPUT,
+    ResponsesRequest,
     ToolName,
     Tools,
     add_message,
-    client_tools,
     response_format,
 )
-from rollout_gateway.dialects.responses_output import ResponseWriter
+from rollout_gateway.dialects.translate import Translation
 from rollout_gateway.http.errors import ApiError
 
-_WITH_INSTRUCTIONS, _WITHOUT_INSTRUCTIONS = "resp_i", "resp_n"
-"""Prefixes of ids. With the first, the chat completion's first message holds the call's `instructions`."""
-TOOL_NAMES = "journeywork_tools"
-"""Field of the recorded request's `metadata`: `Tools.renamed()`, from which `GET` makes the response again."""
+_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
+"""How the ids of output items begin."""
+_PARTS = {
+    "reasoning": ("summary", "response.reasoning_summary_part", "response.reasoning_summary_text"),
+    "message": ("content", "response.content_part", "response.output_text"),
+}
+"""Of items with text: the field of their only part, and how the events about the part and its text begin."""
 
 
-class ResponsesTranslation(ResponseWriter):
-    """One call of `/v1/responses`."""
+class ResponsesTranslation(Translation):
+    """One call of `/v1/responses`. Nothing is stored: a client sends the whole conversation with each call."""
 
     path = "/v1/responses"
+    kind = ResponsesRequest
+    dropped = frozenset((
+        "client_metadata", "context_management", "include", "max_tool_calls", "moderation", "prompt_cache_key",
+        "prompt_cache_options", "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store",
+        "stream_options", "truncation", "user",
+    ))  # fmt: skip
+    request: ResponsesRequest
 
     def __init__(self, body: bytes) -> None:
         super().__init__(body)
-        request = self.request
-        if request.background:
+        if self.request.background:
             raise ApiError(400, "unsupported", "background is not supported.", param="background")
-        self._tools = Tools.of(request.tools or [])
-        self.names, self.left_out = self._tools.names, self._tools.left_out
-        renamed = self._tools.renamed()
-        self.metadata = {TOOL_NAMES: renamed} if renamed else None
-        self.prefix = _WITH_INSTRUCTIONS if request.instructions else _WITHOUT_INSTRUCTIONS
-        name = request.previous_response_id
-        self.previous = completion_of(name) if name else ""
-        if name and not self.previous:
-            raise previous_not_found(name)
+        self._tools = Tools.from_request(self.request.tools or [])
+        self.left_out = self._tools.left_out
+        self._created = int(time.time())
+        self._number = 0
+        """Sequence number of the next event."""
 
-    def chat(self, before: ExchangeRecorded | None = None) -> dict[str, Any]:
+    def chat(self) -> dict[str, Any]:
         request = self.request
         messages: list[dict[str, Any]] = []
         if request.instructions:
             messages.append({"role": "system", "content": request.instructions})
-        if before is not None:
-            # OpenAI does not carry instructions over either.
-            instructed = str(request.previous_response_id).startswith(_WITH_INSTRUCTIONS)
-            messages += _conversation(before)[1 if instructed else 0 :]
         if isinstance(request.input, str):
             messages.append({"role": "user", "content": request.input})
         else:
@@ -73,52 +71,177 @@ class ResponsesTranslation(ResponseWriter):
             chat["response_format"] = form
         return chat
 
-    @classmethod
-    def recorded(cls, name: str, exchange: ExchangeRecorded) -> dict[str, Any]:
-        """Return the response with the id `name` again, from its exchange."""
-        chat = msgspec.json.decode(exchange.request)
-        choice = chat.get("tool_choice")
-        if isinstance(choice, dict):
-            choice = {"type": "function", **choice["function"]}
-        names = msgspec.convert((chat.get("metadata") or {}).get(TOOL_NAMES, {}), dict[str, ToolName])
-        request = {
-            "model": chat["model"],
-            "input": "",
-            "instructions": chat["messages"][0]["content"] if name.startswith(_WITH_INSTRUCTIONS) else None,
-            "tools": client_tools(chat.get("tools") or [], names),
-            "tool_choice": choice,
-            "max_output_tokens": chat.get("max_tokens"),
-            **{key: chat.get(key) for key in ("parallel_tool_calls", "temperature", "top_p")},
+    def whole(self) -> dict[str, Any]:
+        return self._response("incomplete" if self._hit_token_limit else "completed")
+
+    def begin(self) -> bytes:
+        response = self._response("in_progress", usage=None)
+        created = self.event("response.created", response=response)
+        return created + self.event("response.in_progress", response=response)
+
+    def open(self, kind: str, call_id: str, name: str) -> bytes:
+        item: dict[str, Any]
+        if kind == "tool":
+            tool = self._tools.names.get(name) or ToolName(name)
+            kind = "custom_tool_call" if tool.custom else "function_call"
+            item = {"call_id": call_id, "name": tool.name, "input" if tool.custom else "arguments": ""}
+            item |= {"namespace": tool.namespace} if tool.namespace else {}
+        elif kind == "reasoning":
+            item = {"summary": [{"type": "summary_text", "text": ""}]}
+        else:
+            kind = "message"
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"role": "assistant", "content": [part]}
+        item = {"type": kind, "id": self._item_id(kind), **item}
+        unfinished: dict[str, Any] = {}
+        if kind != "reasoning":
+            item["status"], unfinished["status"] = "completed", "in_progress"
+        if kind in _PARTS:
+            unfinished[_PARTS[kind][0]] = []
+        self.blocks.append(item)
+        if not self.streams:
+            return b""
+        index = len(self.blocks) - 1
+        out = self.event("response.output_item.added", output_index=index, item=item | unfinished)
+        return out + self._part_event("added") if kind in _PARTS else out
+
+    def delta(self, text: str) -> bytes:
+        kind = self.blocks[-1]["type"]
+        if kind in _PARTS:
+            return self._text_event("delta", delta=text)
+        if kind == "function_call":
+            return self._item_event("response.function_call_arguments.delta", delta=text)
+        return b""  # the text of a custom tool is sent once it is complete
+
+    def complete(self, block: dict[str, Any]) -> bytes:
+        """Set the content of the finished item `block`, the last one. Returns its closing events if the answer is
+        streamed.
+
+        An item that the token limit cut off is marked incomplete; no event says that the input of its tool call is
+        done."""
+        self._set_content(block)
+        if self._hit_token_limit:
+            _mark_incomplete(block)
+        if not self.streams:
+            return b""
+        out = b""
+        match block["type"]:
+            case "function_call" if not self._hit_token_limit:
+                done = {"arguments": block["arguments"], "name": block["name"]}
+                out = self._item_event("response.function_call_arguments.done", **done)
+            case "custom_tool_call":
+                if block["input"]:
+                    out = self._item_event("response.custom_tool_call_input.delta", delta=block["input"])
+                if not self._hit_token_limit:
+                    out += self._item_event("response.custom_tool_call_input.done", input=block["input"])
+            case "reasoning" | "message":
+                out = self._text_event("done", text=self.text) + self._part_event("done")
+        return out + self.event("response.output_item.done", output_index=len(self.blocks) - 1, item=block)
+
+    def end(self) -> bytes:
+        out = (b"" if self._number else self.begin()) + self.close()
+        response = self.whole()
+        return out + self.event("response." + response["status"], response=response)
+
+    def stream_error(self, error: dict[str, Any]) -> bytes:
+        if self.is_open:
+            self._set_content(self.blocks[-1])
+            _mark_incomplete(self.blocks[-1])
+        out = b"" if self._number else self.begin()
+        shown = {"code": "server_error", "message": error.get("message")}
+        return out + self.event("response.failed", response=self._response("failed", error=shown, usage=None))
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def event(self, kind: str, **data: Any) -> bytes:
+        self._number += 1
+        return super().event(kind, sequence_number=self._number - 1, **data)
+
+    def _item_event(self, kind: str, **data: Any) -> bytes:
+        """Return an event about the last item."""
+        return self.event(kind, item_id=self.blocks[-1]["id"], output_index=len(self.blocks) - 1, **data)
+
+    def _part_event(self, what: str) -> bytes:
+        """Return the event that the last item's only part was added or is done (`what`)."""
+        item = self.blocks[-1]
+        field, kind, _ = _PARTS[item["type"]]
+        return self._item_event(f"{kind}.{what}", **{f"{field}_index": 0}, part=item[field][0])
+
+    def _text_event(self, what: str, **text: str) -> bytes:
+        """Return the event with a further piece (`what` is `delta`) or the whole (`done`) of the last item's text."""
+        item = self.blocks[-1]
+        field, _, kind = _PARTS[item["type"]]
+        logprobs: dict[str, Any] = {"logprobs": []} if field == "content" else {}
+        return self._item_event(f"{kind}.{what}", **{f"{field}_index": 0}, **text, **logprobs)
+
+    # -- the response ----------------------------------------------------------------------------------------------
+
+    @property
+    def _hit_token_limit(self) -> bool:
+        """Whether the token limit ended the answer."""
+        return self.ended.get("finish_reason") == "length"
+
+    def _set_content(self, item: dict[str, Any]) -> None:
+        """Set an item's content to what the model wrote so far: its text, a function call's arguments as JSON text, or
+        the input of a custom tool."""
+        match item["type"]:
+            case "function_call":
+                item["arguments"] = self.text
+            case "custom_tool_call":
+                try:
+                    values = msgspec.json.decode(self.text or "null")
+                except msgspec.DecodeError:
+                    values = None
+                has_input = isinstance(values, dict) and CUSTOM_INPUT in values
+                item["input"] = str(values[CUSTOM_INPUT]) if has_input else self.text
+            case kind:
+                item[_PARTS[kind][0]][0]["text"] = self.text
+
+    def _item_id(self, kind: str) -> str:
+        """The id of the next item."""
+        digest = hashlib.sha256(f"{self.id} {len(self.blocks)}".encode()).hexdigest()
+        return f"{_PREFIXES[kind]}_{digest[:24]}"
+
+    def _response(self, status: str, **changed: Any) -> dict[str, Any]:
+        """The response as it is now. `changed` are fields with other values."""
+        request = self.request
+        if status == "incomplete" and self.blocks:
+            _mark_incomplete(self.blocks[-1])
+        return {
+            "id": f"resp_{self.id}",
+            "object": "response",
+            "created_at": self.head.get("created") or self._created,
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "error": None,
+            "model": self.head.get("model", request.model),
+            "output": self.blocks,
+            "instructions": request.instructions,
+            "metadata": request.metadata or {},
+            "max_output_tokens": request.max_output_tokens,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "tool_choice": request.tool_choice or "auto",
+            "tools": msgspec.to_builtins(request.tools or []),
+            "previous_response_id": None,
+            "store": False,
+            "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+            "usage": _usage(self.usage) if self.usage else None,
+            **changed,
         }
-        translation = cls(msgspec.json.encode(request))
-        translation.stored = True
-        return {**translation.answer(msgspec.json.decode(exchange.response)), "id": name}
 
 
-def completion_of(response: str) -> str:
-    """Return the id of the chat completion that a response was. Empty if `response` is not a response's id."""
-    prefix, _, completion = response.partition("-")
-    return completion if prefix in (_WITH_INSTRUCTIONS, _WITHOUT_INSTRUCTIONS) else ""
+def _mark_incomplete(item: dict[str, Any]) -> None:
+    if "status" in item:
+        item["status"] = "incomplete"
 
 
-def previous_not_found(name: str) -> ApiError:
-    return ApiError(
-        400,
-        "previous_response_not_found",
-        f"The log holds no response {name!r} of this trajectory: send the whole input without previous_response_id.",
-        param="previous_response_id",
-    )
-
-
-def _conversation(exchange: ExchangeRecorded) -> list[dict[str, Any]]:
-    """Return the messages of an exchange with its answer, as a client would send them."""
-    messages: list[dict[str, Any]] = msgspec.json.decode(exchange.request)["messages"]
-    (choice,) = msgspec.json.decode(exchange.response)["choices"]
-    message = choice["message"]
-    answer: dict[str, Any] = {"role": "assistant", "content": message.get("content")}
-    if message.get("tool_calls"):
-        answer["tool_calls"] = [
-            {"id": call["id"], "type": "function", "function": call["function"]}
-            for call in message["tool_calls"]
-        ]
-    return [*messages, answer]
+def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": usage.get("completion_tokens", 0),
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }

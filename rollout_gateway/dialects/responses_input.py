@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from rollout_gateway.dialects.calls import MAX_MESSAGES, MAX_TOOLS, Seed
 from rollout_gateway.http.errors import ApiError
 
 CUSTOM_INPUT = "input"
@@ -55,19 +56,18 @@ class TextParam(msgspec.Struct):
 
 class ResponsesRequest(msgspec.Struct):
     model: str
-    input: str | list[InputItem]
+    input: str | Annotated[list[InputItem], MAX_MESSAGES]
     instructions: str | None = None
-    tools: list[ToolParam] | None = None
+    tools: Annotated[list[ToolParam], MAX_TOOLS] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    seed: Seed | None = None
     text: TextParam | None = None
     stream: bool | None = None
-    previous_response_id: str | None = None
     metadata: dict[str, Any] | None = None
-    store: bool | None = None
     background: bool | None = None
 
 
@@ -97,16 +97,12 @@ class Tools:
     """Types of tools that the model is not shown."""
 
     @classmethod
-    def of(cls, tools: list[ToolParam]) -> Tools:
+    def from_request(cls, tools: list[ToolParam]) -> Tools:
         """Convert a request's tools. Raises a 400 `ApiError` for an unknown type."""
-        found = cls()
+        converted = cls()
         for tool in tools:
-            found._add(tool)
-        return found
-
-    def renamed(self) -> dict[str, ToolName]:
-        """Return the tools of `names` that are no functions or that the model is shown under another name."""
-        return {flat: tool for flat, tool in self.names.items() if tool != ToolName(flat)}
+            converted._add(tool)
+        return converted
 
     def _add(self, tool: ToolParam, namespace: str = "") -> None:
         if tool.type == "namespace" and not namespace:
@@ -158,28 +154,6 @@ class Tools:
 
 def _invalid_choice(why: str) -> ApiError:
     return ApiError(400, "invalid_body", f"tool_choice is invalid: {why}.", param="tool_choice")
-
-
-def client_tools(chat: list[dict[str, Any]], names: dict[str, ToolName]) -> list[dict[str, Any]]:
-    """Convert the tools of a recorded chat completion request back to the client's. `names` is `Tools.renamed()` of
-    its call."""
-    found: list[dict[str, Any]] = []
-    namespaces: dict[str, dict[str, Any]] = {}
-    for entry in chat:
-        tool = {"type": "function", **entry["function"]}
-        name = names.get(tool["name"], ToolName(tool["name"]))
-        tool["name"] = name.name
-        if name.custom:
-            tool["type"] = "custom"
-            del tool["parameters"]
-        if not name.namespace:
-            found.append(tool)
-        elif name.namespace in namespaces:
-            namespaces[name.namespace]["tools"].append(tool)
-        else:
-            namespaces[name.namespace] = {"type": "namespace", "name": name.namespace, "tools": [tool]}
-            found.append(namespaces[name.namespace])
-    return found
 
 
 def add_message(messages: list[dict[str, Any]], item: InputItem) -> None:

@@ -69,8 +69,6 @@ class _Choice:
     kept_logprobs: list[Raw] = field(default_factory=list)
     pieces: list[Raw] = field(default_factory=list)
     prompt_ids: bytes = b""
-    echoed: bool = False
-    """The prompt that the client asked for was put before the first piece."""
     finish: Fields | None = None
 
 
@@ -80,7 +78,6 @@ class StreamCapture:
     def __init__(self, dialect: Dialect, call: Call) -> None:
         self._dialect, self._params, self._expected = dialect, call.params, call.choices
         self._call = call
-        self._echo = call.echo
         self._buffer = b""
         self._prompt_ids = b""
         self._top: Fields = {}
@@ -213,7 +210,7 @@ class StreamCapture:
         state = self._choices.setdefault(index, _Choice())
         ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
         packed = pack_ids(ids)
-        if packed and (self._echo is None or self._echo.samples):
+        if packed:
             if not self.first_token_at:
                 self.first_token_at = now_us()
             state.ids += packed
@@ -222,11 +219,6 @@ class StreamCapture:
             state.kept_logprobs.append(logprobs)
         if not state.prompt_ids and "prompt_token_ids" in choice:
             state.prompt_ids = pack_ids(choice["prompt_token_ids"])
-        if self._echo is not None and not state.echoed:
-            state.echoed = True
-            choice[self._dialect.piece] = self._dialect.echoed(
-                self._echo.text(index), choice.get(self._dialect.piece)
-            )
         piece = choice.get(self._dialect.piece)
         empty = self._dialect.is_empty(piece)
         if not empty and piece is not None:

@@ -10,27 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
-from pipeline.events import ExchangeRecorded
-from rollout_gateway.dialects.calls import Call, Raw, RequestParams, Seed
-from rollout_gateway.http.body import read_body
+from rollout_gateway.dialects.calls import Call, Raw, RequestParams, is_null, read_fields
+from rollout_gateway.dialects.permitted import FURTHER_SAMPLING, SENT, not_permitted
 from rollout_gateway.http.request import SSE_HEADERS, HeaderList, Request
 
 _encode = msgspec.json.Encoder().encode
-_NAMED_ALIKE = ("temperature", "top_p", "top_k", "parallel_tool_calls")
-
-
-class _Sampling(msgspec.Struct):
-    """vLLM's sampling settings that neither API has. Clients may send them as extra fields."""
-
-    seed: Seed | UnsetType | None = UNSET
-    logit_bias: Raw | UnsetType = UNSET
-    min_p: Raw | UnsetType = UNSET
-    repetition_penalty: Raw | UnsetType = UNSET
-    presence_penalty: Raw | UnsetType = UNSET
-    frequency_penalty: Raw | UnsetType = UNSET
-    ignore_eos: Raw | UnsetType = UNSET
+_NAMED_ALIKE = ("temperature", "top_p", "seed", "parallel_tool_calls")
 
 
 class Translation(ABC):
@@ -42,22 +28,22 @@ class Translation(ABC):
     path: ClassVar[str]
     """Where clients post the call."""
     kind: ClassVar[type[Any]]
-    """Struct of the request."""
+    """Struct of the request: the fields that are translated."""
+    dropped: ClassVar[frozenset[str]]
+    """Fields of the API that ask nothing of a vLLM server."""
     left_out: Sequence[str] = ()
     """Types of the request's tools that the model was not shown."""
-    previous = ""
-    """Id of the chat completion that the call continues. Empty if there is none."""
-    stored = False
-    """Whether the log keeps the answer."""
-    metadata: dict[str, Any] | None = None
-    """Added to the recorded request only."""
 
     def __init__(self, body: bytes) -> None:
-        """Raises a 400 `ApiError` for an invalid body."""
-        self.request = read_body(body, self.kind)
+        """Raises a 400 `ApiError` for an invalid body, and for a field of chat completions that would be taken for a
+        translated one. `Permitted.check` refuses unknown fields of `call`."""
+        fields, self.request = read_fields(body, self.kind)
         self.streams = bool(self.request.stream)
-        sampling = msgspec.structs.asdict(read_body(body, _Sampling))
-        self._sampling = {name: value for name, value in sampling.items() if value is not UNSET}
+        known = self.dropped.union(self.kind.__struct_fields__)
+        self._further = {name: raw for name, raw in fields.items() if name not in known and not is_null(raw)}
+        """Fields that both APIs name alike, such as vLLM's sampling settings, and unknown ones."""
+        for name in self._further.keys() & (SENT - FURTHER_SAMPLING):
+            raise not_permitted(name)
         self.id = ""
         """Id of the chat completion."""
         self.head: dict[str, Any] = {}
@@ -74,15 +60,14 @@ class Translation(ABC):
     # -- the request -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def chat(self, before: ExchangeRecorded | None = None) -> dict[str, Any]:
-        """Return the chat completion request. `before` is the exchange that `previous` names."""
+    def chat(self) -> dict[str, Any]:
+        """Return the chat completion request."""
 
-    def call(self, before: ExchangeRecorded | None = None) -> Call:
+    def call(self) -> Call:
         """Return the chat completion request as a call for the inference server."""
-        chat = self.chat(before)
+        chat = self.chat()
         fields = {name: Raw(_encode(value)) for name, value in chat.items()}
-        recorded = {**fields, "metadata": self.metadata} if self.metadata else fields
-        return Call(_encode(recorded), fields, RequestParams(chat["model"], chat["stream"]), self.path)
+        return Call(_encode(fields), fields, RequestParams(chat["model"], chat["stream"]), self.path)
 
     def _chat(self, messages: list[dict[str, Any]], max_tokens: int | None) -> dict[str, Any]:
         """Return a chat completion request with the fields that have the same meaning in both APIs."""
@@ -91,7 +76,7 @@ class Translation(ABC):
             "model": request.model,
             "messages": messages,
             "stream": bool(request.stream),
-            **self._sampling,
+            **self._further,
         }
         if request.stream:
             chat["stream_options"] = {"include_usage": True}

@@ -9,8 +9,7 @@
 | `request` | one request and its answer |
 | `cancellation` | early end of a request's work |
 | `body` | reads JSON bodies |
-| `content_encoding` | compressed bodies |
-| `origins` | checks of `Host`, `Origin` and proxies' headers |
+| `origins` | checks of `Host` and `Origin` |
 | `errors` | errors in OpenAI's format |
 | `upstream`, `upstream_connection` | the client for inference servers |
 """

@@ -36,11 +36,6 @@ def _internal_error() -> ApiError:
     return ApiError(500, "internal_error", "Internal error. The gateway's log has the details.")
 
 
-def _too_many_bodies() -> ApiError:
-    message = "All requests that are being sent together exceed gateway.http.max_buffered_bytes. Try again."
-    return ApiError(503, "too_many_bodies", message, retry_after_s=1)
-
-
 class Connection(asyncio.Protocol):
     """One client's connection."""
 
@@ -182,13 +177,10 @@ class Connection(asyncio.Protocol):
             request.answer(error.status, error.body(), error.headers)
 
     def reject_body(self) -> None:
-        self.reject(_too_many_bodies())
-
-    def count_decompressed(self, request: Request, size: int) -> None:
-        if self._pool.buffered + size > self._pool.limits.max_buffered_bytes:
-            raise _too_many_bodies()
-        self._pool.buffered += size
-        request.decompressed += size
+        message = (
+            "All requests that are being sent together exceed gateway.http.max_buffered_bytes. Try again."
+        )
+        self.reject(ApiError(503, "too_many_bodies", message, retry_after_s=1))
 
     # -- answering
 
@@ -207,7 +199,6 @@ class Connection(asyncio.Protocol):
             if not request.started:
                 request.answer(500, _internal_error().body())
         finally:
-            self._pool.buffered -= request.decompressed
             task = asyncio.current_task()
             assert task is not None
             self._pool.tasks.discard(task)

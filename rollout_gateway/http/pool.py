@@ -65,7 +65,7 @@ class ConnectionPool(Generic[_C]):
         self.closing = False
         """The server stops: every connection ends with its next answer."""
         self.buffered = 0
-        """Bytes of all incomplete bodies, and of all decompressed ones until their requests are answered."""
+        """Bytes of all incomplete bodies."""
         self._idle: dict[_C, None] = {}
         """Connections without a request, longest idle first."""
         self._reading: dict[_C, None] = {}

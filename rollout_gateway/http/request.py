@@ -40,17 +40,13 @@ class Channel(Protocol):
     def answered(self, request: Request) -> None:
         """The whole answer was written."""
 
-    def count_decompressed(self, request: Request, size: int) -> None:
-        """Count `size` bytes that a part of the request's body was decompressed to. Raises a 503 `ApiError` at the
-        limit of all bodies together."""
-
 
 class Request:
     """A request with its whole body. Answer it with `answer`, or with `start`, `write` and `end`."""
 
     __slots__ = (
-        "_channel", "admitted", "body", "cancellation", "chunked", "decompressed", "gone", "headers",
-        "keep_alive", "max_body", "method", "on_flow", "refusal", "response_headers", "started", "target", "too_large",
+        "_channel", "admitted", "body", "cancellation", "chunked", "gone", "headers",
+        "keep_alive", "max_body", "method", "on_flow", "refusal", "started", "target", "too_large",
     )  # fmt: skip
 
     def __init__(self, channel: Channel, max_body: int) -> None:
@@ -61,8 +57,6 @@ class Request:
         self.headers: Headers = {}
         """Names in lower case. Of repeated headers the last one counts. Trailers are dropped."""
         self.body = b""
-        self.decompressed = 0
-        """Bytes of its body that are counted in `ConnectionPool.buffered`, until it is handled."""
         self.max_body = max_body
         """Bytes. A larger body is not read. `admit` may lower it."""
         self.too_large = False
@@ -71,8 +65,6 @@ class Request:
         """Why `admit` refused the request. Its body was not kept."""
         self.admitted: Any = None
         """Result of `admit`, for the handler."""
-        self.response_headers: tuple[tuple[bytes, bytes], ...] = ()
-        """Headers that any answer to this request carries."""
         self.keep_alive = False
         self.cancellation = Cancellation()
         """Cancelled with a `ClientGoneError` when the client closes its connection."""
@@ -91,29 +83,12 @@ class Request:
         host, port = self._channel.transport.get_extra_info("sockname")[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    @property
-    def peer(self) -> str:
-        """The IP address of the client, or of the proxy that the request came through."""
-        peer = self._channel.transport.get_extra_info("peername")
-        return str(peer[0]) if peer else ""
-
-    def count_decompressed(self, size: int) -> None:
-        """Count `size` bytes that a part of the body was decompressed to. Raises a 503 `ApiError` at the limit of all
-        bodies together."""
-        self._channel.count_decompressed(self, size)
-
     def answer(self, status: int, body: bytes, headers: HeaderList = (), content_type: bytes = _JSON) -> None:
         """Write a whole answer."""
         self._begin()
         if self._is_lost():
             return
-        if (
-            status == 200
-            and self.keep_alive
-            and not headers
-            and not self.response_headers
-            and content_type == _JSON
-        ):
+        if status == 200 and self.keep_alive and not headers and content_type == _JSON:
             head = _JSON_200 % len(body)
         else:
             length = () if status == 204 else ((b"content-length", b"%d" % len(body)),)
@@ -166,7 +141,7 @@ class Request:
 
     def _head(self, status: int, headers: HeaderList) -> bytes:
         lines = [_STATUS.get(status) or b"HTTP/1.1 %d Status\r\n" % status]
-        lines += [b"%b: %b\r\n" % header for header in (*headers, *self.response_headers)]
+        lines += [b"%b: %b\r\n" % header for header in headers]
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")

@@ -4,6 +4,9 @@ Discarding stale groups wastes the sampled tokens and starves long tasks, so a n
 "ahead of the trainer" from the opening of its first trajectory until a checkpoint or a discard names it, or until it is
 older than `gateway.groups_ahead_s`, because its agents may have died.
 
+If other keys fill the limit, a key may still open its share of it: the limit divided by the number of keys that have
+groups ahead. So groups that one key leaves open hold up that key alone.
+
 All gateway processes of a project share one count. An admission is an event on the log that lists the groups ahead. The
 log accepts it only if the publisher has read the previous admission (an expected last sequence). Of two simultaneous
 admissions one fails; its process reads the other one and decides again. A process that starts reads the last admission.
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 
 from pipeline.events import CheckpointPublished, GroupAdmitted, GroupAhead, GroupDiscarded, now_us
@@ -32,8 +35,8 @@ class _Model:
     """The groups of one model that are ahead of the trainer."""
 
     def __init__(self) -> None:
-        self.groups: dict[str, int] = {}
-        """By group, the stream time of its admission in microseconds."""
+        self.groups: dict[str, GroupAhead] = {}
+        """By group."""
         self.done: OrderedDict[str, int] = OrderedDict()
         """By group, the stream time of the checkpoint or discard in microseconds."""
         self.last_seq = 0
@@ -47,14 +50,15 @@ class _Model:
         """Set `groups` to those in the newest admission, without groups that are done."""
         self.last_seq = admitted.seq
         event = admitted.event
-        groups = {ahead.group: ahead.at for ahead in event.ahead} | {event.group: admitted.place.at}
-        self.groups = {group: at for group, at in groups.items() if self.done.get(group, -1) < at}
+        admission = GroupAhead(group=event.group, at=admitted.place.at, owner=event.owner)
+        ahead = {group.group: group for group in (*event.ahead, admission)}
+        self.groups = {name: group for name, group in ahead.items() if self.done.get(name, -1) < group.at}
 
     def end(self, group: str, at: int) -> None:
         self.done[group] = max(at, self.done.pop(group, 0))
         if len(self.done) > _MAX_DONE:
             self.done.popitem(last=False)
-        if self.groups.get(group, at + 1) <= at:
+        if group in self.groups and self.groups[group].at <= at:
             del self.groups[group]
 
 
@@ -77,8 +81,9 @@ class Pacing:
         """By model and group, when the group was first refused, by `time.monotonic`."""
         self._next_seq = 0
 
-    async def admit(self, model: str, group: str, split: str) -> float:
-        """Admit a trajectory of a group. Further trajectories of an admitted group are always admitted.
+    async def admit(self, model: str, group: str, split: str, owner: str) -> float:
+        """Admit a trajectory of a group. Further trajectories of an admitted group are always admitted. `owner`: the
+        name of the API key that opens it.
 
         Returns the seconds between the group's first refusal by this process and its admission; 0 for its further
         trajectories. Raises a 429 `ApiError` if too many groups are ahead, and `BrokerError` if the log does not
@@ -87,52 +92,57 @@ class Pacing:
             return 0.0
         state = self._models[model]
         while not self._is_ahead(state, group):
-            if self._is_full(state) or not state.reads:
+            if self._is_full(state, owner) or not state.reads:
                 await self._read(model, state)
                 if self._is_ahead(state, group):
                     break
-                if self._is_full(state):
-                    self._refuse(state, model, group)
+                if self._is_full(state, owner):
+                    self._refuse(state, model, group, owner)
             async with state.admitting:
-                if self._is_ahead(state, group) or self._is_full(state):
+                if self._is_ahead(state, group) or self._is_full(state, owner):
                     continue
-                await self._publish(model, state, group)
+                await self._publish(model, state, group, owner)
                 if group in state.groups:
                     break
         since = self._waiting.pop((model, group), None)
         return 0.0 if since is None else time.monotonic() - since
 
     def _is_ahead(self, state: _Model, group: str) -> bool:
-        return state.groups.get(group, 0) > now_us() - self._forget_us
+        return group in state.groups and state.groups[group].at > now_us() - self._forget_us
 
-    def _is_full(self, state: _Model) -> bool:
+    def _is_full(self, state: _Model, owner: str) -> bool:
+        """Return whether `owner` must wait: the limit is reached, and it has its share of it."""
         if len(state.groups) < self._limit:
             return False
         oldest = now_us() - self._forget_us
-        state.groups = {group: at for group, at in state.groups.items() if at > oldest}
-        return len(state.groups) >= self._limit
+        state.groups = {name: group for name, group in state.groups.items() if group.at > oldest}
+        counts = Counter(group.owner for group in state.groups.values())
+        share = max(1, self._limit // len({*counts, owner}))
+        return len(state.groups) >= self._limit and counts[owner] >= share
 
-    def _refuse(self, state: _Model, model: str, group: str) -> None:
+    def _refuse(self, state: _Model, model: str, group: str, owner: str) -> None:
         self._waiting.setdefault((model, group), time.monotonic())
         if len(self._waiting) > _MAX_WAITING:
             del self._waiting[next(iter(self._waiting))]
         raise ApiError(
             429,
             "groups_ahead",
-            f"{len(state.groups)} groups of {model} wait for training, and another one would be stale when it is "
-            "trained. Try again later.",
+            f"{len(state.groups)} groups of {model} wait for training, "
+            f"{sum(ahead.owner == owner for ahead in state.groups.values())} of them opened with this API key, and "
+            "another one would be stale when it is trained. Try again later.",
         )
 
     # -- the log ---------------------------------------------------------------------------------------------------
 
-    async def _publish(self, model: str, state: _Model, group: str) -> None:
+    async def _publish(self, model: str, state: _Model, group: str, owner: str) -> None:
         """Publish an admission of `group`, which fails if there is a newer one than the last that was read. In either
         case, read the newest one then."""
         event = GroupAdmitted(
             project=self._project,
             model=model,
             group=group,
-            ahead=tuple(GroupAhead(group=name, at=at) for name, at in state.groups.items()),
+            owner=owner,
+            ahead=tuple(state.groups.values()),
         )
         await self._broker.publish(event, after=state.last_seq)
         await self._read(model, state)

@@ -6,7 +6,6 @@ import hashlib
 
 from pipeline.events import PolicyPromoted, TrajectoryOpened
 from pipeline.names import is_base_version, is_version, version_name
-from rollout_gateway.access.api_keys import Access
 from rollout_gateway.http.errors import ApiError, unknown_model
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet
@@ -29,11 +28,6 @@ class VersionRouter:
     def name(self, model: str) -> str:
         """Return the model name of `model`, which is a model name or an exact version."""
         return model if model in self._policies.models else model.rpartition("@")[0]
-
-    def default(self, access: Access) -> str:
-        """Return the model for a request that names none: the first one that the API key permits."""
-        models = self._policies.models
-        return next((name for name in models if access.sees(name)), next(iter(models)))
 
     def check(self, model: str, opening: TrajectoryOpened | None) -> None:
         """Check that `model` is a known model name or version, and belongs to the model of the trajectory.

@@ -86,7 +86,7 @@ def test_a_dry_run_shows_settings_and_commands_and_starts_nothing(
     [
         # What each service checks is told of all of them at once.
         {
-            'gateway.http.trusted_proxies=["nowhere"]': "gateway.http.trusted_proxies",
+            "gateway.public_url=nowhere": "gateway.public_url",
             'judge.rewards=[{name="r", kind="python", entry="no_such_module:f"}]': "no_such_module",
             "store.dir=s3://": "store.dir",
         },

@@ -104,7 +104,7 @@ class LocalBackend(RemoteBackend):
         url = str(state["urls"]["gateway"])
         try:
             async with httpx.AsyncClient(timeout=10) as client:
-                (await client.get(f"{url}/ping")).raise_for_status()
+                (await client.get(f"{url}/health")).raise_for_status()
         except httpx.HTTPError:
             return None
         log.info("joined the installation in %s", run_dir)

@@ -8,19 +8,18 @@ in the user's name nor read by the time that an answer takes."""
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import secrets
 import time
 import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pipeline.config import Config, ConfigError, KeyConfig
+from pipeline.security.host_names import is_loopback, name_in_host
 from store.showing.dashboard.errors import PageError
 
 COOKIE = "journeywork_session"
@@ -130,7 +129,7 @@ class Access:
         """Raises `ConfigError` where the run has no keys and `ui.host` is not of the loopback interface."""
         self.keys, self.sessions = Keys(config), Sessions()
         host = config.ui.host
-        self._loopback = _is_loopback(host)
+        self._loopback = is_loopback(host)
         self._names = {"localhost", host.lower(), *(name.lower() for name in config.ui.hosts)}
         if not self._loopback and not self.keys.required():
             raise ConfigError(
@@ -143,8 +142,12 @@ class Access:
         site: the answer must then not depend on the history, because the other page can see when it arrives.
         Raises `PageError`."""
         host = request.headers.get("host", "")
-        name = (urlsplit(f"//{host}").hostname or "").lower()
-        if self._loopback and name not in self._names and not _is_loopback(name):
+        name = name_in_host(host)
+        if name is None:
+            raise PageError(
+                400, f"The Host {host[:100]!r} is invalid: send a name or address, and a port or none."
+            )
+        if self._loopback and name not in self._names and not is_loopback(name):
             raise PageError(
                 421, f"The dashboard does not serve the host name {name[:100]!r}: open it by its address."
             )
@@ -200,10 +203,3 @@ class Access:
             samesite="strict",
             secure=secure,
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -15,7 +15,6 @@ from pipeline.events import (
     Event,
     ExchangeRecorded,
     GroupDiscarded,
-    GroupOpened,
     GroupScored,
     GroupTimedOut,
     PolicyRetired,
@@ -70,7 +69,6 @@ def test_subjects_stay(cls: type[Event]) -> None:
 
 
 OPTIONAL = {
-    GroupOpened: {"split": "val"},
     GroupScored: {"split": "val"},
     GroupTimedOut: {"split": "val"},
     CheckpointPublished: {"branch": "other.one"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import httpx
@@ -30,14 +31,16 @@ async def test_a_group_belongs_to_the_key_that_opened_it_first(
     start_front: StartGateway, nats_config: NatsConfig
 ) -> None:
     gateway = start_front(keys=KEYS)
-    alice, bob, boss = (Caller(gateway, name) for name in ("alice", "bob", "boss"))
+    alice, boss = (Caller(gateway, name) for name in ("alice", "boss"))
     alice.open(id="a1", group="g", group_size=2)
     own = alice.open()["id"]
 
     def refused(key: str) -> None:
         caller = Caller(gateway, key)
-        for group in ("g", own):
-            joined = caller.ask("POST", "/v1/trajectories", opening(id="b1", group=group, group_size=1))
+        for group, split in product(("g", own), ("train", "val")):
+            joined = caller.ask(
+                "POST", "/v1/trajectories", opening(id="b1", group=group, group_size=1, split=split)
+            )
             assert code(joined) == (409, "group_exists")
         assert caller.call(**{"x-journeywork-trajectory": "b2", "x-journeywork-group": "g"}) == 409
 
@@ -45,11 +48,11 @@ async def test_a_group_belongs_to_the_key_that_opened_it_first(
     gateway.kill()
     gateway.start()
     refused("bob")
-    bob.open(id="b1", group="g", split="val")  # another group: splits are never compared with each other
     boss.open(id="c1", group="g")
     # The first opening fixes the size.
     assert code(alice.ask("POST", "/v1/trajectories", opening(id="a2", group="g", group_size=1)))[0] == 409
     alice.open(id="a2", group="g")
+    assert alice.open(id="a4", group="g", split="val")["group"] == "g"
     assert alice.call(**{"x-journeywork-trajectory": "a3", "x-journeywork-group": "g"}) == LET_IN
     for name in ("a2", "a3"):
         assert alice.ask("GET", f"/v1/trajectories/{name}").json()["group_size"] == 2
@@ -57,9 +60,24 @@ async def test_a_group_belongs_to_the_key_that_opened_it_first(
         openings = [
             r.event for r in await broker.read(GroupOpened, project=PROJECT, group="g", model="tictactoe")
         ]
-        assert [(e.owner, e.group_size, e.split) for e in openings] == [("alice", 2, "train")]
+        assert [(e.owner, e.group_size) for e in openings] == [("alice", 2)]
         opened = [r.event for r in await broker.read(TrajectoryOpened, project=PROJECT)]
         assert {e.group_size for e in opened if (e.group, e.split) == ("g", "train")} == {2}
+
+
+def test_a_key_that_fills_the_limit_of_groups_holds_up_no_other_key(start_front: StartGateway) -> None:
+    gateway = start_front(keys=KEYS, max_groups_ahead=4)
+    alice, bob, boss = (Caller(gateway, name) for name in ("alice", "bob", "boss"))
+
+    def opened(caller: Caller, group: str) -> tuple[int, str]:
+        return code(caller.ask("POST", "/v1/trajectories", opening(group=group)))
+
+    assert [opened(alice, f"a{n}")[0] for n in range(5)] == [201] * 4 + [429]
+    # Each of two keys may have two, each of three one.
+    assert [opened(bob, f"b{n}")[0] for n in range(3)] == [201, 201, 429]
+    assert [opened(boss, f"c{n}")[0] for n in range(2)] == [201, 429]
+    assert opened(alice, "a5") == (429, "groups_ahead")
+    assert opened(alice, "a1") == (201, "")
 
 
 async def test_a_groups_state_is_for_its_key(start_front: StartGateway, nats_config: NatsConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import anyio
 import msgspec
@@ -14,7 +13,7 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from rollout_gateway.capture.exchange import Caller
-from rollout_gateway.dialects.endpoints import CHAT, COMPLETIONS
+from rollout_gateway.dialects.endpoints import CHAT
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm, parts
@@ -63,67 +62,6 @@ async def test_a_call_that_is_ended_while_its_server_works_is_recorded(
         assert (event.status, event.policy_version, event.sampled_ids) == (status, "tictactoe@0", b"")
         assert gateway.fleet.replicas[0].load == 0
         server.held.set()
-
-
-ECHO = COMPLETIONS.read(msgspec.json.encode({"model": "tictactoe", "prompt": [1, 2], "echo": True}))
-
-
-class BrokenDetokenize(FakeVllm):
-    """Drops the connection of each request to /detokenize, or holds the request if `held` is set."""
-
-    async def before(self, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
-        if path == "/detokenize":
-            self.calls.append(path)
-            if self.held is not None:
-                await self.held.wait()
-            raise ConnectionError
-
-
-@pytest.mark.parametrize("cancelled", [False, True])
-async def test_a_failure_at_detokenize_is_no_call_that_a_server_received(
-    nats_config: NatsConfig, tmp_path: Path, cancelled: bool
-) -> None:
-    """The fault that was: it was recorded as a completion that a server had received and not answered."""
-    server = BrokenDetokenize()
-    async with parts(nats_config, tmp_path, [server], wait_s=0.5) as gateway:
-        server.held = asyncio.Event() if cancelled else None
-        await gateway.open("t")
-        caller = Caller(await gateway.registry.find("t"))
-        call = asyncio.ensure_future(gateway.chat.plain(COMPLETIONS, ECHO, caller))
-        with anyio.fail_after(20):
-            while not server.calls:
-                await anyio.sleep(0.01)  # until the server has the request
-            if cancelled:
-                caller.cancellation.cancel(ClientGoneError())
-            with pytest.raises(ClientGoneError if cancelled else ApiError):
-                await call
-        assert await exchanges(gateway.broker, "t") == []
-        assert gateway.fleet.replicas[0].load == 0
-        if server.held is not None:
-            server.held.set()
-
-
-class GarbledDetokenize(FakeVllm):
-    """Answers /detokenize with status 200 and a body that is no answer."""
-
-    async def _answer(self, path: str, body: Any) -> tuple[int, Any]:
-        return (200, b"oops") if path == "/detokenize" else await super()._answer(path, body)
-
-
-async def test_a_detokenized_prompt_that_cannot_be_read_is_a_502(
-    nats_config: NatsConfig, tmp_path: Path
-) -> None:
-    async with parts(nats_config, tmp_path, [GarbledDetokenize()], wait_s=0.5) as gateway:
-        await gateway.open("t")
-        caller = Caller(await gateway.registry.find("t"))
-        with (
-            anyio.fail_after(20),
-            pytest.raises(ApiError, match="answer to /detokenize can't be read") as found,
-        ):
-            await gateway.chat.plain(COMPLETIONS, ECHO, caller)
-        assert found.value.status == 502
-        assert await exchanges(gateway.broker, "t") == []
-        assert gateway.fleet.replicas[0].load == 0
 
 
 @pytest.mark.slow

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from typing import Any
 
 import httpx
@@ -32,17 +30,13 @@ async def test_where_vllm_answers_the_gateway_does(gateway: GatewayProcess, vllm
         for path, body in (
             ("/tokenize", {"messages": messages, "return_token_strs": True}),
             ("/tokenize", {"prompt": "b2=o c3"}),
-            ("/detokenize", {"tokens": [64, 65]}),
         ):
             wanted = httpx.post(f"{vllm_server.url}{path}", json={"model": "tictactoe@0", **body}).json()
             for prefix in ("", "/t/aside"):
                 for model in ("tictactoe", "tictactoe@0"):
                     reply = client.post(prefix + path, json={"model": model, **body})
                     assert (reply.status_code, reply.json()) == (200, wanted)
-            assert client.post(path, json=body).json() == wanted
         assert client.post("/tokenize", json={"model": "nope", "prompt": "x"}).status_code == 404
-        assert client.get("/version").json() == httpx.get(f"{vllm_server.url}/version").json()
-        assert client.get("/ping").status_code == client.post("/ping").status_code == 200
         for url in (
             f"{gateway.url}/v1/messages/count_tokens",
             f"{gateway.url}/t/aside/v1/messages/count_tokens",
@@ -52,61 +46,6 @@ async def test_where_vllm_answers_the_gateway_does(gateway: GatewayProcess, vllm
     ask: Any = {"model": "tictactoe", "system": "Play.", "messages": messages}
     counted = claude(gateway, opened).messages.count_tokens(**ask).input_tokens
     assert claude(gateway, opened).messages.create(**ask, max_tokens=1).usage.input_tokens == counted
-
-
-@pytest.mark.vllm
-async def test_a_response_can_be_fetched_while_it_says_so(gateway: GatewayProcess) -> None:
-    client = gateway.agent(gateway.open(id="kept"), max_retries=0)
-    tool: Any = {"tools": [RESPONSE_TOOL], "tool_choice": {"type": "function", "name": "move"}}
-    first = client.responses.create(
-        model="tictactoe",
-        input="a1=.",
-        instructions="Play.",
-        max_output_tokens=150,
-        extra_body=NO_SPACE,
-        **tool,
-    )
-    assert first.model_extra is not None
-    assert first.model_dump()["store"] is True
-    again = client.responses.retrieve(first.id)
-    same = (
-        "id",
-        "created_at",
-        "model",
-        "status",
-        "output",
-        "instructions",
-        "usage",
-        "max_output_tokens",
-        "store",
-    )
-    assert {k: again.model_dump()[k] for k in same} == {k: first.model_dump()[k] for k in same}
-    events = client.responses.create(model="tictactoe", input="b1=x", max_output_tokens=4, stream=True)
-    second = next(e.response for e in events if e.type in ("response.completed", "response.incomplete"))
-    assert client.responses.retrieve(second.id).model_dump()["output"] == second.model_dump()["output"]
-    unstored = client.responses.create(model="tictactoe", input="x", max_output_tokens=1, store=False)
-    assert unstored.model_dump()["store"] is False
-    nobody = gateway.client(max_retries=0)
-    alone = nobody.responses.create(model="tictactoe", input="x", max_output_tokens=1)
-    assert alone.model_dump()["store"] is False
-    stranger = gateway.agent(gateway.open(id="stranger"), max_retries=0)
-    for other, name in ((nobody, alone.id), (nobody, first.id), (stranger, first.id), (client, "resp_x")):
-        with pytest.raises(openai.NotFoundError) as refused:
-            other.responses.retrieve(name)
-        assert refused.value.code == "response_not_found"
-    # Under the same rules once the run is over, and where another gateway process is asked.
-    for _ in range(2):
-        gateway.complete("kept", reward=1.0)
-        assert {k: client.responses.retrieve(first.id).model_dump()[k] for k in same} == {
-            k: first.model_dump()[k] for k in same
-        }
-        for other in (nobody, stranger):
-            with pytest.raises(openai.NotFoundError):
-                other.responses.retrieve(first.id)
-        with pytest.raises(openai.ConflictError):
-            client.responses.create(model="tictactoe", input="x")
-        gateway.kill()
-        gateway.start()
 
 
 @pytest.mark.vllm
@@ -132,23 +71,6 @@ async def test_errors_of_messages_are_anthropics_whatever_the_prefix(gateway: Ga
                 assert set(body["error"]) == {"type", "message"}
                 wanted = {400: "invalid_request_error", 404: "not_found_error"}
                 assert body["error"]["type"] == wanted.get(reply.status_code, "api_error")
-
-
-@pytest.mark.vllm
-async def test_compressed_bodies_are_taken(gateway: GatewayProcess) -> None:
-    body = json.dumps(ASK).encode()
-    with httpx.Client(base_url=gateway.url, timeout=60) as client:
-
-        def post(data: bytes, coding: str) -> httpx.Response:
-            return client.post("/v1/chat/completions", content=data, headers={"content-encoding": coding})
-
-        assert post(gzip.compress(body), "gzip").json()["choices"]
-        assert post(zlib.compress(body), "deflate").json()["choices"]
-        assert post(zlib.compress(body)[2:-4], "deflate").json()["choices"]
-        refused = post(body, "br")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (415, "unsupported_encoding")
-        refused = post(body, "gzip")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_encoding")
 
 
 @pytest.mark.vllm
@@ -183,10 +105,6 @@ async def test_tools_of_namespaces_are_called_by_their_own_names(
         assert (call["type"], call["namespace"], call["name"]) == ("function_call", "mcp__games", "move")
         assert json.loads(call["arguments"])["cell"] in ("a1", "b2")
         assert final["tools"][1]["tools"][0]["name"] == "move"
-        again = httpx.get(f"{opened['base_url']}/responses/{final['id']}", timeout=60).json()
-        assert again["output"] == final["output"]
-        assert again["tools"][1]["name"] == "mcp__games"
-        assert (again["tools"][2]["type"], again["tools"][2]["name"]) == ("custom", "apply_patch")
         history += [call, {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}]
     async with Broker.connect(nats_config) as broker:
         events = await exchanges(broker, "codex")

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import anthropic
 import httpx
 import msgspec
+import openai
 import pytest
 
+from rollout_gateway.app import _DIALECTS as DIALECTS
+from rollout_gateway.app import _TRANSLATIONS as TRANSLATIONS
+from rollout_gateway.dialects.calls import Fields
 from rollout_gateway.dialects.permitted import Permitted
 from rollout_gateway.http.errors import ApiError
 from tests.rollout_gateway.access.test_access import LET_IN
@@ -20,6 +25,22 @@ REFUSED: dict[str, Any] = {
     "use_beam_search": True, "prompt_logprobs": 20, "temprature": 1,
 }  # fmt: skip
 DROPPED: dict[str, Any] = {"user": "u", "store": True, "metadata": {"a": "b"}, "priority": None}
+
+
+CLAUDE: Any = {"model": "tictactoe", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+OF_CLAUDE_CODE: Any = {
+    "metadata": {"user_id": "u"}, "thinking": {"type": "adaptive"}, "context_management": {"edits": []},
+    "output_config": {"effort": "high"}, "temperature": 1, "stream": True, "service_tier": "auto",
+    "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+}  # fmt: skip
+"""Fields that Claude Code sends."""
+CODEX: Any = {"model": "tictactoe", "input": "x"}
+OF_CODEX: Any = {
+    "instructions": "x", "tools": [], "tool_choice": "auto", "parallel_tool_calls": False, "reasoning": None,
+    "store": False, "stream": True, "include": [], "prompt_cache_key": "k", "text": {"verbosity": "low"},
+    "client_metadata": {"a": "b"}, "service_tier": "auto",
+}  # fmt: skip
+"""Fields that Codex CLI sends."""
 
 
 def check(rules: Permitted, **fields: Any) -> tuple[set[str], str]:
@@ -107,8 +128,70 @@ def test_every_way_to_the_server_is_checked(start_front: StartGateway) -> None:
         ("/v1/messages", claude, 400),
         ("/v1/messages/count_tokens", claude, 400),
         ("/v1/responses", {"model": "tictactoe", "input": [item]}, 400),
+        ("/v1/messages", {**CLAUDE, "temprature": 1}, 400),
+        ("/v1/messages/count_tokens", {**CLAUDE, "temprature": 1}, 400),
+        ("/v1/messages", {**CLAUDE, "prompt_logprobs": 1}, 400),
+        ("/v1/messages", {**CLAUDE, "prompt": "y"}, 400),
+        ("/v1/messages", {**CLAUDE, "n": 2}, 400),
+        ("/v1/messages", {**CLAUDE, **OF_CLAUDE_CODE, "priority": 1, "temprature": None}, LET_IN),
+        ("/v1/responses", {**CODEX, "temprature": 1}, 400),
+        ("/v1/responses", {**CODEX, "messages": ASK["messages"]}, 400),
+        ("/v1/responses", {**CODEX, "top_logprobs": 2}, 400),
+        ("/v1/responses", {**CODEX, **OF_CODEX, "priority": 1, "min_p": 0.1}, LET_IN),
         ("/tokenize", {**ASK, "chat_template": "x"}, 400),
         ("/tokenize", chat, 400),
     ):
         reply = httpx.post(gateway.url + path, json=body, timeout=30)
         assert reply.status_code == status, (path, reply.text)
+    packed = httpx.post(gateway.url + path, content=b"x", headers={"content-encoding": "gzip"}, timeout=30)
+    assert (packed.status_code, packed.json()["error"]["code"]) == (415, "unsupported_encoding")
+
+
+MANY: Any = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(1025)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {**ASK, "n": 129}, "n"),
+        ("/v1/chat/completions", {**ASK, "n": 0}, "n"),
+        ("/v1/chat/completions", {**ASK, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("/v1/chat/completions", {**ASK, "stop": ["x"] * 129}, "stop"),
+        ("/v1/chat/completions", {**ASK, "tools": MANY}, "tools"),
+        ("/v1/chat/completions", {**ASK, "messages": ASK["messages"] * 16385}, "messages"),
+        ("/v1/completions", {"model": "tictactoe", "prompt": "x", "n": 129}, "n"),
+        ("/v1/completions", {"model": "tictactoe", "prompt": ["x"] * 9, "n": 128}, "prompt"),
+        ("/v1/completions", {"model": "tictactoe", "prompt": "x", "logprobs": 21}, "logprobs"),
+        ("/v1/completions", {"model": "tictactoe", "prompt": "x", "best_of": 2}, "best_of"),
+        ("/v1/completions", {"model": "tictactoe", "prompt": "x", "stop": ["x"] * 129}, "stop"),
+        ("/v1/messages", {**CLAUDE, "stop_sequences": ["x"] * 129}, "stop_sequences"),
+        ("/v1/messages", {**CLAUDE, "tools": [{"name": "f"}] * 1025}, "tools"),
+        ("/v1/messages", {**CLAUDE, "messages": CLAUDE["messages"] * 16385}, "messages"),
+        ("/v1/responses", {**CODEX, "tools": [{"type": "function", "name": "f"}] * 1025}, "tools"),
+        ("/v1/responses", {**CODEX, "input": [{"role": "user", "content": "x"}] * 16385}, "input"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_multiplies_a_calls_work_is_bounded(path: str, body: Any, param: str) -> None:
+    def fields(data: bytes) -> Fields:
+        translated = path in TRANSLATIONS
+        return (TRANSLATIONS[path](data).call() if translated else DIALECTS[path].read(data)).fields
+
+    with pytest.raises(ApiError) as refused:
+        Permitted().check(fields(msgspec.json.encode(body)))
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_each_field_of_the_official_clients_is_known() -> None:
+    refused = {
+        "/v1/messages": {"container", "mcp_servers", "fallbacks", "compaction", "thread", "betas"},
+        "/v1/responses": {"background", "conversation", "previous_response_id", "prompt", "top_logprobs"},
+    }
+    for path, parameters in (
+        ("/v1/messages", anthropic.types.message_create_params.MessageCreateParamsBase),
+        ("/v1/messages", anthropic.types.beta.message_create_params.MessageCreateParamsBase),
+        ("/v1/responses", openai.types.responses.response_create_params.ResponseCreateParamsBase),
+    ):
+        translation = TRANSLATIONS[path]
+        known = {field.name for field in msgspec.structs.fields(translation.kind)}
+        assert set(parameters.__annotations__) - known - translation.dropped <= refused[path]

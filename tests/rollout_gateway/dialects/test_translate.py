@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import anthropic
-import openai
 import pytest
 
 from pipeline.config import NatsConfig
@@ -112,54 +111,3 @@ async def test_a_responses_agent_with_a_tool(gateway: GatewayProcess, nats_confi
         "tool",
     ]
     assert len(events[2].sampled_ids) == 4 * final.usage.output_tokens
-    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
-        client.responses.create(model="tictactoe", input="x", previous_response_id="resp_1")
-
-
-async def test_a_response_goes_on_from_another(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
-    """From the log: also after a restart, with tools, streamed; instructions are each call's own, as OpenAI has it."""
-    client = gateway.agent(gateway.open(id="chain"), max_retries=0)
-    tool: Any = {"tools": [RESPONSE_TOOL], "extra_body": NO_SPACE, "max_output_tokens": 150}
-    forced: Any = {"type": "function", "name": "move"}
-    first = client.responses.create(
-        model="tictactoe", input="a1=.", instructions="Play.", tool_choice=forced, **tool
-    )
-    (call,) = first.output
-    assert call.type == "function_call"
-    result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "ok"}]
-    gateway.kill()
-    gateway.start()
-    with client.responses.stream(
-        model="tictactoe",
-        input=result,
-        instructions="Win.",
-        previous_response_id=first.id,
-        tool_choice="none",
-        **tool,
-    ) as stream:
-        second = stream.get_final_response()
-    assert second.previous_response_id == first.id
-    third = client.responses.create(
-        model="tictactoe", input="b1=x", previous_response_id=second.id, max_output_tokens=4
-    )
-    again = client.responses.create(
-        model="tictactoe", input="c1=x", previous_response_id=first.id, max_output_tokens=4
-    )
-    assert len({first.id, second.id, third.id, again.id}) == 4
-    async with Broker.connect(nats_config) as broker:
-        events = await exchanges(broker, "chain")
-    asked = [json.loads(e.request)["messages"] for e in events]
-    assert [[m["role"] for m in messages] for messages in asked] == [
-        ["system", "user"],
-        ["system", "user", "assistant", "tool"],
-        ["user", "assistant", "tool", "assistant", "user"],
-        ["user", "assistant", "user"],
-    ]
-    assert asked[1][0]["content"] == "Win."
-    assert asked[1][2]["tool_calls"][0]["function"] == {"name": "move", "arguments": call.arguments}
-    assert asked[2][3]["content"] == second.output_text
-    stranger = gateway.agent(gateway.open(id="stranger"), max_retries=0)
-    for other, name in ((stranger, first.id), (client, "resp_n-"), (gateway.client(max_retries=0), first.id)):
-        with pytest.raises(openai.BadRequestError) as refused:
-            other.responses.create(model="tictactoe", input="x", previous_response_id=name)
-        assert refused.value.code == "previous_response_not_found"

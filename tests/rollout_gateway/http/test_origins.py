@@ -1,4 +1,4 @@
-"""Checks of a request's origin: host names, web pages, proxies; and the meaning of its path."""
+"""Checks of a request's origin: host names and web pages; and the meaning of its path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.config import ConfigError, GatewayConfig, HttpConfig, with_values
+from pipeline.config import ConfigError, GatewayConfig, HttpConfig
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.http.origins import OriginPolicy
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
@@ -17,12 +17,11 @@ from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 class Head:
     """As much of a request as OriginPolicy reads."""
 
-    def __init__(self, method: str = "POST", peer: str = "127.0.0.1", **headers: str) -> None:
-        self.method, self.peer, self.server = method, peer, "127.0.0.1:8700"
+    def __init__(self, method: str = "POST", **headers: str) -> None:
+        self.method, self.server = method, "127.0.0.1:8700"
         self.headers = {
             name.replace("_", "-").encode(): value.encode("latin-1") for name, value in headers.items()
         }
-        self.response_headers: Any = ()
 
 
 def checked(config: GatewayConfig, **head: Any) -> int:
@@ -52,6 +51,8 @@ LOOPBACK = GatewayConfig()
         (LOOPBACK, "localhost:8700@evil.example", 400),
         (LOOPBACK, "localhost:8700/@evil.example", 400),
         (LOOPBACK, "localhost@evil.example", 400),
+        (LOOPBACK, "x@127.0.0.1", 400),
+        (LOOPBACK, "127.0.0.1:18702:1", 400),
         (LOOPBACK, "localhost:evil", 400),
         (LOOPBACK, "localhost:", 400),
         (LOOPBACK, "localhost:0", 400),
@@ -103,26 +104,8 @@ PUBLIC = "https://gw.example/jw"
     [
         (LOOPBACK, {"host": "localhost:1"}, "http://localhost:1"),
         (LOOPBACK, {}, "http://127.0.0.1:8700"),
-        (LOOPBACK, {"host": "gw.example", "x_forwarded_proto": "https"}, "https://gw.example"),
-        (
-            LOOPBACK, {"host": "in", "x_forwarded_proto": "https, http", "x_forwarded_host": "gw.example, in"},
-            "https://gw.example",
-        ),
-        (
-            LOOPBACK,
-            {"host": "in", "forwarded": 'for=1.2.3.4;proto=HTTPS;host="gw.example:444", for=x;proto=http'},
-            "https://gw.example:444",
-        ),
-        (LOOPBACK, {"host": "in", "forwarded": 'proto=gopher;host="a b"'}, "http://in"),
-        (LOOPBACK, {"host": "in", "x_forwarded_host": "evil/../"}, "http://in"),
-        (LOOPBACK, {"host": "in", "x_forwarded_host": "gw.example:99999"}, "http://in"),
-        (LOOPBACK, {"host": "in", "x_forwarded_proto": "https", "peer": "10.0.0.1"}, "http://in"),
-        (
-            GatewayConfig(http=HttpConfig(trusted_proxies=("10.0.0.0/8",))),
-            {"host": "in", "x_forwarded_proto": "https", "peer": "::ffff:10.0.0.1"}, "https://in",
-        ),
-        (GatewayConfig(http=HttpConfig(trusted_proxies=())), {"host": "in", "x_forwarded_proto": "https"}, "http://in"),
-        (GatewayConfig(public_url=PUBLIC + "/"), {"host": "in", "x_forwarded_proto": "http"}, PUBLIC),
+        (LOOPBACK, {"host": "in", "x_forwarded_host": "evil.example", "forwarded": "host=evil.example"}, "http://in"),
+        (GatewayConfig(public_url=PUBLIC + "/"), {"host": "in"}, PUBLIC),
     ],
 )  # fmt: skip
 def test_the_url_that_clients_reach(config: GatewayConfig, head: dict[str, str], url: str) -> None:
@@ -130,13 +113,10 @@ def test_the_url_that_clients_reach(config: GatewayConfig, head: dict[str, str],
     assert OriginPolicy(config).base_url(request) == url
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{"public_url": "gw.example"}, {"public_url": "ftp://gw"}, {"http.trusted_proxies": ("nowhere",)}],
-)
-def test_settings_that_can_not_be_used_are_named(config: Any) -> None:
-    with pytest.raises(ConfigError, match=f"gateway.{next(iter(config))}"):
-        OriginPolicy(with_values(GatewayConfig(), config))
+@pytest.mark.parametrize("url", ["gw.example", "ftp://gw"])
+def test_a_public_url_that_is_none_is_named(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.public_url"):
+        OriginPolicy(GatewayConfig(public_url=url))
 
 
 # -- at a gateway ----------------------------------------------------------------------------------------------------
@@ -158,40 +138,9 @@ def test_a_web_page_drives_nothing(start_front: StartGateway) -> None:
         ):
             reply = httpx.post(f"{gateway.url}{path}", content=body, headers=headers)
             assert reply.status_code == (421 if "host" in headers else 403), reply.text
-            assert "access-control-allow-origin" not in reply.headers
     assert httpx.get(f"{gateway.url}/v1/trajectories/run").json()["status"] == "open"
     assert httpx.get(f"{gateway.url}/health", headers={"host": "evil.example"}).status_code == 421
     assert opened["base_url"] == f"{gateway.url}/t/run/v1"
-    behind = httpx.post(
-        f"{gateway.url}/v1/trajectories", json={"model": "tictactoe"}, headers={"x-forwarded-proto": "https"}
-    )
-    assert behind.json()["base_url"].startswith("https://127.0.0.1:")
-
-
-def test_pages_that_the_settings_name_may_call(start_front: StartGateway) -> None:
-    page = {"origin": "https://app.example"}
-    gateway = start_front(**{"http.cors_origins": (page["origin"],)})
-    asked = {
-        **page,
-        "access-control-request-method": "POST",
-        "access-control-request-headers": "authorization",
-    }
-    preflight = httpx.options(f"{gateway.url}/v1/chat/completions", headers=asked)
-    assert preflight.status_code == 204
-    allowed = {
-        name: preflight.headers[f"access-control-allow-{name}"] for name in ("origin", "methods", "headers")
-    }
-    assert allowed == {"origin": page["origin"], "methods": "GET, POST", "headers": "authorization"}
-    for path in ("/health", "/v1/policies", "/v1/trajectories/none"):  # answers and errors alike
-        reply = httpx.get(f"{gateway.url}{path}", headers=page)
-        assert (reply.headers["access-control-allow-origin"], reply.headers["vary"]) == (
-            page["origin"],
-            "Origin",
-        )
-    with httpx.stream("GET", f"{gateway.url}/v1/policies/events", headers=page) as stream:
-        assert stream.headers["access-control-allow-origin"] == page["origin"]
-    assert httpx.get(f"{gateway.url}/health", headers={"origin": "https://b.example"}).status_code == 403
-    assert httpx.options(f"{gateway.url}/v1/models", headers=page).status_code == 405  # no preflight
 
 
 def test_the_authority_of_a_proxys_request_line_counts_as_host(start_front: StartGateway) -> None:

@@ -40,7 +40,7 @@ async def gateways(
 
 async def admitted(pacing: Pacing, group: str, split: str = "train") -> bool:
     try:
-        await pacing.admit("m", group, split)
+        await pacing.admit("m", group, split, "alice")
     except ApiError as error:
         if error.code != "groups_ahead":
             raise

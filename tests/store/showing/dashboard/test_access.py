@@ -77,6 +77,13 @@ def test_another_host_name_is_refused(client: TestClient, host: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "host", ["x@127.0.0.1", "127.0.0.1:18702:1", "127.0.0.1:", "localhost:0", "a b", "[::1]x", ""]
+)
+def test_a_host_that_two_programs_could_read_in_two_ways_is_refused(client: TestClient, host: str) -> None:
+    assert client.get("/overview", headers={"host": host}).status_code == 400
+
+
+@pytest.mark.parametrize(
     "headers",
     [{"origin": "https://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}, {}],
 )
