@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     up.set_defaults(run=_up)
 
     asked = commands.add_parser("status", help="processes, stream lag, policy versions, alarms")
-    asked.add_argument("--run-dir", help="default: the newest under runs/")
+    asked.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     asked.add_argument("--json", action="store_true")
     asked.set_defaults(run=_status)
 

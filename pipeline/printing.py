@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from rich.text import Text
+
 _ACTED_ON = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Control characters but tab and line feed, and the characters that change the direction of writing."""
 
@@ -14,3 +16,9 @@ def visible(text: str) -> str:
     Tasks, messages, replies and reasons are written by agents and models. Printed as they are, they could clear the
     screen, set the window's title or make a line look like another one. Tabs and line feeds stay."""
     return _ACTED_ON.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def with_code(text: str, style: str = "") -> Text:
+    """Return a text for a terminal in which the parts between backticks are bold and the backticks are gone."""
+    parts = visible(text).split("`")
+    return Text.assemble(*((part, f"{style} bold" if at % 2 else style) for at, part in enumerate(parts)))

@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--a", required=True, help="such as branch=main")
     parser.add_argument("--b", required=True, help="such as branch=replayed or judge_model=openai/gpt-5-mini")
-    parser.add_argument("--run-dir", help="default: the newest under runs/")
+    parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     parser.add_argument("--config")
     parser.add_argument("--format", default="table", choices=("table", "json"))
     return parser

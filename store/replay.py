@@ -143,7 +143,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="journeywork replay", description="Publish groups of the history on a branch."
     )
     parser.add_argument("--branch", required=True, help="name of the branch; not main")
-    parser.add_argument("--run-dir", help="run whose history is replayed; default: the newest")
+    parser.add_argument(
+        "--run-dir", help="run whose history is replayed; default: the running one, else the newest"
+    )
     parser.add_argument("--config", help="settings of that run")
     parser.add_argument("--nats-url", help="log to replay onto; default: the run's own")
     parser.add_argument("--project", default="")

@@ -54,7 +54,7 @@ def test_the_readme_s_line_for_a_gpu_starts_nats_and_vllm_too(tmp_path: Path) ->
     assert line is not None
     args = _parser().parse_args(shlex.split(line.group(1)))
     # The folder with the model is the reader's.
-    config = load(ROOT / args.config, [*args.overrides, f"run_dir={tmp_path}", f"models.0.base={tmp_path}"])
+    config = load(ROOT / args.config, [*args.overrides, f"run_dir={tmp_path}", "models.0.base=hub/base"])
     _, processes = make_plan(config, tuple(SERVICES))
     assert [p.name for p in processes][:2] == ["nats", "vllm"]
     assert {p.name for p in processes} >= {"gateway", "judge", "trainer", "store"}

@@ -223,7 +223,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="journeywork rejudge", description="Score history again as a new verdict set."
     )
     parser.add_argument(
-        "--run-dir", default="", help="the run whose settings and log to use; default: the newest under runs/"
+        "--run-dir",
+        default="",
+        help="the run whose settings and log to use; default: the running one under runs/, else the newest",
     )
     add_settings(parser, "settings, TOML; default: the run's")
     parser.add_argument("--nats-url", default="", help="the log; default: the run's")

@@ -190,8 +190,9 @@ class UiConfig(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     """Address that it listens on. For an address that other machines can reach, `gateway.keys` must have an operator's
     key."""
-    port: Port = 0
-    """Port that it listens on. 0: any free one, which `journeywork up` and `journeywork status` print."""
+    port: Port = 8701
+    """Port that it listens on; `journeywork up` and `journeywork status` print it. Where another process has 8701
+    already, a free one is taken. 0: any free one."""
     hosts: tuple[str, ...] = ()
     """Further names that browsers may send in `Host`, without a port, for example behind a reverse proxy. On the
     loopback interface it answers to `localhost`, the loopback addresses and these names only."""
@@ -204,15 +205,14 @@ class RetentionConfig(Section, frozen=True, kw_only=True):
 
     adapters: Natural = 20
     """Newest adapters of each model and branch that stay in the object store. 0: all. These stay too: the best
-    version by validation, the promoted version and its predecessor (the target of a rollback), versions of a
-    split, versions that an open trajectory is pinned to, and versions that an inference server holds."""
+    version by validation, the versions of the last decision and of the one before it (the target of a
+    rollback), versions that an open trajectory is pinned to, and versions that an inference server holds."""
     grace_s: NotNegative = 600.0
     """Time from `policy.retired` to the removal of the adapter. If something needs the version meanwhile, it stays."""
     every_s: Positive = 60.0
     """Time between two checks for versions to remove."""
     policy_days: NotNegative = 90.0
-    """Age in days at which events of POLICY are deleted, except checkpoints with an adapter and each model's last
-    decision. 0: never."""
+    """Age in days at which events of POLICY are deleted, except checkpoints with an adapter and decisions. 0: never."""
 
 
 class SupervisorConfig(Section, frozen=True, kw_only=True):

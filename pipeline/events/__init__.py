@@ -50,6 +50,7 @@ from pipeline.events.policy import (
     PolicyPromoted,
     PolicyRetired,
     PolicyUnloaded,
+    standing_decisions,
 )
 from pipeline.events.rollout import (
     ExchangeRecorded,

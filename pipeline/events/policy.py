@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pipeline.events.base import Event
@@ -109,7 +110,8 @@ class PolicyRetired(Event, frozen=True, kw_only=True, tag="policy.retired"):
 
 
 class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
-    """Which version(s) new trajectories of a model are routed to."""
+    """Which version(s) new trajectories of a model are routed to. A `rollback` names those of the decision before the
+    one that it takes back."""
 
     subject_fields = ("project", "model")
 
@@ -128,3 +130,15 @@ class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
 
     def message_id(self) -> str:
         return f"{self.project}/{self.model}/promoted/{self.request}"
+
+
+def standing_decisions(decisions: Iterable[PolicyPromoted]) -> list[PolicyPromoted]:
+    """Return the decisions about a model that were not taken back, oldest first: the last one is in force. Each
+    `rollback` takes back the last decision that stood before it. `decisions`: all of the model, oldest first."""
+    standing: list[PolicyPromoted] = []
+    for decision in decisions:
+        if decision.action != "rollback":
+            standing.append(decision)
+        elif standing:
+            standing.pop()
+    return standing

@@ -101,7 +101,8 @@ def describe(letter: Letter) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     where = argparse.ArgumentParser(add_help=False)
     where.add_argument(
-        "--run-dir", help="the run directory of a running installation; default: the newest under runs/"
+        "--run-dir",
+        help="the run directory of a running installation; default: the running one under runs/, else the newest",
     )
     where.add_argument("--config", help="a settings file with nats.url")
     where.add_argument("--nats-url", help="address of the NATS server")

@@ -279,7 +279,7 @@ def _parser() -> argparse.ArgumentParser:
         "-n", "--lines", type=whole_number(0), help="the last so many lines; default: all, with -f 50"
     )
     parser.add_argument("--level", choices=LEVELS, default=LEVELS[0], help="leave out lines below this level")
-    parser.add_argument("--run-dir", help="default: the newest under runs/")
+    parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     return parser
 

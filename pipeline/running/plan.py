@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pipeline.config import Config, ConfigError, with_values
+from pipeline.config import Config, ConfigError, UiConfig, with_values
 from pipeline.files import write_once, write_whole
 from pipeline.names import version_name
 from pipeline.running import families
@@ -77,11 +77,17 @@ class ProcessSpec:
         return self.service or self.name
 
 
-def free_port(host: str = LOOPBACK) -> int:
-    """Return a port that no process listens on now. The caller keeps using the same port when a process restarts."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def free_port(host: str = LOOPBACK, preferred: int = 0) -> int:
+    """Return a port that no process listens on now: `preferred` if it is free. The caller keeps using the same port
+    when a process restarts."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, preferred), family=family) as probe:
+            return int(probe.getsockname()[1])
+    except OSError:
+        if not preferred:
+            raise
+        return free_port(host)
 
 
 def vllm_device(config: Config) -> str:
@@ -265,12 +271,15 @@ def telemetry_wanted(config: Config) -> bool:
 
 
 def check_base(base: str, setting: str) -> None:
-    """Raise `ConfigError`, which begins with `setting`, if `base` is empty or a path where no folder is."""
+    """Raise `ConfigError`, which begins with `setting`, if `base` is empty, a path where no folder is, or a
+    folder without a model."""
     path = base.startswith(("/", ".", "~")) or base.count("/") > 1  # otherwise a name on the hub
     if not base or (path and not Path(base).is_dir()):
         raise ConfigError(
             f"{setting}: there is no folder {base!r}; expected one with the base model, or its name on the hub"
         )
+    if Path(base).is_dir() and not Path(base, "config.json").is_file():
+        raise ConfigError(f"{setting}: the folder {base!r} holds no model: expected one with config.json")
 
 
 def require_base_files(config: Config, services: tuple[str, ...]) -> None:
@@ -280,10 +289,8 @@ def require_base_files(config: Config, services: tuple[str, ...]) -> None:
         return
     for i, model in enumerate(config.models):
         check_base(model.base, f"models.{i}.base")
-        folders = [Path(model.base)]
-        if not folders[0].is_dir():
-            folders = [*_hub_cache().glob(f"models--{model.base.replace('/', '--')}/snapshots/*")]
-        if not any((folder / "config.json").is_file() for folder in folders):
+        downloaded = _hub_cache().glob(f"models--{model.base.replace('/', '--')}/snapshots/*/config.json")
+        if not Path(model.base).is_dir() and not any(downloaded):
             raise ConfigError(
                 f"models.{i}.base: {model.base!r} is not on this machine: expected a folder with config.json, or a "
                 f"model that was downloaded into {_hub_cache()} (`hf download {model.base}`)"
@@ -322,6 +329,12 @@ def pace(config: Config) -> Config:
     return with_values(config, {"gateway.max_groups_ahead": 0 if bounded else ahead})
 
 
+def _dashboard_port(config: Config) -> int:
+    """Return `ui.port`. If it is the default and taken, by the dashboard of another run, return a free one."""
+    host, port = config.ui.host, config.ui.port
+    return free_port(host, port) if port in (0, UiConfig().port) else port
+
+
 def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[ProcessSpec]]:
     """Return the settings with every address filled in, and the processes in the order of their start."""
     processes: list[ProcessSpec] = []
@@ -356,7 +369,7 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
     if "trainer" in services:
         config = pace(config)
     if "ui" in services and config.ui.enabled:
-        config = with_values(config, {"ui.port": config.ui.port or free_port()})
+        config = with_values(config, {"ui.port": _dashboard_port(config)})
     # Without a trainer here and without keys of one elsewhere, nothing is served but what a later trainer here signs.
     if not config.signing.seed and ("trainer" in services or not config.signing.keys):
         seed = config.path("keys", "checkpoints.nk").absolute()

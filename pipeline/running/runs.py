@@ -1,7 +1,8 @@
 """Which run a command means, what its settings are, and how to reach its log.
 
 A run is a folder with `config.toml` (the settings of its last start), `state.json` (what `journeywork up` started)
-or a store. Commands that name no run mean the newest one under `runs/`: the one in which one of these changed last.
+or a store. Commands that name no run mean the one under `runs/` that runs; if none or several do, that in which one of
+these files changed last.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _SIGNS = (SETTINGS, STATE, "store", "store/*")
 
 
 def find_run(run_dir: str | Path | None = None, root: Path = Path("runs")) -> Path:
-    """Return `run_dir`, or the newest run under `root` if it is empty. Raises `ConfigError` if there is none."""
+    """Return `run_dir`. If it is empty, return the run under `root` whose supervisor is running, else the newest.
+
+    Raises `ConfigError` if there is none."""
     if run_dir:
         return Path(run_dir)
     runs = runs_under(root)
@@ -25,7 +28,9 @@ def find_run(run_dir: str | Path | None = None, root: Path = Path("runs")) -> Pa
         raise ConfigError(
             f"no run under {root}/: name one with --run-dir, or start one with `journeywork up`"
         )
-    return runs[-1]
+    states = ((run, read_state(run)) for run in runs)
+    running = [run for run, state in states if state is not None and state.running]
+    return (running or runs)[-1]
 
 
 def runs_under(root: Path) -> list[Path]:

@@ -8,15 +8,15 @@ from typing import Any
 import anyio
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from pipeline import streams
 from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import AlarmChanged, CheckpointPublished
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.log.health import fills
-from pipeline.printing import visible
+from pipeline.printing import with_code
 from pipeline.running.runs import log_of, run_settings
 from pipeline.running.state import read_state
 from pipeline.security.signing import Trust
@@ -40,8 +40,11 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
         except BrokerError as error:
             state["log"] = str(error)
     running = {n for n, s in state["services"].items() if s["state"] not in ("stopped", "gone")}
-    for row in state.get("lag", ()):  # a consumer's name begins with the service that takes from it
-        row["off"] = row["consumer"].partition("-")[0] not in running
+    if (
+        "lag" in state
+    ):  # a consumer's name begins with the service that takes from it; one that is off isn't behind
+        rows = [(row["consumer"].partition("-")[0], row) for row in state["lag"]]
+        state["lag"] = [row | {"off": name not in running} for name, row in rows if name in state["services"]]
     if as_json:
         console.print_json(msgspec.json.encode(state).decode())
     else:
@@ -113,8 +116,8 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
         console.print(f"[bold red]alarm[/] {alarm}", soft_wrap=True)
     for one in state.get("raised", ()):
         of = f" of {one['model']}" if one["model"] else ""
-        told = f"{one['alarm']}{of}: {escape(visible(one['detail']))}. {escape(visible(one['action']))}"
-        console.print(f"[bold red]alarm[/] {told.strip()}", soft_wrap=True)
+        told = with_code(f"{one['alarm']}{of}: {one['detail']}. {one['action']}".strip())
+        console.print(Text("alarm ", "bold red"), told, sep="", soft_wrap=True)
     if "streams" not in state:
         console.print(f"log: {state['log']}", soft_wrap=True)
         return

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     file = argparse.ArgumentParser(add_help=False)
-    file.add_argument("--run-dir", type=Path, help="default: the newest under runs/")
+    file.add_argument("--run-dir", type=Path, help="default: the running one under runs/, else the newest")
     file.add_argument("--file", type=Path, help="path of the file of keys")
     key = argparse.ArgumentParser(add_help=False)
     key.add_argument("--name", required=True, help="owner of the runs that the key opens")

@@ -63,7 +63,7 @@ ROUTES = (
     Route("GET", "/v1/policies/events", "watch_policies", "Events about versions", media_type=EVENTS),
     _decision("promote", "Serve this version under the model's name", VersionDecision),
     _decision("pin", "Keep serving this version, whatever is trained", VersionDecision),
-    _decision("rollback", "Go back to this or the previous version", Decision),
+    _decision("rollback", "Take back the last decision", Decision),
     _decision("split", "Divide trajectories between two versions", SplitDecision),
     _decision("follow", "Serve the newest version again", Decision),
     Route(

@@ -3,7 +3,7 @@
     journeywork policy list                                   the version of each model name, and why
     journeywork policy promote support@12 --reason "better on held-out tasks"
     journeywork policy pin support@12                         keep it while newer versions are trained
-    journeywork policy rollback support                       the version before the present one; or name one
+    journeywork policy rollback support                       take back the last decision
     journeywork policy split support@12 support@10 --percent 20
     journeywork policy follow support                         the newest version again
 
@@ -27,7 +27,8 @@ from pipeline.printing import visible
 from pipeline.running.gateway_api import GatewayApi, GatewayError, add_arguments, connect
 
 _DONE = {
-    "promote": "promoted", "pin": "pinned", "rollback": "rolled back", "split": "split", "follow": "follows the newest",
+    "promote": "promoted", "pin": "pinned", "rollback": "the decision after it was taken back", "split": "split",
+    "follow": "follows the newest",
 }  # fmt: skip
 
 
@@ -79,8 +80,10 @@ def _parser() -> argparse.ArgumentParser:
         "pin", parents=[decision], help="keep serving a version while newer ones are trained"
     )
     pin.add_argument("version", help=version)
-    rollback = commands.add_parser("rollback", parents=[decision], help="go back to an earlier version")
-    rollback.add_argument("version", metavar="model_or_version", help=f"a model, or an {version}")
+    rollback = commands.add_parser(
+        "rollback", parents=[decision], help="take back the last decision; again: the one before it"
+    )
+    rollback.add_argument("model", help="name of the model")
     split = commands.add_parser("split", parents=[decision], help="divide trajectories between two versions")
     split.add_argument("version", help=f"{version}: it gets --percent of the trajectories")
     split.add_argument("other", help="the version that gets the rest")
@@ -94,10 +97,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _decide(gateway: GatewayApi, args: argparse.Namespace) -> None:
     body: dict[str, Any] = {"by": args.by, "reason": args.reason}
-    if args.action == "follow":
+    if args.action in ("follow", "rollback"):
         model = args.model
-    elif args.action == "rollback" and "@" not in args.version:
-        model = args.version
     else:
         model, body["version"] = parse_version(args.version)[0], args.version
     if args.action == "split":

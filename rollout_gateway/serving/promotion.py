@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pipeline.events import Event, PolicyPromoted
+from pipeline.events import Event, PolicyPromoted, standing_decisions
 from pipeline.log.broker import Broker
-from pipeline.names import MAX_NAME, check_name, new_id, parse_version, version_name
+from pipeline.names import MAX_NAME, check_name, new_id, parse_version
 from rollout_gateway.http.errors import ApiError, unknown_model
 from rollout_gateway.serving.idempotency import check_repeat
 from rollout_gateway.serving.policies import Policies
@@ -38,12 +38,6 @@ RequestId = Annotated[str, Meta(max_length=MAX_NAME)]
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/policies/{model}/rollback` and `/follow`."""
 
-    version: str = ""
-    """Exact version. If it is empty, `rollback` goes to the version before the present one."""
-    other: str = ""
-    """For `split`: the version that gets the other trajectories."""
-    percent: Annotated[float, Meta(ge=0, le=100)] = 100.0
-    """For `split`: percentage of trajectories that `version` gets."""
     by: By = ""
     """Name of the person or program that decides. Ignored if the gateway has API keys: then it is the name of the
     key."""
@@ -55,12 +49,16 @@ class VersionDecision(Decision, frozen=True, kw_only=True, forbid_unknown_fields
     """Body of `POST /v1/policies/{model}/promote` and `/pin`."""
 
     version: Version
+    """Exact version."""
 
 
 class SplitDecision(VersionDecision, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/policies/{model}/split`."""
 
     other: Version
+    """The version that gets the other trajectories."""
+    percent: Annotated[float, Meta(ge=0, le=100)] = 100.0
+    """Percentage of trajectories that `version` gets."""
 
 
 class DecisionAnswer(msgspec.Struct, kw_only=True):
@@ -87,21 +85,22 @@ class Promotion:
     async def decide(self, model: str, action: Action, decision: Decision, owner: str = "") -> DecisionAnswer:
         """Check a decision about `model`, load its versions, and publish it. `owner`: the name of the caller's API key.
 
-        Raises `ApiError`: 404 for an unknown model or version, 409 if the base version is to be rolled back, and 503 if
-        a version is not loaded in time."""
+        Raises `ApiError`: 404 for an unknown model or version, 409 if there is no decision to roll back, and 503 if a
+        version is not loaded in time."""
         if model not in self._policies.models:
             raise unknown_model(model, list(self._policies.models))
         if decision.request:
             check_name(decision.request)
-        version, other, percent = decision.version, "", 100.0
-        if action == "follow":
-            version = ""
-        elif action == "rollback" and not version:
-            version = await self._earlier_rollback(model, decision.request) or self._previous(model)
-        if action == "split":
+        version, other, percent = "", "", 100.0
+        if isinstance(decision, VersionDecision):
+            version = decision.version
+        if isinstance(decision, SplitDecision):
             other, percent = decision.other, decision.percent
+        if action == "rollback":
+            version, other, percent = await self._before_last_decision(model, decision.request)
+        if other:
             await self._load(model, other, "other")
-        if action != "follow":
+        if version:
             await self._load(model, version, "version")
         event = PolicyPromoted(
             project=self._project,
@@ -126,24 +125,23 @@ class Promotion:
             model=model, action=action, version=self._router.current(model), other=other or None
         )
 
-    async def _earlier_rollback(self, model: str, request: str) -> str:
-        """Return the version to which an earlier request with this idempotency id rolled back; empty if there was
-        none."""
-        if not request:
-            return ""
-        before = await self._broker.read(PolicyPromoted, project=self._project, model=model)
-        rollbacks = (r.event for r in before if r.event.action == "rollback")
-        return next((event.version for event in rollbacks if event.request == request), "")
-
-    def _previous(self, model: str) -> str:
-        step = parse_version(self._router.current(model))[1]
-        for version in self._policies.models[model].newest_first():
-            if parse_version(version)[1] < step and not self._policies.out_of_use(version):
-                return version
-        if step == 0:
-            message = f"{version_name(model, 0)} is the base model, and no version is older."
-            raise ApiError(409, "no_version", message)
-        return version_name(model, 0)
+    async def _before_last_decision(self, model: str, request: str) -> tuple[str, str, float]:
+        """Return `version`, `other` and `percent` of the decision before the last one that stands: the newest version
+        (empty) if it was the first. A repeated `request` gets what it got before. Raises a 409 `ApiError` without a
+        decision."""
+        recorded = await self._broker.read(PolicyPromoted, project=self._project, model=model)
+        decisions = [r.event for r in recorded]
+        for event in decisions:
+            if request and event.request == request:
+                return event.version, event.other, event.percent
+        standing = standing_decisions(decisions)
+        if not standing:
+            message = (
+                f"No decision about {model} is left to take back. To serve an older version, promote it."
+            )
+            raise ApiError(409, "no_decision", message)
+        before = standing[-2] if len(standing) > 1 else None
+        return (before.version, before.other, before.percent) if before else ("", "", 100.0)
 
     async def _load(self, model: str, version: str, param: str) -> None:
         """Wait until enough replicas hold `version`. `param`: the field of the request that names it, for a 404

@@ -53,7 +53,7 @@ SELECT project, model, '' AS about,
   avg(metrics['entropy']) FILTER (from_last <= $steps) / avg(metrics['entropy']) FILTER (from_first <= $steps) AS value,
   format('the entropy is {{:.0f}}% of that of the first steps', 100 * value) AS detail
 FROM steps GROUP BY ALL HAVING count(*) >= 2 * $steps AND value < $threshold""",
-    "Roll back to a version before the fall (`journeywork policy rollback`). Set `trainer.loss.entropy_coef`, raise "
+    "Serve a version from before the fall (`journeywork policy promote`). Set `trainer.loss.entropy_coef`, raise "
     "`trainer.loss.epsilon_high`, lower the learning rate, or sample at a higher temperature.",
 )
 
@@ -66,9 +66,8 @@ KL_RISE = Alarm(
 SELECT project, model, '' AS about, avg(metrics['kl']) AS value,
   format('the KL divergence from the base model is {{:.3g}} nats per token', value) AS detail
 FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING count(*) >= $steps AND value > $threshold""",
-    "Read some of the best runs (`journeywork group show`). If they exploit the reward, correct it and roll back. "
-    "Otherwise set "
-    "`trainer.loss.beta`, lower the learning rate, or raise the threshold.",
+    "Read some of the best runs (`journeywork group show`). If they exploit the reward, correct it and promote "
+    "an older version. Otherwise set `trainer.loss.beta`, lower the learning rate, or raise the threshold.",
 )
 
 SAMPLER_MISMATCH = Alarm(
@@ -270,20 +269,21 @@ WHERE n.step > coalesce(h.step, 0)""",
 )
 
 ALARMS: tuple[Alarm, ...] = (
-    ENTROPY_COLLAPSE,
-    KL_RISE,
-    SAMPLER_MISMATCH,
-    JUDGE_DRIFT,
+    LOG_FULL,
+    DEAD_LETTERS,
+    REPLICA_BEHIND,
     JUDGE_FAILING,
     NOTHING_TRAINS,
-    NO_VARIANCE,
-    STARVATION,
+    JUDGE_DRIFT,
+    SAMPLER_MISMATCH,
     STALE_DISCARDS,
-    DEAD_LETTERS,
-    LOG_FULL,
+    STARVATION,
+    NO_VARIANCE,
+    ENTROPY_COLLAPSE,
+    KL_RISE,
     STORE_BEHIND,
-    REPLICA_BEHIND,
 )
+"""Causes before their consequences: the first one that is raised says what to do first."""
 
 PARAMETER = re.compile(r"\$(\w+)")
 """A parameter in a query."""

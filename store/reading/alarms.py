@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from store.alarms.table import by_name
+from store.alarms.table import ALARMS, by_name
 from store.reading.history import History, Row
 
+_CAUSES_FIRST = {alarm.name: place for place, alarm in enumerate(ALARMS)}
 _PRESENT = "SELECT * FROM alarms WHERE cleared_at IS NULL ORDER BY since DESC, alarm, model, about"
 
 
 def alarms_of(history: History) -> list[Row]:
-    """Return the raised alarms, the newest first: the columns of the view `alarms` with `title`, `meaning` and `action`
-    (what to do) of docs/alarms.md."""
+    """Return the raised alarms, causes before consequences: the columns of the view `alarms` with `title`, `meaning`
+    and `action` (what to do) of docs/alarms.md."""
     rows = []
-    for row in history.rows(_PRESENT):
+    present = history.rows(_PRESENT)
+    for row in sorted(present, key=lambda row: _CAUSES_FIRST.get(row["alarm"], len(ALARMS))):
         alarm = by_name().get(row["alarm"])
         rows.append({
             **row, "title": alarm.title if alarm else row["alarm"], "meaning": alarm.meaning if alarm else "",

@@ -210,7 +210,7 @@ def _one_line(column: int, name: str) -> str:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="journeywork sql", description="SQL over the history of a run.")
     parser.add_argument("query", help="SQL; the views are in docs/store.md")
-    parser.add_argument("--run-dir", help="run to ask; default: the one under runs/ that was written to last")
+    parser.add_argument("--run-dir", help="run to ask; default: the running one under runs/, else the newest")
     parser.add_argument("--config", help="settings of the run to ask")
     parser.add_argument("--format", default="table", choices=("table", "json", "csv", "parquet"))
     return parser.parse_args(argv)

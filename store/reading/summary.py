@@ -90,7 +90,7 @@ def _todo(state: str, alarms: list[Row], gain: Row | None, last: Row | None) -> 
     if alarms:
         return f"{alarms[0]['title']}: {alarms[0]['action']}"
     if gain and gain["high"] is not None and gain["high"] < 0:
-        return "It got worse: read some of its groups below, and roll back (Decisions)."
+        return "It got worse: read some of its groups below, and promote an older version (Decisions)."
     if last and gain is None:
         return "Measure it: `journeywork eval` plays held-out tasks with two versions."
     if state == "stopped":

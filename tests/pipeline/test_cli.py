@@ -124,7 +124,7 @@ async def provision(config: NatsConfig) -> None:
                 "state": state,
                 "model": model,
                 "detail": "it is far",
-                "action": "Lower it.",
+                "action": "Lower `it`.",
             }
             await broker.publish(AlarmChanged(project="p", **alarm))
         await broker.js.publish(alive_subject("DEAD"), b"")
@@ -138,7 +138,10 @@ def test_status_says_what_runs_what_waits_and_what_serves(
         "pid": 1,
         "ready": True,
         "urls": {"nats": nats_config.url, "gateway": "http://127.0.0.1:1", "vllm": []},
-        "services": {"judge": {"pid": 2**22 + 1, "state": "ready", "restarts": 0}},
+        "services": {
+            "judge": {"pid": 2**22 + 1, "state": "ready", "restarts": 0},
+            "store": {"pid": 2**22 + 1, "state": "stopped", "restarts": 0},
+        },
     }
     (tmp_path / "state.json").write_text(json.dumps(state))
     with pytest.raises(SystemExit) as caught:  # a service is gone
@@ -147,6 +150,7 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     said = json.loads(capsys.readouterr().out)
     assert said["policies"] == {"m": "m@3"}
     assert {row["consumer"]: row["behind"] for row in said["lag"]}["store-policy"] == 4
+    assert not [row for row in said["lag"] if row["consumer"].startswith("telemetry")], "it is off"
     assert {row["stream"]: row["messages"] for row in said["streams"]}["DEAD"] == 0, (
         "a check of the log is no letter"
     )

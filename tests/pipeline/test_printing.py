@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.printing import visible
+from pipeline.printing import visible, with_code
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,10 @@ from pipeline.printing import visible
 )
 def test_what_a_terminal_acts_on_is_shown_as_its_escape(text: str, shown: str) -> None:
     assert visible(text) == shown
+
+
+def test_code_is_bold_and_loses_its_backticks() -> None:
+    told = with_code("run `a b`\x1b now", "dim")
+    assert (told.plain, [(s.start, s.end, s.style) for s in told.spans]) == (
+        "run a b\\x1b now", [(0, 4, "dim"), (4, 7, "dim bold"), (7, 15, "dim")],
+    )  # fmt: skip

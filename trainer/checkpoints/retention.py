@@ -5,7 +5,7 @@ A version that is not needed is retired first (`policy.retired`), and gateways n
 stays for `retention.policy_days`, since groups that it learned from can be delivered again until then.
 
 These versions are needed: the newest, the best by validation, those that the model's name or a traffic split
-points to and the version before each of them, those that an open trajectory is pinned to, and those that an
+points to and those of the decision before, those that an open trajectory is pinned to, and those that an
 inference server has loaded.
 """
 
@@ -28,6 +28,7 @@ from pipeline.events import (
     TrajectoryCompleted,
     TrajectoryOpened,
     group_key,
+    standing_decisions,
 )
 from pipeline.log import objects
 from pipeline.log.broker import Broker, BrokerError, Recorded
@@ -36,25 +37,16 @@ from trainer.learner import Learner
 
 log = get_logger("trainer.checkpoints.retention")
 
-_PolicyEvent = CheckpointPublished | PolicyLoaded | PolicyUnloaded | PolicyRetired | PolicyPromoted
+_PolicyEvent = CheckpointPublished | PolicyLoaded | PolicyUnloaded | PolicyRetired
 
 _SWEEP_EVERY_S = 3600.0
 _ORPHAN_AGE_S = 3600.0
 """Parts of uploads that are older than this belong to no upload in progress."""
 
 
-def versions_to_keep(
-    versions: Iterable[str], newest: int, needed: Iterable[str], promoted: Iterable[str]
-) -> set[str]:
-    """The subset of `versions` (oldest first) that is kept: the `newest` newest, the `needed` ones, and the
-    `promoted` ones with the version before each."""
-    order = list(versions)
-    stay = {*order[-max(newest, 1) :], *needed}
-    for version in promoted:
-        stay.add(version)
-        if version in order[1:]:
-            stay.add(order[order.index(version) - 1])
-    return stay & set(order)
+def versions_to_keep(versions: Sequence[str], newest: int, needed: Iterable[str]) -> set[str]:
+    """The subset of `versions` (oldest first) that is kept: the `newest` newest, and the `needed` ones."""
+    return {*versions[-max(newest, 1) :], *needed} & set(versions)
 
 
 class Holdings:
@@ -185,15 +177,15 @@ class Retention:
         """The versions of a model that are needed. `versions` are those of its branch, oldest first."""
         best = learner.validation.best
         needed = {v.version for v in versions if best is not None and v.step == best.step}
-        promoted: set[str] = set()
         if self._branch == "main":  # other branches are not served
-            last = await self._broker.read_last(PolicyPromoted, project=self._project, model=name)
-            if last is not None:
-                promoted = {last.event.version, last.event.other} - {""}
+            decisions = await self._broker.read(PolicyPromoted, project=self._project, model=name)
+            # The one in force, and the one to which a rollback goes back.
+            for decision in standing_decisions(r.event for r in decisions)[-2:]:
+                needed |= {decision.version, decision.other} - {""}
             needed |= self._models[name].holdings.versions()
             needed |= await self._pins(name)
         newest = max(self._settings.adapters, learner.settings.max_staleness + 2)
-        return versions_to_keep([v.version for v in versions], newest, needed, promoted)
+        return versions_to_keep([v.version for v in versions], newest, needed)
 
     async def _publish_retired(self, model: str, version: Version, *, withdrawn: bool = False) -> None:
         await self._broker.publish(
@@ -265,15 +257,14 @@ class Retention:
 
     async def delete_old_events(self, before_us: int) -> int:
         """Delete the events of POLICY that are older than `before_us` (stream time in microseconds) and belong to
-        removed versions. Returns how many."""
+        removed versions. Decisions stay: a rollback goes back through them. Returns how many."""
         deleted = 0
         for name in self._learners:
             events: Sequence[Recorded[_PolicyEvent]] = await self._broker.read_all(
-                (CheckpointPublished, PolicyLoaded, PolicyUnloaded, PolicyRetired, PolicyPromoted),
+                (CheckpointPublished, PolicyLoaded, PolicyUnloaded, PolicyRetired),
                 project=self._project,
                 model=name,
             )
-            last = max((r.seq for r in events if isinstance(r.event, PolicyPromoted)), default=0)
             kept = {
                 r.event.version
                 for r in events
@@ -281,10 +272,9 @@ class Retention:
                 and await objects.exists(self._broker, streams.ADAPTERS_BUCKET, r.event.adapter)
             }
             for recorded in events:
-                event = recorded.event
-                if recorded.place.at >= before_us or recorded.seq == last:
+                if recorded.place.at >= before_us:
                     continue
-                if event.version in kept and not isinstance(event, PolicyPromoted):
+                if recorded.event.version in kept:
                     continue  # the checkpoint of a version that still exists, or a load of it
                 await self._broker.delete(recorded.stream, recorded.seq)
                 deleted += 1

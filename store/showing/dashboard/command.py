@@ -1,6 +1,6 @@
 """`journeywork ui`: the dashboard of a run, also of one that runs no more.
 
-journeywork ui                       the newest run under runs/, at http://127.0.0.1:8701
+journeywork ui                       the run under runs/ that runs, else the newest, at http://127.0.0.1:8701
 journeywork ui --run-dir runs/demo --port 0
 """
 
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import anyio
 
 from pipeline.arguments import whole_number
-from pipeline.config import ConfigError, with_values
+from pipeline.config import ConfigError, UiConfig, with_values
+from pipeline.running.plan import free_port
 from pipeline.running.runs import run_settings
 from pipeline.running.service import until_signalled
 from pipeline.telemetry import logs as log
@@ -21,8 +22,6 @@ from store.showing.dashboard.errors import ListenError
 from store.showing.dashboard.server import SECTIONS
 from store.showing.dashboard.service import serve
 from store.storage import StoreError
-
-PORT = 8701
 
 
 def _ready(**facts: str | int | float) -> None:
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="journeywork ui", description="Web pages over the history of a run."
     )
     parser.add_argument(
-        "--run-dir", help="run to show; default: the one under runs/ that was written to last"
+        "--run-dir", help="run to show; default: the one under runs/ that runs, else the newest"
     )
     parser.add_argument(
         "--host", help="address to listen on instead of ui.host; one that others reach needs keys"
@@ -45,17 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--port",
         type=whole_number(0, 65_535),
-        default=PORT,
-        help=f"port to listen on; default: {PORT}; 0: any",
+        help=f"port to listen on; default: {UiConfig().port}, or any free one if it is taken; 0: any",
     )
     parser.add_argument("--name", action="append", default=[], help="a further host name that is served")
     args = parser.parse_args(argv)
     log.configure("ui", "WARNING")
     try:
         config = run_settings(args.run_dir, sections=SECTIONS)
+        host = args.host or config.ui.host
         values = {
-            "ui.host": args.host or config.ui.host,
-            "ui.port": args.port,
+            "ui.host": host,
+            "ui.port": free_port(host, UiConfig().port) if args.port is None else args.port,
             "ui.hosts": (*config.ui.hosts, *args.name),
         }
         anyio.run(until_signalled, serve, with_values(config, values), _ready)

@@ -1,6 +1,6 @@
 """The live view of a run in the terminal: `journeywork watch`.
 
-journeywork watch                       the newest run under runs/, until Ctrl-C
+journeywork watch                       the run under runs/ that runs, else the newest, until Ctrl-C
 journeywork watch --every 5 > watch.log without a terminal: one line every five seconds
 journeywork watch --once                one line
 """
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         description=inspect.cleandoc(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--run-dir", help="default: the newest under runs/")
+    parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     parser.add_argument(
         "--every", type=float, help="seconds between two looks; default: 2, without a terminal 10"
     )

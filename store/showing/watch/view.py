@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from rich.text import Text
 
-from pipeline.printing import visible
+from pipeline.printing import visible, with_code
 from store.showing.watch.snapshot import Model, Snapshot
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -171,7 +171,7 @@ def _alarms(snapshot: Snapshot, width: int) -> list[Text]:
             shown, [None] * len(snapshot.supervisor_alarms) + list(snapshot.alarms), strict=False
         ):
             if alarm is not None:
-                line.append(f"  {alarm['action']}", "not bold dim")
+                line.append("  ").append(with_code(alarm["action"], "not bold dim"))
     if len(texts) > 5:
         shown.append(Text(f"and {len(texts) - 5} more alarms", "red"))
     return shown

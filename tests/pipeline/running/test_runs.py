@@ -50,6 +50,15 @@ def test_the_newest_run_is_the_one_that_changed_last(runs: Path, sign: str) -> N
     assert find_run("elsewhere") == Path("elsewhere")
 
 
+def test_the_run_that_runs_comes_before_newer_folders(runs: Path) -> None:
+    make(runs / "running", address="nats://a:1")
+    (runs / "running" / "state.json").write_text(json.dumps({"pid": os.getpid()}))
+    for path in (runs / "running").iterdir():
+        os.utime(path, (1, 1))
+    make(runs / "newer", address="nats://b:1")
+    assert find_run() == Path("runs/running")
+
+
 def test_the_log_is_the_one_that_was_started_for_the_run(runs: Path) -> None:
     make(runs / "a", settings='project = "x"\n[nats]\nurl = "nats://earlier:1"\n', address="nats://now:1")
     config = run_settings(overrides=["judge.model=m"])

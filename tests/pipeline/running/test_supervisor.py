@@ -182,7 +182,7 @@ def test_the_plan_fills_in_every_address(tmp_path: Path) -> None:
 def test_groups_ahead_are_those_that_the_trainer_trains_before_they_are_stale(
     tmp_path: Path, settings: tuple[str, ...], ahead: int
 ) -> None:
-    base = load(None, [f"run_dir={tmp_path}", f"models.0.base={tmp_path}", "models.0.name=m", *settings])
+    base = load(None, [f"run_dir={tmp_path}", "models.0.base=hub/base", "models.0.name=m", *settings])
     assert make_plan(base, ("gateway", "trainer"))[0].gateway.max_groups_ahead == ahead
     if not settings:
         assert make_plan(base, ("gateway",))[0].gateway.max_groups_ahead == "auto"
@@ -212,11 +212,18 @@ def test_a_base_model_that_is_not_on_this_machine_is_an_error_before_anything_st
     """`up` exits with one line, while the server that loads the model would fail after a minute."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "empty").mkdir()
-    for base in ("organisation/model", str(tmp_path / "empty")):
+    folder = str(tmp_path / "empty")
+    for base, said in (
+        ("organisation/model", "'organisation/model' is not on this machine"),
+        (folder, f"the folder {folder!r} holds no model"),
+    ):
         with pytest.raises(SystemExit) as caught:
             cli.main(["up", "--run-dir", str(tmp_path / "run"), "--set", f"models.0.base={base}"])
         assert caught.value.code == 2
-        assert f"models.0.base: '{base}' is not on this machine" in capsys.readouterr().err
+        assert f"models.0.base: {said}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["up", "--dry-run", "--set", f"models.0.base={tmp_path / 'empty'}"])
+    assert "holds no model: expected one with config.json" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     there = tmp_path / "hub" / "models--organisation--model" / "snapshots" / "0" / "config.json"
     there.parent.mkdir(parents=True)

@@ -48,8 +48,9 @@ async def test_decisions_hold_across_replicas_and_restarts(
         other = start_gateway(folder="other")
         await serves(other, "tictactoe@1")
         await decide(other, "rollback")
-        await serves(gateway, "tictactoe@0")
-        assert (await decide(gateway, "rollback")).status_code == 409
+        await serves(gateway, "tictactoe@4")
+        refused = await decide(gateway, "rollback")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "no_decision")
         await decide(gateway, "follow")
         await serves(gateway, "tictactoe@4")
         await serves(other, "tictactoe@4")
@@ -67,14 +68,16 @@ async def test_an_idempotency_id_stands_for_one_decision(
     async with Broker.connect(nats_config) as broker:
         await publish_adapter(broker, 1)
         await serves(gateway, "tictactoe@1")
-        for _ in range(2):  # the repeat goes to the same version, not to the one before it
+        for version in ("tictactoe@0", "tictactoe@1"):
+            await decide(gateway, "pin", version=version)
+        for _ in range(2):  # the repeat takes back nothing more
             reply = await decide(gateway, "rollback", request="r1")
             assert (reply.status_code, reply.json()["version"]) == (200, "tictactoe@0")
         refused = await decide(gateway, "pin", version="tictactoe@1", request="r1")
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "request_exists")
         assert "Nothing was recorded" in refused.json()["error"]["message"]
         events = [r.event for r in await broker.read(PolicyPromoted)]
-    assert [e.action for e in events] == ["rollback"]
+    assert [e.action for e in events] == ["pin", "pin", "rollback"]
 
 
 async def test_a_split_is_sticky_per_trajectory(gateway: GatewayProcess, nats_config: NatsConfig) -> None:

@@ -46,14 +46,25 @@ async def test_decisions_are_taken_and_shown_with_their_reasons(
         pinned = policy("pin", "tictactoe@1", "--reason", "better on held-out tasks", "--by", "me")
         assert pinned.startswith("tictactoe: tictactoe@1\n  why: pinned by me at 2")
         assert " UTC: better on held-out tasks\n" in pinned
-        assert "rolled back at" in policy("rollback", "tictactoe")
+        taken_back = policy("rollback", "tictactoe")
+        assert taken_back.startswith("tictactoe: tictactoe@2\n  why: the decision after it was taken back at")
         split = policy("split", "tictactoe@2", "tictactoe@1", "--percent", "20")
         assert split.startswith("tictactoe: 20 % tictactoe@2, 80 % tictactoe@1\n  why: split at")
+        policy("promote", "tictactoe@2")
+        assert policy("rollback", "tictactoe").startswith("tictactoe: 20 % tictactoe@2, 80 % tictactoe@1\n")
         assert json.loads(policy("promote", "tictactoe@1", "--json"))["version"] == "tictactoe@1"
         followed = policy("follow", "tictactoe", "--reason", "enough")
         assert followed.startswith("tictactoe: tictactoe@2\n  why: follows the newest at")
         events = [r.event for r in await broker.read(PolicyPromoted)]
-    assert [e.action for e in events] == ["pin", "rollback", "split", "promote", "follow"]
+    assert [e.action for e in events] == [
+        "pin",
+        "rollback",
+        "split",
+        "promote",
+        "rollback",
+        "promote",
+        "follow",
+    ]
     assert events[0].reason == "better on held-out tasks"
     (listed,) = json.loads(policy("list", "--json"))
     assert (listed["decision"]["action"], listed["decision"]["reason"]) == ("follow", "enough")

@@ -44,7 +44,7 @@ def evaluated(low: float, high: float) -> list[Event]:
     [
         (0.1, 0.3, "better", "Nothing needs to be done."),
         (-0.1, 0.3, "the difference may be chance", "Nothing needs to be done."),
-        (-0.3, -0.1, "worse", "roll back"),
+        (-0.3, -0.1, "worse", "promote an older version"),
     ],
 )
 def test_the_gain_is_that_of_the_evaluation(
@@ -79,6 +79,16 @@ def test_an_empty_run_says_what_it_needs(tmp_path: Path) -> None:
     assert page["state"] == "unknown"
     assert page["sentences"][1:] == ["Nothing was measured on held-out tasks.", "No step was taken yet."]
     assert page["todo"].startswith("Send it work")
+
+
+def test_the_first_alarm_is_a_cause_and_not_a_consequence(tmp_path: Path) -> None:
+    raised: list[Event] = [
+        AlarmChanged(project="p", alarm=name, state="raised", since=since)
+        for since, name in enumerate(("nothing_trains", "starvation"), 1)
+    ]
+    page = told(tmp_path, raised)
+    assert [alarm["alarm"] for alarm in page["alarms"]] == ["nothing_trains", "starvation"]
+    assert page["todo"].startswith("Nothing trains: ")
 
 
 def test_a_running_run_names_what_is_not_ready_and_an_alarm_says_what_to_do(tmp_path: Path) -> None:

@@ -78,6 +78,9 @@ async def test_versions_that_are_needed_are_kept(
                 project="p", model="tiny", version=V[5], action="split", other=V[7], percent=50, request="1"
             )
         )
+        await broker.publish(
+            PolicyPromoted(project="p", model="tiny", version=V[6], action="pin", request="1b")
+        )
         opened = TrajectoryOpened(project="p", trajectory="run", model="tiny", group="g", pinned=V[9])
         await broker.publish(opened)
         await broker.publish(loaded(V[1], "old life", "1"))
@@ -90,11 +93,11 @@ async def test_versions_that_are_needed_are_kept(
         retention = Retention(config, broker, learners)
         await retention.run_once()
         retired = {r.event.version for r in await broker.read(PolicyRetired)}
-        assert retired == {V[1], V[8]}
+        assert retired == {V[1], V[4], V[8]}
         assert await present(broker) == set(V[1:])  # told first, removed later
         await retention.run_once()
-        # 2 best, 3 held, 5 and 7 the split's with 4 and 6 before them, 9 pinned, 10 held, 11 and 12 newest.
-        assert await present(broker) == {V[i] for i in (2, 3, 4, 5, 6, 7, 9, 10, 11, 12)}
+        # 2 best, 3 held, 6 decided after the split of 5 and 7, 9 pinned, 10 held, 11 and 12 newest.
+        assert await present(broker) == {V[i] for i in (2, 3, 5, 6, 7, 9, 10, 11, 12)}
         assert await present(broker, "other") == {V[1]}  # another trainer's
 
         # The run ends, the split ends, the server lets go.
@@ -109,7 +112,7 @@ async def test_versions_that_are_needed_are_kept(
         )
         await retention.run_once()
         await retention.run_once()
-        assert await present(broker) == {V[2], V[10], V[11], V[12]}
+        assert await present(broker) == {V[2], V[6], V[10], V[11], V[12]}
 
 
 async def test_a_retired_version_that_is_needed_again_is_kept(
@@ -165,7 +168,9 @@ async def test_old_policy_events_of_removed_versions_are_deleted(
         events = [r.event for r in await left()]
         assert {e.version for e in events if isinstance(e, CheckpointPublished)} == {V[3], V[4]}
         assert {e.version for e in events if isinstance(e, PolicyLoaded)} == {V[3], V[4]}
-        assert [e.request for e in events if isinstance(e, PolicyPromoted)] == ["2"]
+        assert [e.request for e in events if isinstance(e, PolicyPromoted)] == ["1", "2"], (
+            "a rollback needs them"
+        )
         assert not [e for e in events if isinstance(e, PolicyRetired)]
         await broker.delete("POLICY", 1)  # an attempt whose answer was lost is repeated
 
@@ -227,7 +232,7 @@ def test_in_random_histories_no_held_version_is_removed() -> None:
         served = {v for _, holds in truth.values() for v in holds}
         assert served <= holdings.versions()
         decided = set(draw.sample(versions, min(2, len(versions))))
-        stay = versions_to_keep(versions, draw.randint(1, 4), holdings.versions(), decided)
+        stay = versions_to_keep(versions, draw.randint(1, 4), holdings.versions() | decided)
         assert served | decided | {versions[-1]} <= stay
 
 

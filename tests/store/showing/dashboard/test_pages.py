@@ -42,6 +42,9 @@ def test_every_page_has_landmarks_and_loads_nothing_from_elsewhere(client: TestC
 
 
 def test_the_overview_counts_and_draws(client: TestClient) -> None:
+    text = client.get("/overview").text
+    assert "<code>journeywork dead list</code>" in text
+    assert "`" not in text
     page = client.get("/overview.json").json()
     assert (
         page["model"],

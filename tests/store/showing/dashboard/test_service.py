@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from pipeline.cli import main
-from pipeline.config import load, with_values
+from pipeline.config import Config, UiConfig, load, with_values
+from pipeline.running import plan
 from pipeline.running.plan import SERVICES, make_plan
 from pipeline.running.runs import SETTINGS
 from pipeline.running.supervisor import STOP_ORDER, Supervisor
@@ -106,6 +107,20 @@ def test_the_command_says_that_an_address_is_taken(run_dir: Path) -> None:
     said = f"journeywork ui: the dashboard cannot listen on 127.0.0.1:{port}: Address already in use. "
     assert ended.stderr.startswith(said)
     assert "--port; 0: any free one" in ended.stderr
+
+
+def test_its_port_is_the_same_at_each_start_unless_another_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(plan, "UiConfig", lambda: UiConfig(port=port), raising=False)
+        config = with_values(
+            Config(run_dir=str(tmp_path)), {"ui.port": port, "nats.url": "nats://127.0.0.1:1"}
+        )
+        assert make_plan(config, ("ui",))[0].ui.port not in (0, port)
+    assert make_plan(config, ("ui",))[0].ui.port == port
+    assert Config().ui.port > 0
 
 
 def test_up_starts_it_unless_it_is_off(tmp_path: Path) -> None:
