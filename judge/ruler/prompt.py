@@ -27,8 +27,8 @@ from judge.ruler.transcripts import Transcript, shorten, utf8_size
 
 BYTES_PER_TOKEN = 3
 """A cautious estimate that needs no tokenizer: English has about 4 bytes of UTF-8 per token, Chinese about 3."""
-_RETRY_BYTES = 6_000
-"""Kept free for a reply and the request for the scores that it lacks."""
+_REMINDER_BYTES = 200
+"""Upper bound of the reminder in a second call."""
 _LABEL_BYTES = 160
 """Upper bound of the lines around one conversation."""
 _MIN_ROOM = 2_000
@@ -49,7 +49,7 @@ attempt is judged by all of them.
 
 Answer with one JSON object and nothing else:
 {{"scores": [{{"id": "<id of the attempt>", "explanation": "<one or two sentences>", "score": <number from 0 to 1>}}]}}
-Give every id exactly once: {ids}."""
+Explain in your own words, without quoting an attempt. Give every id exactly once: {ids}."""
 
 _TEMPLATE_TOKENS = re.compile(
     r"<\|[^<>|\n]{1,60}\|>|</?s>|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]|<</?SYS>>"
@@ -125,7 +125,7 @@ def measure_sizes(transcripts: Sequence[Transcript]) -> Sizes:
 
 def compute_room(rubric: Rubric, count: int, context_tokens: int) -> int:
     """Return the bytes for `count` trajectories in a prompt of `context_tokens`, without rubric and instructions."""
-    around = utf8_size(_SYSTEM) + utf8_size(rubric.text) + count * 8 + _RETRY_BYTES + 2 * _LABEL_BYTES
+    around = utf8_size(_SYSTEM) + utf8_size(rubric.text) + count * 8 + _REMINDER_BYTES + 2 * _LABEL_BYTES
     return max(context_tokens * BYTES_PER_TOKEN - around, _MIN_ROOM)
 
 
@@ -167,7 +167,9 @@ def _block(nonce: str, label: str, text: str) -> str:
     return f"===== BEGIN {nonce} {label} =====\n{text}\n===== END {nonce} {label} ====="
 
 
-def ask_again(missing: Sequence[str], why: str) -> dict[str, str]:
-    """Return the message that asks for the scores that a reply lacked."""
-    text = f"{why} Answer in the same JSON form, with scores from 0 to 1, for only these ids: {', '.join(missing)}"
-    return {"role": "user", "content": text}
+def add_reminder(messages: Sequence[dict[str, str]], *, out_of_range: bool) -> list[dict[str, str]]:
+    """Return the messages of a call whose reply could not be read, with a reminder of the form at their end."""
+    why = "its scores were not from 0 to 1" if out_of_range else "it did not give every id exactly one score"
+    text = f"Your first answer could not be read: {why}. Answer with the JSON object alone and quote nothing."
+    *before, last = messages
+    return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]

@@ -1,16 +1,19 @@
-"""Parses a judge's reply, in whatever form it comes. A score is never given to a trajectory that it was not meant for.
+"""Parses a judge's reply: the score that the judge gave each trajectory, or nothing.
 
 Accepted are JSON alone, in a code fence or within prose, as `{"scores": [...]}`, a list, an object by id, or one
 object a line; lines of `id: score`, or an id and then a line with its score; ids with what surrounds them in the
-prompt (`trajectory abc123`, `<abc123>`); scores as numbers, `"0.7"`, `"7/10"` or `"70%"`. Where a draft comes before
-the final scores, the final ones count: those that are called final, or the last that name every id.
+prompt (`trajectory abc123`, `<abc123>`); scores as numbers, `"0.7"`, `"7/10"` or `"70%"`.
 
-A judge may repeat evidence, in which an agent has written scores for itself. An object `{"scores": …}` that names every
-id is the answer that the prompt asks for: what stands before, after or beside its scores does not count.
+A judge may quote the trajectories, and an agent may have written scores for itself there. The ids are drawn for the
+call, so no trajectory holds one. But where a judge quotes without escaping or marking it, the quoted text can end or
+continue the entry that it stands in. It cannot take away the score that the judge wrote. Therefore a reply is read only
+if every id has one score and no score is left over:
 
-An unknown id is ignored. An id with contradicting scores, or without a number, is missing. A reply with a score
-outside 0..1 is on a scale that nobody asked for: none of its scores is used. The caller asks again for what is
-missing.
+- In JSON every number is the score of an id, each entry has one, and after the first entry no bracket stands outside of
+  a document. What breaks a document makes the whole of it unreadable.
+- In prose, every number from 0 to 1 between an id and the next one is that id's score. A line with a score but no id
+  that a trajectory contains literally is taken for a quotation.
+- Two statements about an id agree. Text between `<think>` and `</think>` before the answer is skipped.
 
 Every step takes time linear in the length of the reply.
 """
@@ -19,269 +22,178 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from judge.ruler.lenient_json import Object, normalize, scan_documents
+from judge.ruler.lenient_json import Document, Object, scan_documents
 
 MAX_CHARACTERS = 1_000_000
 """Characters of a reply that are read."""
-_THINKING = re.compile(r"<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)", re.S | re.I)
+_THINKING = re.compile(r"\s*+<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)", re.S | re.I)
 _THINKING_END = "</think>"
 _LABEL = r"(?:trajectory|attempt|agent|candidate|response|id)"
-_SCORE = r"(?P<score>[-+]?\d++(?:\.\d++)?+(?:\s*+/\s*+\d++(?:\.\d++)?+|\s*+%)?+)(?!\w|[-.:/]\d)"
+_MARKUP = r"[\s\"'`*>\]]*+"
+_DIGITS = r"[-+]?(?:\d++(?:\.\d++)?+|\.\d++)(?:e[-+]?\d++)?+(?:/\d++(?:\.\d++)?+|%)?+"
+_SCORE = rf"(?P<score>{_DIGITS})(?![\w%/]|[-.,:]\d)"
+_BEGINNING = rf"[\s*\-#>|`\"'<\[]*+(?:{_LABEL}\b[\s:=#\"'`*<\[]*+)*+"
 _LINE = re.compile(
-    rf"(?:\d{{1,3}}[.)])?+[\s*\-#>|`\"'<\[]*+(?:{_LABEL}\b[\s:=#\"'`*<\[]*+)*+(?P<id>[a-z0-9]++)[\s\"'`*>\]]*+"
-    r"(?:[:=|]|->|→|-|–|(?=(?:final[\s_-]?)?score))[\s\"'`*:|]*+(?:(?:final[\s_-]?)?score[\s\"'`*:=]*+)?+"
-    rf"{_SCORE}[ \t*`\"'|,;:.)\-–—]*+(?P<why>.*+)",
+    rf"(?:\d{{1,3}}[.)])?+{_BEGINNING}(?P<id>[a-z0-9]++){_MARKUP}"
+    rf"(?:[:=|]|->|→|-|–|(?=(?:final[\s_-]?)?score))[\s*`:|]*+(?:(?:final[\s_-]?)?score[\s*`:=]*+)?+"
+    rf"{_SCORE}[ \t*`]*+(?:[|,;:.()\-–—]|\Z)(?P<why>.*+)",
     re.I,
 )
-_HEADING = re.compile(
-    rf"[\s*\-#>|`\"'<\[\d.)]*+(?:{_LABEL}\b[\s:=#\"'`*<\[]*+)*+(?P<id>[a-z]++\d++)[\s\"'`*>\]:,]*+", re.I
-)
+_HEADING = re.compile(rf"(?:\d{{1,3}}[.)])?+{_BEGINNING}(?P<id>[a-z]++\d++)[\s\"'`*>\]:,]*+", re.I)
 _SCORE_LINE = re.compile(
-    rf"[\s*\-#>|`\"']*+(?:final[\s_-]?)?(?:score|rating|grade)[\s\"'`*:=]*+{_SCORE}[\s*`\"',;.]*+", re.I
+    rf"[\s*\-#|`]*+(?:final[\s_-]?)?(?:score|rating|grade)[\s`*:=]*+{_SCORE}[\s*`;,.|]*+", re.I
 )
+_ANY_NUMBER = re.compile(rf"(?<![\w.]){_DIGITS}", re.I)
 _NUMBER = re.compile(
-    r"\s*+([-+]?\d++(?:\.\d++)?+(?:e[-+]?\d++)?+)\s*+(?:/\s*+(\d++(?:\.\d++)?+)|(%))?+\s*+", re.I
+    r"\s*+([-+]?(?:\d++(?:\.\d++)?+|\.\d++)(?:e[-+]?\d++)?+)\s*+(?:/\s*+(\d++(?:\.\d++)?+)|(%))?+\s*+", re.I
 )
 _NAME = re.compile(rf"[\W_]*+(?:{_LABEL}[\W_]++)*+([a-z0-9]++)[\W_]*+", re.I)
-_SEPARATOR = re.compile(r"[\s,;|=*`:\-]*+")
-"""Text that may separate documents or lines that belong together."""
-_FINAL_WORD = re.compile(r"\b(?:final|revised|corrected|adjusted)\b", re.I)
+_BRACKET = re.compile(r"[][{}]")
+_NOT_A_WORD = re.compile(r"[^\w.%/]++")
 _ID_KEYS = ("id", "trajectory_id", "attempt_id", "trajectory", "attempt", "name")
-_FINAL = ("final", "revised", "corrected", "adjusted")
-_DRAFT = ("draft", "initial", "preliminary", "tentative", "provisional", "rough", "first")
-_PLAIN_KEYS = ("score", "rating", "grade", "value", "reward")
-_SCORE_KEYS = (
-    tuple(f"{first}_{plain}" for first in _FINAL for plain in _PLAIN_KEYS) + _FINAL,
-    _PLAIN_KEYS,
-    ("overall_score", "overall", "total_score"),
-)
-"""The first kind of key that an entry has holds its score."""
+_SCORES = ("score", "rating", "grade", "value", "reward")
+_SCORE_KEYS = (*_SCORES, *(f"{kind}_{key}" for kind in ("final", "overall", "total") for key in _SCORES))
 _EXPLANATION_KEYS = ("explanation", "reason", "reasoning", "rationale", "comment", "justification")
-_MAX_DEPTH = 6
 _MAX_LINE = 2_000
 _MAX_NAME = 100
 _MAX_NUMBER = 64
 _MAX_EXPLANATION = 2_000
 
 
+class UnreadableReplyError(Exception):
+    """A reply gives no scores beyond doubt; the message says why. `kind` is as `JudgeMeasured.failure`."""
+
+    def __init__(self, why: str, kind: Literal["unreadable", "out_of_range"] = "unreadable") -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
 @dataclass(frozen=True)
 class ParsedScores:
-    """The scores of a reply."""
+    """The scores of a reply, for all ids that were asked for."""
 
     scores: dict[str, float]
-    """0..1 by id; only ids that were asked for."""
+    """0..1 by id."""
     explanations: dict[str, str]
-    missing: tuple[str, ...]
-    """Ids without a usable score, in the order asked."""
-    out_of_range: bool = False
-    """The reply has a score outside 0..1, so none of its scores is used."""
-
-
-@dataclass(frozen=True)
-class _Entry:
-    id: str
-    score: float
-    explanation: str = ""
 
 
 @dataclass(frozen=True)
 class _Statement:
-    """Scores that belong together, and their span in the text."""
+    """A number in a reply, and the id that it is given to (`None`: to no known one)."""
 
-    start: int
-    end: int
-    entries: tuple[_Entry, ...]
-
-    def names_all(self, ids: Mapping[str, str]) -> bool:
-        return len({e.id for e in self.entries}) == len(ids)
+    id: str | None
+    score: float
+    explanation: str = ""
 
 
 Ids = Mapping[str, str]
 """The ids asked for, by their lower case."""
 
 
-def parse_scores(reply: str, ids: Collection[str]) -> ParsedScores:
-    """Return the scores in `reply` for `ids`. Never raises: what cannot be parsed is missing."""
-    text = _without_thinking(reply)[:MAX_CHARACTERS]
+def parse_scores(reply: str, ids: Collection[str], evidence: str = "") -> ParsedScores:
+    """Return the scores in `reply` for `ids`. `evidence` is the text of the trajectories, which the judge may quote.
+
+    Raises `UnreadableReplyError` unless the reply gives each id one score."""
+    text = _without_thinking(reply[:MAX_CHARACTERS])
     known = {i.lower(): i for i in ids}
-    statements = _statements(text, known)
-    scores: dict[str, float] = {}
-    explanations: dict[str, str] = {}
-    contradicted: set[str] = set()
-    final = _final_entries(text, statements, known)
-    out_of_range = any(not 0 <= e.score <= 1 for e in final)
-    for entry in () if out_of_range else final:
-        if entry.id in scores and not math.isclose(scores[entry.id], entry.score, abs_tol=1e-9):
-            contradicted.add(entry.id)
-        scores[entry.id], explanations[entry.id] = entry.score, entry.explanation[:_MAX_EXPLANATION]
-    for name in contradicted:
-        del scores[name], explanations[name]
-    return ParsedScores(scores, explanations, tuple(i for i in ids if i not in scores), out_of_range)
+    statements = _in_documents(text, known) or _in_prose(text, known, evidence)
+    found: dict[str, _Statement] = {}
+    for statement in statements:
+        if statement.id is None:
+            raise UnreadableReplyError(f"the number {statement.score:g} is given to no attempt")
+        if not 0 <= statement.score <= 1:
+            why = f"{statement.id} has the score {statement.score:g}, which is not from 0 to 1"
+            raise UnreadableReplyError(why, "out_of_range")
+        before = found.setdefault(statement.id, statement)
+        if not math.isclose(before.score, statement.score, abs_tol=1e-9):
+            raise UnreadableReplyError(
+                f"{statement.id} has two scores, {before.score:g} and {statement.score:g}"
+            )
+    if missing := [i for i in ids if i not in found]:
+        raise UnreadableReplyError(f"{', '.join(missing)} have no score")
+    return ParsedScores(
+        {i: found[i].score for i in ids}, {i: found[i].explanation[:_MAX_EXPLANATION] for i in ids}
+    )
 
 
 def _without_thinking(reply: str) -> str:
     """Remove the thinking before the answer. A server may have removed the tag that opens it."""
-    text = _THINKING.sub("", reply)
-    return text if text.lstrip()[:1] in ("{", "[") else text.rpartition(_THINKING_END)[2]
-
-
-# -- which of several statements counts ----------------------------------------------------------------------------
-
-
-def _statements(text: str, ids: Ids) -> list[_Statement]:
-    """Return the statements in a reply that may count: objects as the prompt asks for, else all documents, else
-    lines."""
-    documents = list(scan_documents(text))
-    asked_for = [
-        _Statement(d.start, d.end, tuple(_entries(d.value.first(("scores",)), ids, 1)))
-        for d in documents
-        if isinstance(d.value, Object) and d.value.occurrences(("scores",)) == 1
-    ]
-    if any(statement.names_all(ids) for statement in asked_for):
-        return asked_for
-    statements = [
-        _Statement(d.start, d.end, entries)
-        for d in documents
-        if (entries := tuple(_entries(d.value, ids, 0)))
-    ]
-    lines = list(_score_lines(text, ids, [(d.start, d.end) for d in documents]))
-    if not statements:
-        return lines
-    return _final_lines(text, lines, statements[-1].end, ids) or statements
-
-
-def _final_entries(text: str, statements: Sequence[_Statement], ids: Ids) -> list[_Entry]:
-    """Return the entries of the last statement that names every id, and of those after it; of all if none names every
-    id.
-
-    Documents, or lines, with nothing but punctuation between them also count as one statement."""
-    whole = [s for s in [*_merged(text, statements), *statements] if s.names_all(ids)]
-    # Of two that end together, the one that began last: a document beside its own draft.
-    last = max(whole, key=lambda s: (s.end, s.start), default=None)
-    if last is None:
-        return [e for s in statements for e in s.entries]
-    return [*last.entries, *(e for s in statements if s.start >= last.end for e in s.entries)]
-
-
-def _merged(text: str, statements: Sequence[_Statement]) -> Iterator[_Statement]:
-    """Return runs of statements that only punctuation separates, each as one statement."""
-    run: list[_Statement] = []
-    for statement in [*statements, None]:
-        if run and statement is not None:
-            gap = _SEPARATOR.match(text, run[-1].end, statement.start)
-            if gap is not None and gap.end() >= statement.start:
-                run.append(statement)
-                continue
-        if run:
-            yield _Statement(run[0].start, run[-1].end, tuple(e for s in run for e in s.entries))
-        run = [statement] if statement is not None else []
-
-
-def _final_lines(text: str, lines: Sequence[_Statement], after: int, ids: Ids) -> list[_Statement]:
-    """Return the lines after the last document if they are called final and name every id. Otherwise they are
-    remarks."""
-    later = [line for line in lines if line.start >= after]
-    if not later or _FINAL_WORD.search(text, after, later[-1].end) is None:
-        return []
-    return later if len({e.id for line in later for e in line.entries}) == len(ids) else []
-
-
-# -- lines ---------------------------------------------------------------------------------------------------------
-
-
-def _score_lines(text: str, ids: Ids, spans: Sequence[tuple[int, int]]) -> Iterator[_Statement]:
-    """Return the scores in lines outside of the documents, whose `spans` are in order."""
-    position = 0
-    heading, heading_start = "", 0
-    remaining = iter([*spans, (len(text) + 1, len(text) + 1)])
-    start, end = next(remaining)
-    for line in text.splitlines(keepends=True):
-        at, position = position, position + len(line)
-        while end <= at:
-            start, end = next(remaining)
-        head = line.rstrip()[:_MAX_LINE]
-        if start < position or not head:
-            continue
-        if (match := _LINE.match(head)) and (name := _find_id(match["id"], ids)) is not None:
-            if (score := _number(match["score"])) is not None:
-                yield _Statement(at, at + len(head), (_Entry(name, score, match["why"].strip()),))
-            heading = ""
-        elif match := _HEADING.fullmatch(head):
-            heading, heading_start = _find_id(match["id"], ids) or "", at
-        elif heading and (match := _SCORE_LINE.fullmatch(head)):
-            entries = (_Entry(heading, score),) if (score := _number(match["score"])) is not None else ()
-            yield _Statement(heading_start, at + len(head), entries)
+    if (thinking := _THINKING.match(reply)) is not None:
+        return reply[thinking.end() :]
+    if reply.count(_THINKING_END) == 1 and reply.lstrip()[:1] not in ("{", "["):
+        return reply.partition(_THINKING_END)[2]
+    return reply
 
 
 # -- documents -----------------------------------------------------------------------------------------------------
 
 
-def _entries(value: Any, ids: Ids, depth: int) -> Iterator[_Entry]:
-    """Return the scores of known ids in a document."""
-    if depth > _MAX_DEPTH or not isinstance(value, list):
-        return
+def _in_documents(text: str, ids: Ids) -> list[_Statement]:
+    """Return the statements in JSON, which has to name every id, and those of the lines beside it. Empty without JSON
+    that names an id."""
+    documents = list(scan_documents(text))
+    entries: list[Document] = []
+    statements: list[_Statement] = []
+    for document in documents:
+        numbers = list(_numbers(document.value, ids))
+        if entries or any(n.id is not None for n in numbers):
+            entries.append(document)
+            statements += numbers
+    if not entries:
+        return []
+    if len({s.id for s in statements} - {None}) < len(ids):
+        return statements  # what JSON lacks is not taken from lines: those may be the rest of a broken entry
+    outside = [text[: entries[0].start]]
+    ends = [*(d.start for d in entries[1:]), len(text)]
+    for document, end in zip(entries, ends, strict=True):
+        gap = text[document.end : end]
+        if _BRACKET.search(gap):
+            raise UnreadableReplyError("a bracket stands outside of the JSON that has the scores")
+        outside.append(gap)
+    return statements + [s for section in _sections("\n".join(outside), ids) for s in section.stated]
+
+
+def _numbers(value: Any, ids: Ids, names: frozenset[str] = frozenset()) -> Iterator[_Statement]:
+    """Return every number in a document. `names`: the ids that the document or the key before it names."""
     if not isinstance(value, Object):
         for inner in value:
-            yield from _entries(inner, ids, depth + 1)
+            if isinstance(inner, list):
+                yield from _numbers(inner, ids)
+            elif (number := _number(inner)) is not None:
+                yield _Statement(None, number)
         return
-    if value.first(_ID_KEYS) is not None and _has_score(value):
-        if (name := _entry_id(value, ids)) is not None and (score := _score(value)) is not None:
-            yield _Entry(name, score, _explanation(value))
-        return
-    final = [v for k, v in value if normalize(k).startswith(_FINAL)]
-    if entries := [e for inner in final for e in _entries(inner, ids, depth + 1)]:
-        yield from entries
-        return
-    for key, inner in value:
-        if isinstance(inner, list) and normalize(key).startswith(_FINAL + _DRAFT):
+    members = [(key, _normalize(key), inner) for key, inner in value]
+    named = {_find_id(inner, ids) for _, key, inner in members if key in _ID_KEYS} | names
+    name = next(iter(named - {None})) if len(named - {None}) == 1 else None
+    explanation = next((v for _, k, v in members if k in _EXPLANATION_KEYS and isinstance(v, str)), "")
+    for key, normalized, inner in members:
+        by_key = _find_id(key, ids)
+        if isinstance(inner, list):
+            yield from _numbers(inner, ids, frozenset({by_key} if by_key else ()))
+        elif normalized in _ID_KEYS or (normalized in _EXPLANATION_KEYS and isinstance(inner, str)):
             continue
-        name = _find_id(key, ids)
-        if isinstance(inner, Object) and inner.first(_ID_KEYS) is None and _has_score(inner):
-            if name is not None and (score := _score(inner)) is not None:
-                yield _Entry(name, score, _explanation(inner))
-        elif isinstance(inner, list):
-            yield from _entries(inner, ids, depth + 1)
-        elif name is not None and (score := _number(inner)) is not None:
-            yield _Entry(name, score)
+        elif (number := _number(inner)) is not None:
+            yield _Statement(by_key or (name if normalized in _SCORE_KEYS else None), number, explanation)
 
 
-def _entry_id(entry: Object, ids: Ids) -> str | None:
-    """Return the id that an entry is about. `None` if it is unknown, or if its keys name different ids."""
-    given = [key for key in _ID_KEYS if entry.occurrences((key,))]
-    if any(entry.occurrences((key,)) > 1 for key in given):
-        return None
-    name = _find_id(entry.first(_ID_KEYS), ids)
-    return name if {_find_id(entry.first((key,)), ids) for key in given} <= {name, None} else None
+def _normalize(key: str) -> str:
+    """Return a key in lower case with underscores: `Final Score`, `final-score` and `final_score` are the same."""
+    return re.sub(r"[\s_-]+", "_", key.strip()[:_MAX_NUMBER].lower())
 
 
 def _find_id(name: Any, ids: Ids) -> str | None:
     """Return the id in `name`, without the label and punctuation around it, or `None`."""
-    if not isinstance(name, str | int | float) or isinstance(name, bool):
+    if not isinstance(name, str):
         return None
-    text = str(name).strip().lower()
+    text = name.strip().lower()
     if text in ids:
         return ids[text]
     match = _NAME.fullmatch(text) if len(text) <= _MAX_NAME else None
     return ids.get(match.group(1)) if match is not None else None
-
-
-def _has_score(entry: Object) -> bool:
-    return any(entry.first(keys) is not None for keys in _SCORE_KEYS)
-
-
-def _score(entry: Object) -> float | None:
-    """Return the entry's score. `None` if it gives several of one kind, or no number."""
-    keys = next(keys for keys in _SCORE_KEYS if entry.first(keys) is not None)
-    return None if entry.occurrences(keys) > 1 else _number(entry.first(keys))
-
-
-def _explanation(entry: Object) -> str:
-    found = entry.first(_EXPLANATION_KEYS)
-    return found if isinstance(found, str) else ""
 
 
 def _number(value: Any) -> float | None:
@@ -296,3 +208,57 @@ def _number(value: Any) -> float | None:
     elif isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(number) / divisor if math.isfinite(number) and divisor > 0 else None
+
+
+# -- prose ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Section:
+    """The text from a line that begins with an id to the next such line."""
+
+    id: str
+    stated: list[_Statement] = field(default_factory=list)
+    """Scores on that line, or on a line of their own."""
+    numbers: list[float] = field(default_factory=list)
+    """All numbers."""
+    score_lines: list[str] = field(default_factory=list)
+
+
+def _in_prose(text: str, ids: Ids, evidence: str) -> Iterator[_Statement]:
+    """Return the statements in lines. A number that may be a score counts as one."""
+    sections = _sections(text, ids)
+    said = _words(evidence) if any(section.score_lines for section in sections) else ""
+    scored = {section.id for section in sections if section.stated}
+    for section in sections:
+        if line := next((line for line in section.score_lines if _words(line) in said), ""):
+            raise UnreadableReplyError(f"the score {line.strip()!r} of {section.id} may be a quotation")
+        yield from section.stated
+        yield from (
+            _Statement(section.id, n) for n in section.numbers if section.id in scored and 0 <= n <= 1
+        )
+
+
+def _sections(text: str, ids: Ids) -> list[_Section]:
+    sections: list[_Section] = []
+    for line in text.splitlines():
+        head, start = line.rstrip()[:_MAX_LINE], 0
+        match = _LINE.match(head) or _HEADING.fullmatch(head)
+        if match is not None and (name := _find_id(match["id"], ids)) is not None:
+            sections.append(_Section(name))
+            start = match.end("id")
+        elif not sections:
+            continue
+        elif (match := _SCORE_LINE.fullmatch(head)) is not None:
+            sections[-1].score_lines.append(head)
+        section, stated = sections[-1], match.groupdict() if match is not None else {}
+        if (score := _number(stated.get("score"))) is not None:
+            section.stated.append(_Statement(section.id, score, stated.get("why", "").strip()))
+        numbers = (_number(m.group()) for m in _ANY_NUMBER.finditer(line, start))
+        section.numbers += [n for n in numbers if n is not None]
+    return sections
+
+
+def _words(text: str) -> str:
+    """Return a text without differences of case, markup, punctuation and spaces."""
+    return _NOT_A_WORD.sub(" ", text.lower()).strip(" .")

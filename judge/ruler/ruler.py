@@ -1,7 +1,7 @@
 """RULER: a judge model compares all trajectories of a group in one call and scores each of them.
 
 A group gets up to `judge.passes` passes in different orders. A pass is one call, or a call for each subset if the group
-exceeds the model's context, repeated until every score could be parsed. The scores of all passes are aggregated without
+exceeds the model's context, repeated until its reply could be read. The scores of all passes are aggregated without
 the effect of positions (`judge.ruler.aggregation`). A pass alone has the judge's position bias, so one that fails is
 tried again if only one other succeeded. A group without any pass is tried again, with growing pauses, for
 `judge.retry_for_s`. The calls of failed passes count in the group's first verdict.
@@ -30,6 +30,7 @@ from judge.ruler.aggregation import (
     pairwise_agreement,
 )
 from judge.ruler.budget import split_overlapping
+from judge.ruler.replies import UnreadableReplyError
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript
 from judge.scoring import UnscoredError
@@ -56,10 +57,6 @@ _MIN_CONTEXT_TOKENS = 2_000
 """A prompt that is refused as too long is halved down to this."""
 _LARGE = 50_000
 """Characters from which work on a text is done in a thread, so that the event loop is not blocked."""
-_MAX_QUOTED = 4_000
-"""Characters of a reply that are sent back when the rest of its scores is asked for."""
-_OUT_OF_RANGE = "Scores have to be from 0 to 1."
-_INCOMPLETE = "Some scores were missing or contradicted each other."
 
 
 Failure = Literal["", "unreadable", "out_of_range", "cut_off", "no_answer", "too_long"]
@@ -277,25 +274,19 @@ class LlmRuler:
                     )
 
     async def _judge_subset(self, subset: Sequence[Transcript], room: int, spent: Usage) -> Verdict:
-        """Ask until every score could be parsed.
+        """Ask until a reply could be read.
 
         Raises `JudgingError` after `judge.attempts` calls, `ContextWindowError` if the prompt is too long."""
-        characters = _characters(subset)
+        asked = await _in_thread_if_large(
+            _characters(subset), prompt.build_prompt, self.rubric, subset, self._rng, room
+        )
+        names, messages, evidence = list(asked.names), asked.messages, asked.messages[-1]["content"]
         usage, latency_s = Usage(), 0.0
-        scores: dict[str, float] = {}
-        explanations: dict[str, str] = {}
-        asked: prompt.Prompt | None = None
-        problem = "judge.attempts is 0"
-        kind: Failure = ""
+        failure = JudgingError("judge.attempts is 0", "")
         for attempt in range(self._config.attempts):
             self.statistics.asked_again += attempt > 0
-            if asked is None:
-                asked = await _in_thread_if_large(
-                    characters, prompt.build_prompt, self.rubric, subset, self._rng, room
-                )
-                messages, missing = asked.messages, list(asked.names)
             try:
-                reply = await self._model(messages, prompt.answer_schema(missing))
+                reply = await self._model(messages, prompt.answer_schema(names))
             except ContextWindowError:
                 raise
             except ModelError as error:
@@ -303,27 +294,24 @@ class LlmRuler:
             for counted in (usage, spent, self.statistics.usage):
                 counted.add(reply)
             latency_s += reply.latency_s
-            got = await _in_thread_if_large(len(reply.text), replies.parse_scores, reply.text, missing)
-            scores |= got.scores
-            explanations |= got.explanations
-            if not got.missing:
-                return self._verdict(asked, scores, explanations, reply.model, usage, latency_s)
-            problem = _problem(got, reply, len(subset))
-            kind = "cut_off" if reply.cut_off else "out_of_range" if got.out_of_range else "unreadable"
-            if got.scores or got.out_of_range:
-                missing = list(got.missing)
-                quoted = {"role": "assistant", "content": reply.text.strip()[:_MAX_QUOTED]}
-                why = _OUT_OF_RANGE if got.out_of_range else _INCOMPLETE
-                messages = [*asked.messages, quoted, prompt.ask_again(missing, why)]
-            else:  # nothing to build on: begin again, with new ids
-                asked, scores, explanations = None, {}, {}
-        raise JudgingError(f"after {self._config.attempts} calls, {problem}", kind)
+            try:
+                parsed = await _in_thread_if_large(
+                    len(reply.text), replies.parse_scores, reply.text, names, evidence
+                )
+            except UnreadableReplyError as error:
+                failure = JudgingError(
+                    f"the reply could not be read {attempt + 1} times: {_problem(error, reply)}",
+                    "cut_off" if reply.cut_off else error.kind,
+                )
+                messages = prompt.add_reminder(asked.messages, out_of_range=error.kind == "out_of_range")
+                continue
+            return self._verdict(asked, parsed, reply.model, usage, latency_s)
+        raise failure
 
     def _verdict(
         self,
         asked: prompt.Prompt,
-        scores: dict[str, float],
-        explanations: dict[str, str],
+        parsed: replies.ParsedScores,
         model: str,
         usage: Usage,
         latency_s: float,
@@ -334,7 +322,7 @@ class LlmRuler:
             rubric_hash=self.rubric.hash,
             rubric=self.rubric.name,
             scores=tuple(
-                Score(trajectory=trajectory, score=scores[name], explanation=explanations[name])
+                Score(trajectory=trajectory, score=parsed.scores[name], explanation=parsed.explanations[name])
                 for name, trajectory in asked.names.items()
             ),
             order=tuple(asked.names.values()),
@@ -379,9 +367,8 @@ async def _in_thread_if_large(characters: int, work: Callable[[*Args], T], *args
     return await anyio.to_thread.run_sync(work, *args)
 
 
-def _problem(got: replies.ParsedScores, reply: ModelReply, count: int) -> str:
+def _problem(error: UnreadableReplyError, reply: ModelReply) -> str:
     excerpt = repr(reply.text.strip()[:200])
     if reply.cut_off:
         excerpt = f"the reply was cut off after {reply.completion_tokens} tokens (judge.request.max_tokens): {excerpt}"
-    why = "scores are not from 0 to 1" if got.out_of_range else "scores could not be read"
-    return f"{len(got.missing)} of {count} {why}: {excerpt}"
+    return f"{error}: {excerpt}"

@@ -58,9 +58,6 @@ class Scorer:
         if self.obedient:
             for name in favoured(prompt, nonce, list(scores)):
                 scores[name] = 1.0
-        asked = re.search(r"only these ids: ([0-9a-z, ]+)", str(messages[-1]["content"]))
-        if asked is not None:
-            scores = {n: s for n, s in scores.items() if n in asked.group(1)}
         return json.dumps(
             {"scores": [{"id": n, "explanation": f"quality {s:.2f}", "score": s} for n, s in scores.items()]}
         )

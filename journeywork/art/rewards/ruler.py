@@ -43,7 +43,7 @@ _ADDRESS = {"api_base": "base_url", "base_url": "base_url", "api_key": "api_key"
 """litellm's names of the arguments of OpenAI's client."""
 
 
-class TrajectoryScore(pydantic.BaseModel):
+class TrajectoryScore(pydantic.BaseModel, extra="forbid"):
     """A judge's score of one trajectory."""
 
     trajectory_id: str
@@ -52,8 +52,9 @@ class TrajectoryScore(pydantic.BaseModel):
     score: float = pydantic.Field(ge=0, le=1)
 
 
-class Response(pydantic.BaseModel):
-    """A judge's reply."""
+class Response(pydantic.BaseModel, extra="forbid"):
+    """A judge's reply. What is not asked for is refused: it may be text of a trajectory that the judge did not
+    escape."""
 
     scores: list[TrajectoryScore]
 
@@ -79,14 +80,21 @@ async def ruler(
     text = await _ask(judge_model, messages, dict(extra_litellm_params or {}))
     if debug:
         log.warning("the judge replied: %s", text)
-    found = Response.model_validate_json(text).scores
-    by_id = {score.trajectory_id: score for score in found}
+    scores = Response.model_validate(json.loads(text, object_pairs_hook=_unique_keys)).scores
+    by_id = {score.trajectory_id: score for score in scores}
     wanted = [str(number) for number in range(1, len(message_lists) + 1)]
-    if len(found) != len(wanted) or by_id.keys() != set(wanted):
+    if len(scores) != len(wanted) or by_id.keys() != set(wanted):
         raise ValueError(
-            f"the judge {judge_model} scored the trajectories {[s.trajectory_id for s in found]}, not {wanted}"
+            f"the judge {judge_model} scored the trajectories {[s.trajectory_id for s in scores]}, not {wanted}"
         )
     return [by_id[name] for name in wanted]
+
+
+def _unique_keys(members: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a JSON object. Raises `ValueError` if a key occurs twice."""
+    if len(unique := dict(members)) < len(members):
+        raise ValueError(f"the judge's reply has a key twice among {[key for key, _ in members]}")
+    return unique
 
 
 async def ruler_score_group(

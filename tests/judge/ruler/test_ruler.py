@@ -74,38 +74,38 @@ async def test_a_single_trajectory_can_be_judged_too() -> None:
     assert judge.statistics.as_dict()["position_bias"] == 0.0
 
 
-async def test_only_missing_ids_are_asked_for_again() -> None:
-    model = Model(per_call(without_first, Scorer()))
+def in_tens(request: dict[str, Any]) -> str:
+    said = json.loads(str(Scorer()(request)))["scores"]
+    return json.dumps([{"id": s["id"], "score": round(s["score"] * 10)} for s in said[1:]])
+
+
+def fixed(reply: str) -> Callable[[dict[str, Any]], Answer]:
+    return lambda _: reply
+
+
+@pytest.mark.parametrize(
+    ("first", "why"),
+    [
+        (without_first, "did not give every id exactly one score"),
+        (in_tens, "were not from 0 to 1"),
+        (fixed("I would rather not."), "did not give every id exactly one score"),
+        (fixed(""), "did not give every id exactly one score"),
+    ],
+)
+async def test_a_reply_that_cannot_be_read_is_asked_for_again_with_the_reason(
+    first: Callable[[dict[str, Any]], Answer], why: str
+) -> None:
+    model = Model(per_call(first, Scorer()))
     judge = ruler(model, passes=1)
     scores, (verdict,) = await judge.judge(TRANSCRIPTS)
     assert scores == pytest.approx(QUALITY)
     assert (verdict.attempts, verdict.prompt_tokens, judge.statistics.asked_again) == (2, 200, 1)
+    before, after = (request["messages"] for request in model.requests)
+    assert before[0] == after[0]
     assert (
-        len(
-            model.requests[1]["response_format"]["json_schema"]["schema"]["properties"]["scores"]["items"][
-                "properties"
-            ]["id"]["enum"]
-        )
-        == 1
+        after[1]["content"].removeprefix(before[1]["content"]).startswith("\n\nYour first answer could not")
     )
-
-
-async def test_an_incomplete_reply_on_another_scale_is_asked_for_again_for_every_id() -> None:
-    def in_tens(request: dict[str, Any]) -> str:
-        said = json.loads(str(Scorer()(request)))["scores"]
-        return json.dumps([{"id": s["id"], "score": round(s["score"] * 10)} for s in said[1:]])
-
-    model = Model(per_call(in_tens, Scorer()))
-    scores, _ = await ruler(model, passes=1).judge(TRANSCRIPTS)
-    assert scores == pytest.approx(QUALITY)
-
-
-@pytest.mark.parametrize("reply", ["I would rather not.", "", "[0.1, 0.2]", '{"scores": []}'])
-async def test_a_reply_without_scores_is_followed_by_a_new_prompt(reply: str) -> None:
-    model = Model(per_call(lambda _: reply, Scorer()))
-    scores, (verdict,) = await ruler(model, passes=1).judge(TRANSCRIPTS)
-    assert scores == pytest.approx(QUALITY)
-    assert verdict.attempts == 2
+    assert why in after[1]["content"]
 
 
 async def test_a_failed_pass_is_tried_again_before_the_other_counts_alone(
@@ -298,9 +298,9 @@ async def test_a_large_reply_is_parsed_in_a_thread(monkeypatch: pytest.MonkeyPat
     threads: list[int] = []
     original = replies.parse_scores
 
-    def remember(text: str, ids: Any) -> replies.ParsedScores:
+    def remember(*args: Any) -> replies.ParsedScores:
         threads.append(threading.get_ident())
-        return original(text, ids)
+        return original(*args)
 
     monkeypatch.setattr(replies, "parse_scores", remember)
     model = Model(per_call(lambda _: "[" + "\n" * 900_000, Scorer()))
