@@ -20,6 +20,7 @@
 | `art` | programs that were written for openpipe-art |
 | `looping`, `attempts` | playing while the trainer trains; what the gateway has of it, for a resume |
 | `curriculum` | tasks sampled by the posterior of their rewards |
+| `scenarios` | `journeywork scenarios`: tasks that a model writes |
 | `environments/` | `journeywork run-env` |
 | `evaluation/` | `journeywork eval` |
 | `starter/` | `journeywork init` |

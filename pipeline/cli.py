@@ -62,7 +62,6 @@ SUBCOMMANDS = {
     "dead": ("pipeline.log.dead_letters", "list, show, retry or drop dead letters"),
     "judge": ("judge.commands.cli", "measure a judge (judge eval) or score one group (judge score)"),
     "rejudge": ("judge.commands.rejudge", "score history again as a new verdict set"),
-    "scenarios": ("judge.commands.scenarios", "make scenarios from a task description"),
     "train": ("trainer.commands.train", "run the trainer alone"),
     "check-model": (
         "trainer.commands.check_model",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 SDK = {
     "eval": ("journeywork.evaluation.command", "play held-out tasks with versions and other models"),
     "run-env": ("journeywork.environments.command", "play an environment of verifiers or OpenEnv"),
+    "scenarios": ("journeywork.scenarios", "make scenarios from a task description"),
     "init": ("journeywork.starter.command", "write a starter project"),
 }
 """Commands that need the SDK only."""

@@ -7,5 +7,4 @@
 | `eval` | `journeywork judge eval`: a judge's agreement with known rewards |
 | `score` | `journeywork judge score`: one group from a file or from user code |
 | `rejudge` | `journeywork rejudge`: history scored again |
-| `scenarios` | `journeywork scenarios`: training tasks from a description |
 """

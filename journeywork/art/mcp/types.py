@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, overload
 
-log = logging.getLogger("journeywork.art")
+from journeywork.scenarios import DIFFICULTIES
 
-DIFFICULTIES = range(1, 6)
+log = logging.getLogger("journeywork.art")
 
 
 @dataclass
