@@ -137,8 +137,8 @@ async def test_a_stream_that_is_cut_ends_with_an_error_event(
         async for line in reply.aiter_lines():
             if line.startswith("data: {"):
                 events.append(json.loads(line[6:]))
-            if len(events) == 1:
-                gateway.process.send_signal(signal.SIGINT)
+                if len(events) == 1:  # once: a second SIGINT ends the process at once
+                    gateway.process.send_signal(signal.SIGINT)
     assert events[-1]["error"]["code"] == "stopping"
     assert await anyio.to_thread.run_sync(gateway.process.wait) == 0
     async with Broker.connect(nats_config) as broker:
