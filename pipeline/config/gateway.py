@@ -1,4 +1,4 @@
-"""`[gateway]`, `[gateway.http]`, `[gateway.replicas]`, `[gateway.detection]` and `[[gateway.keys]]`: the HTTP front."""
+"""`[gateway]`, `[gateway.http]`, `[gateway.replicas]` and `[[gateway.keys]]`: the HTTP front."""
 
 from __future__ import annotations
 
@@ -80,18 +80,6 @@ class ReplicasConfig(Section, frozen=True, kw_only=True):
     server. Other servers get calls for the version when they have loaded it. 1: all servers."""
 
 
-class DetectionConfig(Section, frozen=True, kw_only=True):
-    """Detection of trajectories for calls that name none. The gateway recognises a continued conversation by its
-    messages."""
-
-    enabled: bool = False
-    """Whether trajectories are detected."""
-    idle_s: Positive = 60.0
-    """A detected trajectory is completed when it has had no call for this long."""
-    outcome: Literal["scored", "masked", "no_result"] = "scored"
-    """Outcome of a detected trajectory. With `scored` the judge assigns the reward."""
-
-
 class GatewayConfig(Section, frozen=True, kw_only=True):
     """The HTTP front."""
 
@@ -102,11 +90,9 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     public_url: str = ""
     """Start of `base_url` in the answer that opens a trajectory, such as `https://gateway.example.com`. Empty:
     `http://` and the request's `Host`."""
-    capture: Literal["acked", "async", "off"] = "acked"
-    """`acked`: a call is answered when the log holds its exchange. `async`: a call is answered first. A completion
-    then waits until the trajectory's exchanges are recorded; a crash may lose them, and a trajectory with a lost
-    exchange ends as `no_result`. `off`: no exchange is recorded; trajectories, pinned versions and splits work
-    as with the others."""
+    capture: Literal["acked", "off"] = "acked"
+    """`acked`: a call is answered when the log holds its exchange. `off`: no exchange is recorded; trajectories, pinned
+    versions and splits work as with `acked`."""
     drain_s: NotNegative = 10.0
     """How long running calls may continue when the gateway stops. New calls get a 503 `stopping`. Calls that are
     not done by then are cut off with an error and recorded as `failed`."""
@@ -141,4 +127,3 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     it longer than a group takes from its first run to its training."""
     http: HttpConfig = HttpConfig()
     replicas: ReplicasConfig = ReplicasConfig()
-    detection: DetectionConfig = DetectionConfig()

@@ -106,10 +106,6 @@ class RememberedExchanges:
             _, forgotten = self._ends.popitem(last=False)
             self.bytes -= sum(one.size for one in forgotten)
 
-    def forget(self, project: str, trajectory: str) -> None:
-        """Forget a trajectory: the log may have lost what was remembered of it."""
-        self.bytes -= sum(one.size for one in self._ends.pop((project, trajectory), ()))
-
 
 def _is_small(exchange: ExchangeRecorded) -> bool:
     return len(exchange.prompt_ids) + len(exchange.request) < _SMALL

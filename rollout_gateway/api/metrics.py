@@ -61,11 +61,6 @@ class Metrics(Collector):
             len(self._registry),
         )
         yield CounterMetricFamily(
-            "journeywork_calls_not_recorded",
-            "Calls that were answered and are not on the log (gateway.capture = async, or a power cut of the log).",
-            self._registry.log.not_recorded,
-        )
-        yield CounterMetricFamily(
             "journeywork_adapter_loads", "Adapters loaded, counted per server.", self.loads
         )
         for name, meaning, value in (

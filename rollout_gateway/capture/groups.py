@@ -26,8 +26,6 @@ class Groups:
         self._log = log
         self._openings: OrderedDict[str, GroupOpened] = OrderedDict()
         """The openings used last, by subject."""
-        self._reconnects = 0
-        """Reconnects of the log after which the openings were read."""
 
     async def join(self, opened: TrajectoryOpened, access: Access) -> TrajectoryOpened:
         """Open the group of a trajectory that is about to be opened, or add the trajectory to it. Returns the event
@@ -57,9 +55,6 @@ class Groups:
             owner=opened.owner,
             group_size=opened.group_size,
         )
-        if self._reconnects != self._log.reconnects:  # the log may have lost its end
-            self._openings.clear()
-            self._reconnects = self._log.reconnects
         subject = event.subject()
         known = self._openings.get(subject)
         if known is not None:
@@ -72,7 +67,7 @@ class Groups:
                 event = msgspec.structs.replace(
                     event, owner=named.event.owner, group_size=named.event.group_size
                 )
-        ack = await self._log.broker.publish(event)
+        ack = await self._log.publish(event, {})
         if ack.duplicate:
             recorded = await self._log.broker.read_last(GroupOpened, **keys_of(event))
             if recorded is None:

@@ -7,8 +7,6 @@ A client that repeats a call whose answer was recorded and never arrived gets th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
 
 import msgspec
 
@@ -18,7 +16,6 @@ from pipeline.log.broker import BrokerError
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.dispatch import Attempt, Dispatcher
 from rollout_gateway.capture.exchange import Caller, Exchange, Status
-from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Answer, Call, Fields
 from rollout_gateway.dialects.endpoints import Dialect
 from rollout_gateway.dialects.streaming import StreamCapture
@@ -32,9 +29,6 @@ from rollout_gateway.serving.routing import VersionRouter
 log = get_logger("rollout_gateway.capture.handler")
 
 _DONE = b"data: [DONE]\n\n"
-_MOST_PENDING = 1_000
-"""Maximum number of records written in the background with `capture = "async"`; above it, a call waits until its
-record is written."""
 
 
 class CallHandler:
@@ -43,9 +37,8 @@ class CallHandler:
     def __init__(self, gateway: GatewayConfig, fleet: Fleet, router: VersionRouter) -> None:
         self._capture = gateway.capture
         self._dispatcher = Dispatcher(gateway, fleet, router)
-        self.on_answered: list[Callable[[Trajectory, Call, Answer], Awaitable[None]]] = []
-        """Called with every captured call that was answered, before the client gets the answer."""
-        self._background: set[asyncio.Task[None]] = set()
+        self._recording: set[asyncio.Task[None]] = set()
+        """The records of streams, which are made even if their calls are cancelled."""
 
     def captures(self, caller: Caller) -> bool:
         """Whether the calls of `caller` are recorded."""
@@ -64,7 +57,6 @@ class CallHandler:
                 return attempt.status, attempt.body
             exchange.answer = _read_answer(exchange, attempt.body)
             await self._record(exchange, "complete")
-            await self._report_answer(exchange)
             return 200, exchange.answer.client_body()
         finally:
             if caller.trajectory is not None:
@@ -167,7 +159,9 @@ class CallHandler:
             exchange.first_token_at = capture.first_token_at
             _end_stream(attempt, server_failed or capture.server_failed)
             exchange.recorded_in.hold()
-            recording = self._in_background(self._record_stream(exchange, capture, status))
+            recording = asyncio.ensure_future(self._record_stream(exchange, capture, status))
+            self._recording.add(recording)
+            recording.add_done_callback(self._recording.discard)
         try:
             await asyncio.shield(recording)  # the record is made even if this task is cancelled
         except ApiError as error:
@@ -178,8 +172,6 @@ class CallHandler:
         try:
             exchange.answer = capture.answer()
             await self._record(exchange, status)
-            if status == "complete":
-                await self._report_answer(exchange)
         finally:
             exchange.recorded_in.end()
 
@@ -190,57 +182,26 @@ class CallHandler:
         if not exchange.captured:
             return None
         trajectory = exchange.recorded_in
-        if self._capture == "async":
-            async with trajectory.lock:
-                pass  # records of earlier answers are on the log now
         events = await trajectory.recorded_call(exchange.request_hash())
         if not events:
             return None
         log.info("answered from the log", trajectory=trajectory.id, seq=events[0].seq)
         return exchange.dialect.merged([e.response for e in events])
 
-    async def _report_answer(self, exchange: Exchange) -> None:
-        for callback in self.on_answered:
-            await callback(exchange.recorded_in, exchange.call, exchange.answer)
-
     async def _record(self, exchange: Exchange, status: Status) -> None:
         """Put the call on the log. Raises a 503 `ApiError` if the log does not take it."""
         exchange.status = status
-        if self._capture == "async" and len(self._background) < _MOST_PENDING:
-            exchange.recorded_in.hold()  # a completion waits for the record
-            self._in_background(self._record_later(exchange))
-        else:
-            await self._record_now(exchange)
-        crash.point("gateway.before_answer")
-
-    async def _record_now(self, exchange: Exchange) -> None:
-        trajectory = exchange.recorded_in
         try:
-            await trajectory.record(exchange)
+            await exchange.recorded_in.record(exchange)
         except BrokerError as error:
-            log.error("call not recorded", trajectory=trajectory.id, error=str(error))
+            log.error("call not recorded", trajectory=exchange.recorded_in.id, error=str(error))
             raise ApiError(503, "not_recorded", f"The answer could not be recorded: {error}") from error
-
-    async def _record_later(self, exchange: Exchange) -> None:
-        """For `capture = "async"`. Nobody waits for the record, so a failure is kept with the trajectory and shows in
-        its completion."""
-        try:
-            await self._record_now(exchange)
-        except ApiError:  # logged where it was raised
-            exchange.recorded_in.add_not_recorded(1)
-        finally:
-            exchange.recorded_in.end()
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
+        crash.point("gateway.before_answer")
 
     async def settle(self) -> None:
         """Wait until every record that was begun is on the log."""
-        while self._background:
-            await asyncio.wait(self._background)
+        while self._recording:
+            await asyncio.wait(self._recording)
 
 
 def _read_answer(exchange: Exchange, body: bytes) -> Answer:

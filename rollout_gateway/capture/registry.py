@@ -34,7 +34,7 @@ _OWNER_BYTES = 64 * 1024 * 1024
 _SETTLE_S = 30.0
 """How long a completion waits for the calls that are in flight."""
 NOT_RECORDED = "exchanges_not_recorded"
-"""Metric of a completed trajectory: calls that were answered and are not on the log."""
+"""Metric of a completed trajectory: calls that can't be read from the log, because what they continue is gone."""
 Numbers = Annotated[dict[str, Number], msgspec.Meta(max_length=256)]
 """Numbers by name."""
 
@@ -131,11 +131,10 @@ class Registry:
         return opened, None, exchanges
 
     async def _read_opening(self, trajectory: str) -> Trajectory | None:
-        reconnects = self.log.reconnects
         opening = await self.log.opening(trajectory)
         if opening is None:
             return None
-        return Trajectory(self.log, opening.event, opening.headers.get("traceparent", ""), reconnects)
+        return Trajectory(self.log, opening.event, opening.headers.get("traceparent", ""))
 
     async def _load(self, trajectory: str) -> Trajectory:
         run = await self._read_opening(trajectory)
@@ -207,13 +206,10 @@ class Registry:
         await self.log.check_new(event)
         event = await self.groups.join(event, access or Access(event.owner))
         traceparent = traceparent or trace.traceparent(self.project, event.trajectory)
-        reconnects = (
-            self.log.reconnects
-        )  # read first, so that a reconnection during the publish is noticed later
-        ack = await self.log.broker.publish(event, {"traceparent": traceparent})
+        ack = await self.log.publish(event, {"traceparent": traceparent})
         if not ack.duplicate:
             self._forget(event.trajectory)  # one that expired
-            return self._remember(Trajectory(self.log, event, traceparent, reconnects))
+            return self._remember(Trajectory(self.log, event, traceparent))
         # The log already holds an opening with this id.
         run = await self.find_to_read(event.trajectory)
         if not same_opening(run.opened, event):
@@ -224,9 +220,7 @@ class Registry:
             await run.read_calls()
         return self._remember(run)
 
-    async def complete(
-        self, trajectory: str, completion: Completion, *, inferred: bool = False
-    ) -> TrajectoryCompleted:
+    async def complete(self, trajectory: str, completion: Completion) -> TrajectoryCompleted:
         """Complete a trajectory. Completing it again with the same results returns the first completion.
 
         Raises an `ApiError`: 404 if the trajectory is unknown; 409 if it was completed with other results or if its
@@ -236,18 +230,18 @@ class Registry:
         except ApiError as error:
             if error.code != "trajectory_completed":
                 raise
-            return await self._complete_again(trajectory, completion, inferred)
+            return await self._complete_again(trajectory, completion)
         self.log.check_age(trajectory, run.opened.at)
         await self._wait_until_idle(run)
         with run.closed_to_calls():
             if completion.exchanges:
                 await copy_calls(run, [(await self._source(run, r), r) for r in completion.exchanges])
             await run.refresh()
-            event = _completed(run, completion, inferred)
-            ack = await self.log.broker.publish(event, {"traceparent": run.traceparent})
+            event = _completed(run, completion)
+            ack = await self.log.publish(event, {"traceparent": run.traceparent})
             run.completed = True
         self._forget(trajectory)
-        return await self._complete_again(trajectory, completion, inferred) if ack.duplicate else event
+        return await self._complete_again(trajectory, completion) if ack.duplicate else event
 
     async def _source(self, into: Trajectory, reference: Reference) -> Trajectory:
         """The trajectory that recorded a call. Raises an `ApiError`: 404 if it is unknown, 400 if its answers carry no
@@ -279,14 +273,12 @@ class Registry:
                 f"Trajectory {run.id!r} still has {run.in_flight} calls in flight. Complete it after they end.",
             ) from None
 
-    async def _complete_again(self, trajectory: str, body: Completion, inferred: bool) -> TrajectoryCompleted:
+    async def _complete_again(self, trajectory: str, body: Completion) -> TrajectoryCompleted:
         opened, before, _ = await self.describe(trajectory)
         run = Trajectory(self.log, opened)
-        if (
-            before is not None
-        ):  # only the replica that completed the trajectory knew how many calls were not recorded
-            run.not_recorded = int(before.metrics.get(NOT_RECORDED, 0))
-        if before is None or _results(before) != _results(_completed(run, body, inferred)):
+        if before is not None:  # its calls are not read again
+            run.recorded.not_whole = int(before.metrics.get(NOT_RECORDED, 0))
+        if before is None or _results(before) != _results(_completed(run, body)):
             raise already_completed(trajectory, "it can't be completed again with other results")
         return before
 
@@ -307,11 +299,10 @@ def _results(completed: TrajectoryCompleted) -> tuple[object, ...]:
     )
 
 
-def _completed(run: Trajectory, body: Completion, inferred: bool) -> TrajectoryCompleted:
+def _completed(run: Trajectory, body: Completion) -> TrajectoryCompleted:
     opened, outcome, metrics, calls = run.opened, body.outcome, body.metrics, run.recorded
-    if missing := run.not_recorded + calls.not_whole:
-        # Calls that are missing on the log can't be trained. That is a failure of infrastructure, which never becomes a
-        # reward.
+    if missing := calls.not_whole:
+        # Calls that can't be read can't be trained. That is a failure of infrastructure, which never becomes a reward.
         outcome, metrics = "no_result", {**metrics, NOT_RECORDED: float(missing)}
     return TrajectoryCompleted(
         **{name: getattr(opened, name) for name in _COPIED},
@@ -324,7 +315,6 @@ def _completed(run: Trajectory, body: Completion, inferred: bool) -> TrajectoryC
         first_step=max(calls.first_step, 0),
         last_step=max(calls.last_step, 0),
         opened_at=opened.at,
-        inferred=inferred,
         batch=_batch(body.batch, opened.owner),
         calls=calls.next_seq,
         prompt_tokens=calls.prompt_tokens,

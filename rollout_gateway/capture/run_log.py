@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
+import anyio
 import msgspec
 
-from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened, group_key
-from pipeline.log.broker import Broker, HistoryGoneError, Recorded
-from pipeline.log.subjects import stream_of, subject_filter
-from pipeline.names import name_of_token, time_of_id
+from pipeline.events import Event, ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened, group_key
+from pipeline.log.broker import Broker, BrokerError, BrokerUnavailableError, HistoryGoneError, Recorded
+from pipeline.log.fast_client import Ack
+from pipeline.log.subjects import stream_of
+from pipeline.names import time_of_id
 from rollout_gateway.http.errors import expired_trajectory
 
 STREAM = stream_of(ExchangeRecorded)
+_END_CHECK_S = 0.5
+
+
+class LogShrankError(BrokerError):
+    """The log lost its end. The gateway's next start reads it anew."""
 
 
 class RunLog:
@@ -20,13 +28,54 @@ class RunLog:
 
     def __init__(self, broker: Broker, project: str) -> None:
         self.broker, self.project = broker, project
-        self.not_recorded = 0
-        """Calls of all runs that were answered and are not on the log; see `Trajectory.not_recorded`."""
+        self._newest: tuple[int, Event] | None = None
+        """The newest event that this process published or read, with its stream sequence."""
+        self._checked_reconnects = 0
+        self._shrank = anyio.Event()
 
-    @property
-    def reconnects(self) -> int:
-        """How often the connection to the log's server was made again."""
-        return int(self.broker.client.stats["reconnects"])
+    # -- the log's end -------------------------------------------------------------------------------------------
+
+    async def publish(self, event: Event, headers: dict[str, str]) -> Ack:
+        """Publish an event of a run. Raises `BrokerError`."""
+        await self.check_end()
+        ack = await self.broker.publish(event, headers)
+        self.note(event, ack.seq)
+        return ack
+
+    def note(self, event: Event, seq: int) -> None:
+        """Note that the log holds `event` at `seq`: it was published or read."""
+        if self._newest is None or seq > self._newest[0]:
+            self._newest = seq, event
+
+    async def check_end(self) -> None:
+        """After a reconnection, check that the log still holds what this process knows. If it lost its end, as in
+        a power cut of its machine, what is in memory is wrong: `until_shrunk` then ends the gateway.
+
+        Raises `LogShrankError`."""
+        reconnects = int(self.broker.client.stats["reconnects"])
+        if self._newest is not None and self._checked_reconnects != reconnects:
+            if not await self._holds(*self._newest):
+                self._shrank.set()
+                raise LogShrankError(
+                    f"the log lost its end: {STREAM} no longer holds message {self._newest[0]}"
+                )
+            self._checked_reconnects = reconnects
+
+    async def _holds(self, seq: int, event: Event) -> bool:
+        message = await self.broker.leader_get(STREAM, {"seq": seq})
+        if message is None:  # retention removes messages too, but never gives their numbers again
+            return int((await self.broker.stream_info(STREAM)).state.last_seq) >= seq
+        recorded = await self.broker.recorded(STREAM, message)
+        return message.subject == event.subject() and (recorded is None or recorded.event.at == event.at)
+
+    async def until_shrunk(self) -> None:
+        """Check the log's end after each reconnection. Raises `LogShrankError` if the log lost it."""
+        while not self._shrank.is_set():
+            with anyio.move_on_after(_END_CHECK_S):
+                await self._shrank.wait()
+            with contextlib.suppress(BrokerUnavailableError):
+                await self.check_end()
+        raise LogShrankError("the log lost its end: the gateway ends, and reads it anew at its next start")
 
     # -- expiry --------------------------------------------------------------------------------------------------
 
@@ -76,16 +125,6 @@ class RunLog:
     async def calls(self, trajectory: str) -> list[Recorded[ExchangeRecorded]]:
         """All exchanges of a trajectory, in the order of the log."""
         return await self.broker.read(ExchangeRecorded, project=self.project, trajectory=trajectory)
-
-    async def unfinished(self, prefix: str) -> list[str]:
-        """Ids of the open trajectories whose id begins with `prefix`. Reads all subjects of the project."""
-        ids: list[set[str]] = []
-        for event in (TrajectoryOpened, TrajectoryCompleted):
-            subjects = await self.broker.subjects(STREAM, subject_filter(event, project=self.project))
-            tokens = (subject.rpartition(".")[2] for subject in subjects)
-            ids.append({name_of_token(token) for token in tokens if token.startswith(prefix)})
-        opened, completed = ids
-        return sorted(opened - completed)
 
 
 def same_opening(a: TrajectoryOpened, b: TrajectoryOpened) -> bool:

@@ -142,9 +142,6 @@ def test_memory_is_bounded_and_forgets_the_trajectory_that_was_unused_longest() 
     assert [n for n in names if memory.find("p", n, key_of(one))] == names[
         -(memory.bytes // Base(one).size) :
     ]
-    for name in names:
-        memory.forget("p", name)
-    assert memory.bytes == 0
 
 
 def test_a_missing_other_or_shorter_predecessor_is_an_error_and_never_other_tokens() -> None:

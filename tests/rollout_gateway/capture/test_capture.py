@@ -1,25 +1,20 @@
-"""`gateway.capture = "async"` and `"off"`: which guarantees of a run remain, and completions by other replicas."""
+"""`gateway.capture = "off"`: what of a run remains; and completions by other replicas."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.to_thread
-import msgspec
 import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, PolicyPromoted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
-from rollout_gateway.capture.exchange import Caller
-from rollout_gateway.capture.registry import NOT_RECORDED, Completion, Registry
-from rollout_gateway.dialects.endpoints import CHAT
-from tests.conftest import NatsServer
+from rollout_gateway.capture.registry import Completion, Registry
 from tests.rollout_gateway.conftest import PROJECT, publish_adapter
-from tests.rollout_gateway.fake_vllm import FakeVllm, GatewayParts, parts
+from tests.rollout_gateway.fake_vllm import FakeVllm, parts
 
 pytestmark = pytest.mark.anyio
 
@@ -27,85 +22,6 @@ pytestmark = pytest.mark.anyio
 async def recorded(broker: Broker, trajectory: str) -> list[ExchangeRecorded]:
     history = await broker.read(ExchangeRecorded, project=PROJECT, trajectory=trajectory)
     return [r.event for r in history]
-
-
-async def call_again(gateway: GatewayParts, trajectory: str) -> tuple[int, Any]:
-    """The same call by a client that says that it tried before."""
-    call = CHAT.read(msgspec.json.encode({"model": "tictactoe", "messages": []}))
-    status, answer = await gateway.chat.plain(
-        CHAT, call, Caller(await gateway.registry.find(trajectory), is_retry=True)
-    )
-    return status, msgspec.json.decode(answer)
-
-
-async def test_a_completion_counts_what_is_still_being_recorded(
-    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path
-) -> None:
-    server = FakeVllm()
-    async with parts(nats_config, tmp_path, [server], capture="async") as gateway:
-        await gateway.open("t")
-        await gateway.call("t")
-        nats_server.kill()
-        for _ in range(2):
-            assert (await gateway.call("t"))[0] == 200  # answered, though there is no log
-        ended = []
-
-        async def complete() -> None:
-            ended.append(await gateway.registry.complete("t", Completion(reward=1.0)))
-
-        async with anyio.create_task_group() as tg:
-            tg.start_soon(complete)
-            await anyio.to_thread.run_sync(nats_server.start)
-        assert (ended[0].exchanges, ended[0].outcome) == (3, "scored")
-        assert [e.seq for e in await recorded(gateway.broker, "t")] == [0, 1, 2]
-
-
-async def test_a_repeated_call_waits_for_the_record_of_the_first(
-    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path
-) -> None:
-    server = FakeVllm()
-    async with parts(nats_config, tmp_path, [server], capture="async") as gateway:
-        await gateway.open("t")
-        nats_server.kill()
-        first = await gateway.call("t")
-        again = []
-
-        async def repeat() -> None:
-            again.append(await call_again(gateway, "t"))
-
-        async with anyio.create_task_group() as tg:
-            tg.start_soon(repeat)
-            await anyio.to_thread.run_sync(nats_server.start)
-        assert again[0][0] == first[0] == 200
-        assert len(server.calls) == 1, "the same call was sampled twice"
-
-
-async def test_a_run_with_a_call_that_the_log_did_not_take_never_becomes_a_reward(
-    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path
-) -> None:
-    hurried = msgspec.structs.replace(nats_config, publish_deadline_s=0.5, ack_timeout_s=0.2)
-    async with parts(hurried, tmp_path, [FakeVllm()], capture="async") as gateway:
-        await gateway.open("t")
-        nats_server.kill()
-        await gateway.call("t")
-        found = await gateway.registry.find("t")
-        with anyio.fail_after(30):
-            await found.idle.wait()
-        assert (found.not_recorded, gateway.registry.log.not_recorded) == (1, 1)
-        await anyio.to_thread.run_sync(nats_server.start)
-        with anyio.fail_after(30):
-            while not gateway.broker.client.is_connected:
-                await anyio.sleep(0.02)
-        assert (await gateway.call("t"))[0] == 200
-        body = Completion(reward=1.0, metrics={"turns": 2.0})
-        ended = await gateway.registry.complete("t", body)
-        # What waited for the connection may still have arrived, too late to be sure of.
-        assert (ended.outcome, ended.exchanges) == ("no_result", len(await recorded(gateway.broker, "t")))
-        assert ended.metrics == {"turns": 2.0, NOT_RECORDED: 1.0}
-        # The client's retry, also at a replica that knows nothing of it, is answered alike.
-        other = Registry(gateway.broker, PROJECT, TrajectoryTokens(b"s" * 32, PROJECT))
-        for registry in (gateway.registry, other):
-            assert await registry.complete("t", body) == ended
 
 
 async def test_without_capture_pins_and_sides_of_a_split_hold(
