@@ -127,28 +127,31 @@ def unrewarded(count: int) -> list[Event]:
 LEVEL = [1.0] * 2 * STEPS
 FALLEN = [1.0] * STEPS + [0.05] * STEPS
 
-CASES: Mapping[str, tuple[list[Event], list[Event]]] = {
-    "entropy_collapse": (steps("entropy", FALLEN), steps("entropy", LEVEL)),
-    "kl_rise": (steps("kl", [0.1, 5.0, 5.0, 5.0, 5.0]), steps("kl", [9.0, 0.1, 0.1, 0.1, 0.1])),
-    "sampler_mismatch": (
-        steps("sampler_logprob_diff", [1e-6, 0.2]),
-        steps("sampler_logprob_diff", [1e-6, 1e-6]),
-    ),
-    "judge_drift": (anchors(0.9) + anchors(0.2), anchors(0.2) + anchors(0.9)),
-    "judge_failing": (
-        passes(0, 40, AGO_US) + passes(8, 8),
-        passes(8, 8, AGO_US) + passes(3, 8),
-    ),
-    "nothing_trains": (unrewarded(3), unrewarded(3) + groups(0, 1)),
-    "no_variance": (groups(GROUPS, 0), groups(GROUPS - 1, 1)),
-    "starvation": (runs(5), runs(4)),
-    "stale_discards": (groups(0, GROUPS) + stale(2), groups(0, GROUPS) + stale(1)),
-    "dead_letters": (letters(1), letters(1, ago_us=7_200_000_000)),
-    "log_full": ([], []),
-    "store_behind": ([], []),
-    "replica_behind": (steps("kl", LEVEL) + loads(1, 2), steps("kl", LEVEL) + loads(1, 2 * STEPS)),
-}
-"""For each alarm, events with which it holds and events with which it does not."""
+
+def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
+    """For each alarm, events with which it holds and events with which it does not. Call it when the test runs: several
+    queries look at the last minutes only."""
+    return {
+        "entropy_collapse": (steps("entropy", FALLEN), steps("entropy", LEVEL)),
+        "kl_rise": (steps("kl", [0.1, 5.0, 5.0, 5.0, 5.0]), steps("kl", [9.0, 0.1, 0.1, 0.1, 0.1])),
+        "sampler_mismatch": (
+            steps("sampler_logprob_diff", [1e-6, 0.2]),
+            steps("sampler_logprob_diff", [1e-6, 1e-6]),
+        ),
+        "judge_drift": (anchors(0.9) + anchors(0.2), anchors(0.2) + anchors(0.9)),
+        "judge_failing": (
+            passes(0, 40, AGO_US) + passes(8, 8),
+            passes(8, 8, AGO_US) + passes(3, 8),
+        ),
+        "nothing_trains": (unrewarded(3), unrewarded(3) + groups(0, 1)),
+        "no_variance": (groups(GROUPS, 0), groups(GROUPS - 1, 1)),
+        "starvation": (runs(5), runs(4)),
+        "stale_discards": (groups(0, GROUPS) + stale(2), groups(0, GROUPS) + stale(1)),
+        "dead_letters": (letters(1), letters(1, ago_us=7_200_000_000)),
+        "log_full": ([], []),
+        "store_behind": ([], []),
+        "replica_behind": (steps("kl", LEVEL) + loads(1, 2), steps("kl", LEVEL) + loads(1, 2 * STEPS)),
+    }
 
 
 async def changes(broker: Broker, count: int) -> list[AlarmChanged]:

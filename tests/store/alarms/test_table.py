@@ -17,11 +17,11 @@ from store.alarms.table import by_name
 from store.docs import FOLDER
 from store.reading import sql
 from tests.store.alarms.kit import (
-    CASES,
     REPLICA,
     SETTINGS,
     STEPS,
     anchors,
+    cases,
     letters,
     loads,
     runs,
@@ -55,12 +55,12 @@ def found(
 
 def test_each_alarm_has_its_cases() -> None:
     assert len(ALARMS) == len(by_name())
-    assert set(CASES) == set(by_name())
+    assert set(cases()) == set(by_name())
 
 
 @pytest.mark.parametrize("name", by_name())
 def test_an_alarm_holds_where_its_condition_does(name: str, tmp_path: Path) -> None:
-    (one,) = found(tmp_path, name, CASES[name][0], (FULL,), (LATE,))
+    (one,) = found(tmp_path, name, cases()[name][0], (FULL,), (LATE,))
     assert one.threshold == threshold(Config(), by_name()[name])
     assert one.detail
     assert one.value >= one.threshold or name in ("entropy_collapse", "judge_drift", "replica_behind")
@@ -68,7 +68,7 @@ def test_an_alarm_holds_where_its_condition_does(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", by_name())
 def test_and_does_not_hold_elsewhere(name: str, tmp_path: Path) -> None:
-    assert found(tmp_path, name, CASES[name][1], (ROOMY,), (SOON,)) == []
+    assert found(tmp_path, name, cases()[name][1], (ROOMY,), (SOON,)) == []
 
 
 @pytest.mark.parametrize("name", by_name())
@@ -87,7 +87,7 @@ def test_anchors_that_could_not_be_judged_are_drift(tmp_path: Path) -> None:
 
 
 def test_an_alarm_says_why_and_quotes_no_content(tmp_path: Path) -> None:
-    (failing,) = found(tmp_path / "a", "judge_failing", CASES["judge_failing"][0])
+    (failing,) = found(tmp_path / "a", "judge_failing", cases()["judge_failing"][0])
     assert (
         failing.detail == "8 of 8 passes gave no scores; the last one: no score could be read from the reply"
     )
@@ -133,7 +133,8 @@ def test_the_page_says_what_the_code_says() -> None:
 @pytest.mark.parametrize("name", [n for n in by_name() if n not in ("log_full", "store_behind")])
 def test_the_queries_of_the_page_run_as_they_are(name: str, tmp_path: Path) -> None:
     fill(
-        tmp_path, CASES["dead_letters"][0] + CASES["sampler_mismatch"][0] + CASES["judge_drift"][0] + loads(1)
+        tmp_path,
+        cases()["dead_letters"][0] + cases()["sampler_mismatch"][0] + cases()["judge_drift"][0] + loads(1),
     )
     with sql.connect(tmp_path) as connection:
         rows = connection.sql(runnable(by_name()[name])).fetchall()
