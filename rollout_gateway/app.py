@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pipeline.config import GatewayConfig
+from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import BrokerError
 from pipeline.names import InvalidNameError
 from pipeline.telemetry.logs import get_logger
@@ -27,7 +28,7 @@ from rollout_gateway.dialects.calls import Call
 from rollout_gateway.dialects.endpoints import CHAT, COMPLETIONS, Dialect
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
 from rollout_gateway.dialects.permitted import Permitted
-from rollout_gateway.dialects.responses import ResponsesTranslation
+from rollout_gateway.dialects.responses import ResponsesTranslation, not_recorded
 from rollout_gateway.dialects.translate import StreamSink, TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
 from rollout_gateway.http.origins import OriginPolicy
@@ -214,7 +215,11 @@ class App:
         """Answer a call of another API as a chat completion. Returns the status."""
         call = translation.call()
         self._permitted.check(call.fields)
-        caller = await self._caller(call, admitted, request)
+        if translation.continued:
+            caller, call = await self._continued_call(translation, call, admitted, request)
+        else:
+            caller = await self._caller(call, admitted, request)
+        translation.stored = self._calls.captures(caller)
         headers = _left_out_header(translation)
         if call.stream:
             sink = TranslatedSink(request, translation, headers)
@@ -227,6 +232,21 @@ class App:
         if not request.started:
             request.answer(status, translation.error(answer, status))
         return status
+
+    async def _continued_call(
+        self, translation: Translation, call: Call, admitted: _Admitted, request: Request
+    ) -> tuple[Caller, Call]:
+        """The call that refers to recorded answers, with these from the log."""
+        del call.fields["messages"]  # they are not complete, so no trajectory can be detected by them
+        caller = await self._caller(call, admitted, request)
+        exchanges: dict[str, ExchangeRecorded] = {}
+        for completion in translation.continued:
+            trajectory = caller.trajectory
+            exchange = None if trajectory is None else await trajectory.exchange_of(completion)
+            if exchange is None:
+                raise not_recorded(completion)
+            exchanges[completion] = exchange
+        return caller, translation.call(exchanges)
 
 
 def _check_size(request: Request) -> None:

@@ -262,6 +262,18 @@ class Trajectory:
         except HistoryGoneError:
             return None
 
+    async def exchange_of(self, reply: str) -> ExchangeRecorded | None:
+        """The complete exchange whose reply has the id `reply`, or `None`. Reads the whole run if it is not a recent
+        one."""
+        for request_hash in reversed(self.recorded.recent):
+            call = await self.recorded_call(request_hash)
+            if call and _reply_id(call[0]) == reply:
+                return call[0]
+        for recorded in await self.log.calls(self.id):
+            if recorded.event.status == "complete" and _reply_id(recorded.event) == reply:
+                return recorded.event
+        return None
+
 
 class _ReplyId(msgspec.Struct):
     id: str = ""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from pipeline.events import ExchangeRecorded
 from rollout_gateway.dialects.calls import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Seed
 from rollout_gateway.dialects.translate import Translation
 from rollout_gateway.http.errors import ApiError
@@ -47,12 +49,16 @@ class _OpenAiError(msgspec.Struct):
 class _Block(msgspec.Struct):
     type: str
     text: str = ""
+    thinking: str = ""
     id: str = ""
     name: str = ""
     input: Any = None
     tool_use_id: str = ""
+    is_error: bool | None = None
     content: str | list[_Block] | None = None
     source: dict[str, Any] | None = None
+    title: str | None = None
+    context: str | None = None
 
 
 class _InputMessage(msgspec.Struct):
@@ -107,7 +113,7 @@ class MessagesTranslation(Translation):
     ))  # fmt: skip
     request: _MessagesRequest
 
-    def chat(self) -> dict[str, Any]:
+    def chat(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> dict[str, Any]:
         request = self.request
         messages: list[dict[str, Any]] = []
         if request.system:
@@ -217,12 +223,21 @@ def _usage(usage: dict[str, Any] | None) -> dict[str, int]:
 
 def _arguments(text: str) -> dict[str, Any]:
     """Decode a tool call's arguments. If they are not a JSON object, which small models may write, return them as the
-    field `_raw`."""
+    field `_raw`. `_arguments_text` gives the model its own text again."""
     try:
         value = msgspec.json.decode(text or "{}")
     except msgspec.DecodeError:
-        value = text
-    return value if isinstance(value, dict) else {"_raw": value}
+        value = None
+    return value if isinstance(value, dict) else {"_raw": text}
+
+
+def _arguments_text(value: Any) -> str:
+    """Encode a tool call's arguments. The text of malformed ones, which `_arguments` or a client marked as such, stays
+    as the model wrote it."""
+    match value:
+        case {"_raw": str(text), **others} | {"__unparsedToolInput": str(text), **others} if not others:
+            return text
+    return msgspec.json.encode(value or {}).decode()
 
 
 def _text(content: str | list[_Block] | None) -> str:
@@ -247,28 +262,66 @@ def _chat_messages(message: _InputMessage) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
+    reasoning = ""
     for block in message.content:
         match block.type:
-            case "text":
-                parts.append({"type": "text", "text": block.text})
-            case "image":
-                parts.append({"type": "image_url", "image_url": {"url": _image_url(block.source or {})}})
             case "tool_use":
-                function = {"name": block.name, "arguments": msgspec.json.encode(block.input or {}).decode()}
+                function = {"name": block.name, "arguments": _arguments_text(block.input)}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case "tool_result":
-                out.append(
-                    {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
-                )
-            case "thinking" | "redacted_thinking":
-                pass  # chat templates drop earlier reasoning too
-            case other:
-                raise ApiError(400, "unsupported_content", f"Content of type {other!r} is not supported.")
+                out.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)})
+            case "thinking":
+                reasoning += block.thinking
+            case "redacted_thinking":
+                pass  # only its author can read it, and the gateway writes none
+            case _:
+                parts.append(_part(block))
     if parts or calls:
-        joined = "\n".join(part.get("text", "") for part in parts) or None
-        content = joined if all(part["type"] == "text" for part in parts) else parts
-        out.append({"role": message.role, "content": content, **({"tool_calls": calls} if calls else {})})
+        said: dict[str, Any] = {"role": message.role, "content": _joined(parts)}
+        if reasoning:
+            said["reasoning"] = reasoning  # the model's chat template decides whether it is shown
+        if calls:
+            said["tool_calls"] = calls
+        out.append(said)
     return out
+
+
+def _part(block: _Block) -> dict[str, Any]:
+    """Convert a block that is text, an image or a document in text. Raises a 400 `ApiError` for another one."""
+    source = block.source or {}
+    match block.type, source.get("type"):
+        case "text", _:
+            return {"type": "text", "text": block.text}
+        case "image", _:
+            return {"type": "image_url", "image_url": {"url": _image_url(source)}}
+        case "document", "text":
+            texts = (block.title, block.context, str(source.get("data", "")))
+            return {"type": "text", "text": "\n".join(text for text in texts if text)}
+        case "document", kind:
+            message = f"A document with a source of type {kind!r} is not supported: send its text."
+        case kind, _:
+            message = f"Content of type {kind!r} is not supported."
+    raise ApiError(400, "unsupported_content", message, param="messages")
+
+
+def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]] | None:
+    """The content of a chat message: text where there is nothing else."""
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts) or None
+    return parts
+
+
+def _result(block: _Block) -> str | list[dict[str, Any]]:
+    """The content of a tool's result. A chat completion has no field for a failed tool, so the text says it."""
+    if isinstance(block.content, str):
+        content: str | list[dict[str, Any]] = block.content
+    else:
+        content = _joined([_part(inner) for inner in block.content or ()]) or ""
+    if not block.is_error:
+        return content
+    if isinstance(content, str):
+        return f"Error: {content}"
+    return [{"type": "text", "text": "Error:"}, *content]
 
 
 def _image_url(source: dict[str, Any]) -> str:

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
+import re
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from pipeline.events import ExchangeRecorded
 from rollout_gateway.dialects.responses_input import (
     CUSTOM_INPUT,
     ResponsesRequest,
     ToolName,
     Tools,
-    add_message,
+    add_call,
+    add_item,
+    add_reasoning,
+    add_text,
     response_format,
+    seal,
 )
 from rollout_gateway.dialects.translate import Translation
 from rollout_gateway.http.errors import ApiError
 
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
 """How the ids of output items begin."""
+_ITEM_ID = re.compile(r"(rs|msg|fc|ctc)_(\d{1,4})-(.+)")
+"""Kind of an output item, its number among those of its kind in the response, and the chat completion's id."""
+_RESPONSE_ID = re.compile(r"resp_([in])-(.+)")
+"""Whether the recorded request begins with the call's `instructions` (i) or has none (n), and the chat completion's
+id."""
+_SEALED = "reasoning.encrypted_content"
 _PARTS = {
     "reasoning": ("summary", "response.reasoning_summary_part", "response.reasoning_summary_text"),
     "message": ("content", "response.content_part", "response.output_text"),
@@ -29,13 +41,17 @@ _PARTS = {
 
 
 class ResponsesTranslation(Translation):
-    """One call of `/v1/responses`. Nothing is stored: a client sends the whole conversation with each call."""
+    """One call of `/v1/responses`.
+
+    Nothing is stored for `previous_response_id` and items of type `item_reference`. Their ids hold the id of a chat
+    completion, and the log holds the chat completions of a trajectory. So both work in calls that name their
+    trajectory, on any gateway, for as long as the log keeps the calls."""
 
     path = "/v1/responses"
     kind = ResponsesRequest
     dropped = frozenset((
-        "client_metadata", "context_management", "include", "max_tool_calls", "moderation", "prompt_cache_key",
-        "prompt_cache_options", "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store",
+        "client_metadata", "context_management", "max_tool_calls", "moderation", "prompt_cache_key",
+        "prompt_cache_options", "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier",
         "stream_options", "truncation", "user",
     ))  # fmt: skip
     request: ResponsesRequest
@@ -46,20 +62,41 @@ class ResponsesTranslation(Translation):
             raise ApiError(400, "unsupported", "background is not supported.", param="background")
         self._tools = Tools.from_request(self.request.tools or [])
         self.left_out = self._tools.left_out
+        self._prefix = "resp_i-" if self.request.instructions else "resp_n-"
+        self.continued = self._continued()
         self._created = int(time.time())
         self._number = 0
         """Sequence number of the next event."""
 
-    def chat(self) -> dict[str, Any]:
+    def _continued(self) -> frozenset[str]:
+        """Ids of the chat completions that `previous_response_id` and references to items name. Raises a 400 `ApiError`
+        for an id that is of neither form."""
+        named = []
+        if previous := self.request.previous_response_id:
+            named.append(_match(_RESPONSE_ID, previous))
+        if not isinstance(self.request.input, str):
+            named += [_match(_ITEM_ID, i.id or "") for i in self.request.input if i.type == "item_reference"]
+        return frozenset(match[match.re.groups] for match in named)
+
+    def chat(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> dict[str, Any]:
         request = self.request
         messages: list[dict[str, Any]] = []
         if request.instructions:
             messages.append({"role": "system", "content": request.instructions})
+        if exchanges and request.previous_response_id:
+            messages += _previous(request.previous_response_id, exchanges)
         if isinstance(request.input, str):
             messages.append({"role": "user", "content": request.input})
         else:
             for item in request.input:
-                add_message(messages, item)
+                if item.type != "item_reference":
+                    add_item(messages, item)
+                elif exchanges:
+                    _add_reference(messages, item.id or "", exchanges)
+        # Reasoning that no answer followed: the turn was cut off there.
+        messages = [
+            m for m in messages if m["role"] != "assistant" or m["content"] is not None or "tool_calls" in m
+        ]
         chat = self._chat(messages, request.max_output_tokens)
         if self._tools.chat:
             chat["tools"] = self._tools.chat
@@ -92,7 +129,11 @@ class ResponsesTranslation(Translation):
             kind = "message"
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item = {"role": "assistant", "content": [part]}
-        item = {"type": kind, "id": self._item_id(kind), **item}
+        prefix = _PREFIXES[kind]
+        number = sum(block["id"].startswith(prefix) for block in self.blocks)
+        if kind in ("function_call", "custom_tool_call"):
+            number = sum("call_id" in block for block in self.blocks)
+        item = {"type": kind, "id": f"{prefix}_{number}-{self.id}", **item}
         unfinished: dict[str, Any] = {}
         if kind != "reasoning":
             item["status"], unfinished["status"] = "completed", "in_progress"
@@ -196,11 +237,8 @@ class ResponsesTranslation(Translation):
                 item["input"] = str(values[CUSTOM_INPUT]) if has_input else self.text
             case kind:
                 item[_PARTS[kind][0]][0]["text"] = self.text
-
-    def _item_id(self, kind: str) -> str:
-        """The id of the next item."""
-        digest = hashlib.sha256(f"{self.id} {len(self.blocks)}".encode()).hexdigest()
-        return f"{_PREFIXES[kind]}_{digest[:24]}"
+                if kind == "reasoning" and _SEALED in (self.request.include or ()):
+                    item["encrypted_content"] = seal(self.text)
 
     def _response(self, status: str, **changed: Any) -> dict[str, Any]:
         """The response as it is now. `changed` are fields with other values."""
@@ -208,7 +246,7 @@ class ResponsesTranslation(Translation):
         if status == "incomplete" and self.blocks:
             _mark_incomplete(self.blocks[-1])
         return {
-            "id": f"resp_{self.id}",
+            "id": f"{self._prefix}{self.id}",
             "object": "response",
             "created_at": self.head.get("created") or self._created,
             "status": status,
@@ -224,12 +262,74 @@ class ResponsesTranslation(Translation):
             "top_p": request.top_p,
             "tool_choice": request.tool_choice or "auto",
             "tools": msgspec.to_builtins(request.tools or []),
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": request.previous_response_id,
+            "store": self.stored and request.store is not False,
             "text": {"format": (request.text and request.text.format) or {"type": "text"}},
             "usage": _usage(self.usage) if self.usage else None,
             **changed,
         }
+
+
+def _match(pattern: re.Pattern[str], name: str) -> re.Match[str]:
+    """Raises a 400 `ApiError` if `name` is no id of this gateway."""
+    if match := pattern.fullmatch(name):
+        return match
+    raise not_recorded(name)
+
+
+def not_recorded(name: str) -> ApiError:
+    return ApiError(
+        400,
+        "previous_response_not_found",
+        f"The log holds nothing with the id {name!r} of this call's trajectory. Name the trajectory (by its key, URL "
+        "or header), or send the whole conversation: no previous_response_id and no item_reference (`store: false`).",
+        param="input",
+    )
+
+
+def _answer(exchange: ExchangeRecorded) -> dict[str, Any]:
+    (choice,) = msgspec.json.decode(exchange.response)["choices"]
+    message: dict[str, Any] = choice["message"]
+    return message
+
+
+def _previous(name: str, exchanges: Mapping[str, ExchangeRecorded]) -> list[dict[str, Any]]:
+    """The conversation up to a response, with its answer and without its instructions, which OpenAI does not carry
+    over either."""
+    instructed, completion = _match(_RESPONSE_ID, name).groups()
+    exchange = exchanges[completion]
+    messages: list[dict[str, Any]] = msgspec.json.decode(exchange.request)["messages"]
+    messages = messages[1:] if instructed == "i" else messages
+    answer = _answer(exchange)
+    said: dict[str, Any] = {"role": "assistant", "content": answer.get("content")}
+    if answer.get("reasoning"):
+        said["reasoning"] = answer["reasoning"]
+    if answer.get("tool_calls"):
+        said["tool_calls"] = [
+            {"id": call["id"], "type": "function", "function": call["function"]}
+            for call in answer["tool_calls"]
+        ]
+    return [*messages, said]
+
+
+def _add_reference(
+    messages: list[dict[str, Any]], name: str, exchanges: Mapping[str, ExchangeRecorded]
+) -> None:
+    """Add an output item of a recorded response."""
+    prefix, number, completion = _match(_ITEM_ID, name).groups()
+    answer, index = _answer(exchanges[completion]), int(number)
+    match prefix:
+        # The model's text is one in a chat completion, so only the first item of its kind holds it.
+        case "rs" if not index:
+            add_reasoning(messages, answer.get("reasoning") or "")
+        case "msg" if not index:
+            add_text(messages, answer.get("content") or "")
+        case "fc" | "ctc":
+            calls = answer.get("tool_calls") or []
+            if index >= len(calls):
+                raise not_recorded(name)
+            function = calls[index]["function"]
+            add_call(messages, calls[index]["id"], function["name"], function["arguments"])
 
 
 def _mark_incomplete(item: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -31,6 +32,7 @@ class ContentPart(msgspec.Struct):
 
 class InputItem(msgspec.Struct):
     type: str = "message"
+    id: str | None = None
     role: str = ""
     content: str | list[ContentPart] | None = None
     call_id: str = ""
@@ -39,6 +41,8 @@ class InputItem(msgspec.Struct):
     arguments: str = ""
     input: str = ""
     output: str | list[ContentPart] = ""
+    summary: list[ContentPart] = []
+    encrypted_content: str | None = None
 
 
 class ToolParam(msgspec.Struct, omit_defaults=True):
@@ -69,6 +73,9 @@ class ResponsesRequest(msgspec.Struct):
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
     background: bool | None = None
+    previous_response_id: str | None = None
+    include: list[str] | None = None
+    store: bool | None = None
 
 
 def flat_name(namespace: str | None, name: str) -> str:
@@ -156,22 +163,25 @@ def _invalid_choice(why: str) -> ApiError:
     return ApiError(400, "invalid_body", f"tool_choice is invalid: {why}.", param="tool_choice")
 
 
-def add_message(messages: list[dict[str, Any]], item: InputItem) -> None:
-    """Add an input item to the messages of a chat completion. Raises a 400 `ApiError` for an unknown type."""
+def add_item(messages: list[dict[str, Any]], item: InputItem) -> None:
+    """Add an input item to the messages of a chat completion. Raises a 400 `ApiError` for an unknown type.
+
+    Reasoning, text and tool calls of a turn are items of their own here, and one message in a chat completion."""
     match item.type:
+        case "message" if item.role == "assistant":
+            add_text(messages, _content(item.content))
         case "message":
             role = "system" if item.role == "developer" else item.role or "user"
             messages.append({"role": role, "content": _content(item.content)})
         case "function_call":
-            _add_call(messages, item.call_id, flat_name(item.namespace, item.name), item.arguments)
+            add_call(messages, item.call_id, flat_name(item.namespace, item.name), item.arguments)
         case "custom_tool_call":
-            _add_call(
-                messages, item.call_id, item.name, msgspec.json.encode({CUSTOM_INPUT: item.input}).decode()
-            )
+            arguments = msgspec.json.encode({CUSTOM_INPUT: item.input}).decode()
+            add_call(messages, item.call_id, item.name, arguments)
         case "function_call_output" | "custom_tool_call_output":
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
         case "reasoning":
-            pass  # chat templates drop earlier reasoning too
+            add_reasoning(messages, _reasoning(item))
         case kind if kind.removesuffix("_call") in HOSTED:
             pass  # the text that follows holds the result of a hosted tool
         case other:
@@ -179,13 +189,49 @@ def add_message(messages: list[dict[str, Any]], item: InputItem) -> None:
             raise ApiError(400, "unsupported_content", message, param="input")
 
 
-def _add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
+def add_reasoning(messages: list[dict[str, Any]], text: str) -> None:
+    """Begin a message of the assistant with its reasoning. The model's chat template decides whether it is shown."""
+    if text:
+        messages.append({"role": "assistant", "content": None, "reasoning": text})
+
+
+def add_text(messages: list[dict[str, Any]], content: str | list[dict[str, Any]]) -> None:
+    """Add text of the assistant, to the message that its reasoning began if there is one."""
+    last = messages[-1] if messages else {}
+    if last.get("role") == "assistant" and last["content"] is None and "tool_calls" not in last:
+        last["content"] = content
+    else:
+        messages.append({"role": "assistant", "content": content})
+
+
+def add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
+    """Add a tool call, to the message of the assistant before it if there is one."""
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    # In a chat completion, the calls of a turn and the text before them are one message.
     if messages and messages[-1]["role"] == "assistant":
         messages[-1].setdefault("tool_calls", []).append(call)
     else:
         messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+
+
+def seal(reasoning: str) -> str:
+    """Write reasoning as a client keeps it that stores nothing (`reasoning.encrypted_content`). The client may read
+    it: it got the same text as the summary."""
+    return base64.b64encode(reasoning.encode()).decode()
+
+
+def _reasoning(item: InputItem) -> str:
+    """The text of a reasoning item: some clients keep the summary, others only what `seal` wrote."""
+    parts = item.content if isinstance(item.content, list) else item.summary
+    text = "".join(part.text for part in parts)
+    if text or not item.encrypted_content:
+        return text
+    try:
+        return base64.b64decode(item.encrypted_content, validate=True).decode()
+    except ValueError as error:
+        message = (
+            "A reasoning item's encrypted_content is not one that this gateway wrote. Leave the item out."
+        )
+        raise ApiError(400, "invalid_body", message, param="input") from error
 
 
 def _content(content: str | list[ContentPart] | None) -> str | list[dict[str, Any]]:

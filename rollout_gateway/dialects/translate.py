@@ -6,11 +6,12 @@ like any other."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
 
+from pipeline.events import ExchangeRecorded
 from rollout_gateway.dialects.calls import Call, Raw, RequestParams, is_null, read_fields
 from rollout_gateway.dialects.permitted import FURTHER_SAMPLING, SENT, not_permitted
 from rollout_gateway.http.request import SSE_HEADERS, HeaderList, Request
@@ -33,6 +34,10 @@ class Translation(ABC):
     """Fields of the API that ask nothing of a vLLM server."""
     left_out: Sequence[str] = ()
     """Types of the request's tools that the model was not shown."""
+    continued: frozenset[str] = frozenset()
+    """Ids of recorded chat completions that the call refers to instead of repeating what was said."""
+    stored = False
+    """Whether the log keeps the answer, so that later calls can refer to it."""
 
     def __init__(self, body: bytes) -> None:
         """Raises a 400 `ApiError` for an invalid body, and for a field of chat completions that would be taken for a
@@ -60,12 +65,13 @@ class Translation(ABC):
     # -- the request -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def chat(self) -> dict[str, Any]:
-        """Return the chat completion request."""
+    def chat(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> dict[str, Any]:
+        """Return the chat completion request. `exchanges` are those that `continued` names. Without them, the
+        messages lack what the call refers to."""
 
-    def call(self) -> Call:
+    def call(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> Call:
         """Return the chat completion request as a call for the inference server."""
-        chat = self.chat()
+        chat = self.chat(exchanges)
         fields = {name: Raw(_encode(value)) for name, value in chat.items()}
         return Call(_encode(fields), fields, RequestParams(chat["model"], chat["stream"]), self.path)
 

@@ -1,0 +1,171 @@
+"""What a thinking model said goes back to it: through `/v1/messages` and `/v1/responses` its template gets what a chat
+completion's `reasoning` gives it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Raw
+
+from pipeline.events import ExchangeRecorded
+from rollout_gateway.dialects.messages import MessagesTranslation
+from rollout_gateway.dialects.responses import ResponsesTranslation
+from rollout_gateway.dialects.translate import Translation
+from rollout_gateway.http.errors import ApiError
+from tests.rollout_gateway.dialects.kit import CODEX
+
+USER = {"role": "user", "content": "Which cell?"}
+TOOLS = [{"name": "exec", "input_schema": {"type": "object"}}]
+
+
+def tool_call(number: int, arguments: str = '{"cell":"a1"}') -> dict[str, Any]:
+    return {"id": f"call_{number}", "type": "function", "function": {"name": "exec", "arguments": arguments}}
+
+
+def completion(message: dict[str, Any]) -> dict[str, Any]:
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    return {"id": "chatcmpl-7f", "created": 7, "model": "m@0", "choices": [choice], "usage": usage}
+
+
+def recorded(request: dict[str, Any], message: dict[str, Any]) -> ExchangeRecorded:
+    return ExchangeRecorded(
+        project="p", trajectory="t", seq=0, model="m", policy_version="m@0", step=0,
+        request=Raw(json.dumps(request).encode()), response=Raw(json.dumps(completion(message)).encode()),
+        prompt_ids=b"", sampled_ids=b"", logprobs=b"",
+    )  # fmt: skip
+
+
+def said(reasoning: str, content: str, calls: int) -> dict[str, Any]:
+    """The assistant's message as a chat completion's client sends it back."""
+    message: dict[str, Any] = {"role": "assistant", "content": content or None}
+    if reasoning:
+        message["reasoning"] = reasoning
+    if calls:
+        message["tool_calls"] = [tool_call(i) for i in range(calls)]
+    return message
+
+
+def translated(kind: type[Translation], **body: Any) -> Translation:
+    return kind(json.dumps({"model": "m", **body}).encode())
+
+
+def results(calls: int) -> list[dict[str, Any]]:
+    return [{"role": "tool", "tool_call_id": f"call_{i}", "content": "ok"} for i in range(calls)]
+
+
+turns = st.tuples(st.text(max_size=20), st.text(max_size=20), st.integers(0, 3)).filter(
+    lambda t: t[1] or t[2]
+)
+
+
+@given(turns)
+def test_messages_give_the_model_its_own_turn_again(turn: tuple[str, str, int]) -> None:
+    message = said(*turn)
+    answer = translated(MessagesTranslation, messages=[USER]).answer(completion(message))
+    outcome = [
+        {"type": "tool_result", "tool_use_id": f"call_{i}", "content": [{"type": "text", "text": "ok"}]}
+        for i in range(turn[2])
+    ]
+    history = [USER, {"role": "assistant", "content": answer["content"]}]
+    history += [{"role": "user", "content": outcome}] if outcome else []
+    chat = translated(MessagesTranslation, messages=history, tools=TOOLS).chat()
+    assert chat["messages"] == [USER, message, *results(turn[2])]
+
+
+@given(turns, st.sampled_from(["items", "sealed", "references", "previous"]))
+def test_responses_give_the_model_its_own_turn_again(turn: tuple[str, str, int], way: str) -> None:
+    message = said(*turn)
+    asked: dict[str, Any] = {"tools": CODEX, "instructions": "Play."}
+    if way == "sealed":
+        asked |= {"include": ["reasoning.encrypted_content"], "store": False}
+    answer = translated(ResponsesTranslation, input=[USER], **asked).answer(completion(message))
+    request = {"model": "m", "messages": [{"role": "system", "content": "Play."}, USER]}
+    exchange = recorded(request, message)
+    back = [USER, *answer["output"]]
+    if way == "sealed":
+        back = [item | {"summary": []} if item.get("type") == "reasoning" else item for item in back]
+    elif way == "references":
+        back = [USER, *({"type": "item_reference", "id": item["id"]} for item in answer["output"])]
+    elif way == "previous":
+        asked["previous_response_id"], back = answer["id"], []
+    back += [{"type": "function_call_output", "call_id": f"call_{i}", "output": "ok"} for i in range(turn[2])]
+    translation = translated(ResponsesTranslation, input=back, **asked)
+    assert translation.continued == ({"chatcmpl-7f"} if way in ("references", "previous") else set())
+    chat = translation.chat({"chatcmpl-7f": exchange})
+    system = {"role": "system", "content": "Play."}
+    assert chat["messages"] == [system, USER, message, *results(turn[2])]
+
+
+def test_reasoning_that_no_answer_followed_is_left_out() -> None:
+    cut_off = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Well"}]}
+    chat = translated(ResponsesTranslation, input=[USER, cut_off, USER]).chat()
+    assert chat["messages"] == [USER, USER]
+    stranger = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA_of another server"}
+    with pytest.raises(ApiError, match="encrypted_content"):
+        translated(ResponsesTranslation, input=[USER, stranger]).chat()
+    sealed = base64.b64encode("é".encode()).decode()
+    known = stranger | {"encrypted_content": sealed}
+    chat = translated(
+        ResponsesTranslation, input=[USER, known, {"role": "assistant", "content": "a1"}]
+    ).chat()
+    assert chat["messages"][1] == {"role": "assistant", "content": "a1", "reasoning": "é"}
+
+
+@pytest.mark.parametrize("name", ["fc_abc", "item_1", "fc_1-", ""])
+def test_a_reference_to_another_servers_item_is_refused(name: str) -> None:
+    with pytest.raises(ApiError, match="item_reference") as refused:
+        translated(ResponsesTranslation, input=[USER, {"type": "item_reference", "id": name}])
+    assert refused.value.code == "previous_response_not_found"
+
+
+def test_a_reference_past_the_recorded_calls_is_refused() -> None:
+    exchange = recorded({}, said("", "a1", 1))
+    reference = {"type": "item_reference", "id": "fc_3-chatcmpl-7f"}
+    with pytest.raises(ApiError, match="fc_3"):
+        translated(ResponsesTranslation, input=[USER, reference]).chat({"chatcmpl-7f": exchange})
+
+
+def result(**block: Any) -> Any:
+    use = {"type": "tool_use", "id": "u", "name": "exec", "input": {}}
+    history = [
+        USER,
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "u", **block}]},
+    ]
+    return translated(MessagesTranslation, messages=history).chat()["messages"][2]["content"]
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+
+
+def test_nothing_in_a_tool_result_is_dropped() -> None:
+    assert result(content="7") == "7"
+    assert result(content="no such file", is_error=True) == "Error: no such file"
+    assert result(content=[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "a\nb"
+    shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    assert result(content=[{"type": "text", "text": "a"}, IMAGE]) == [{"type": "text", "text": "a"}, shown]
+    assert result(content=[IMAGE], is_error=True) == [{"type": "text", "text": "Error:"}, shown]
+    document = {"type": "document", "title": "Rules", "source": {"type": "text", "data": "Three in a row."}}
+    assert result(content=[document]) == "Rules\nThree in a row."
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}}
+    for refused in (pdf, {"type": "search_result"}):
+        with pytest.raises(ApiError, match="not supported"):
+            result(content=[refused])
+
+
+@pytest.mark.parametrize("text", ['{"cell": ', "a1", "[1]", '{"cell":"a1"} '])
+def test_malformed_arguments_keep_their_text(text: str) -> None:
+    message = said("", "", 0) | {"tool_calls": [tool_call(0, text)]}
+    (block,) = translated(MessagesTranslation, messages=[USER]).answer(completion(message))["content"]
+    claude_code = block | {"input": {"__unparsedToolInput": text}}
+    for sent in (block, claude_code):
+        history = [USER, {"role": "assistant", "content": [sent]}]
+        (call,) = translated(MessagesTranslation, messages=history).chat()["messages"][1]["tool_calls"]
+        kept = call["function"]["arguments"]
+        assert kept == text or json.loads(kept) == json.loads(text)
