@@ -180,6 +180,7 @@ def _up(args: argparse.Namespace) -> None:
             console.print(f"[bold]{spec.name}[/] {' '.join(spec.argv)}", soft_wrap=True)
         _check(config, planned, specs)
         return
+    environment.require(config, services, os.environ)
     require_base_files(config, services)
     os.umask(0o077)  # only the owner may read a run's files
     run_lock.make_private(Path(config.run_dir))

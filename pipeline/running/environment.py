@@ -7,9 +7,9 @@ A name that ends in `*` is a prefix. docs/security.md shows the table.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from pipeline.config import Config
+from pipeline.config import Config, ConfigError
 from pipeline.config.secrets import references
 
 EVERY = (
@@ -67,17 +67,39 @@ def process_number() -> int:
 
 def names(config: Config, process: str) -> tuple[str, ...]:
     """Return the names (and beginnings with `*`) of the variables that `process` gets."""
-    own: list[str] = []
+    own = [name for _, name in _named(config, process)]
     if process == "judge":
-        own += [config.judge.api_key_env] if config.judge.api_key_env else []
-        own += [*references(config.judge.request.params), *references(config.judge.request.model_params)]
         for model in (config.judge.model, *config.judge.fallbacks):
             own += _provider(model)
-    if process == "store":
-        own += references(config.alarms.webhook)
-    if process == "gateway" and config.gateway.key_secret_env:
-        own.append(config.gateway.key_secret_env)
     return (*EVERY, *NEEDS.get(process, ()), *own, *config.environment.get(process, ()))
+
+
+def _named(config: Config, process: str) -> list[tuple[str, str]]:
+    """Return the settings of `process` that name a variable, and the variable."""
+    values: dict[str, Iterable[str]] = {}
+    if process == "judge":
+        judge, request = config.judge, config.judge.request
+        values = {
+            "judge.api_key_env": [judge.api_key_env] if judge.api_key_env else [],
+            "judge.request.params": references(request.params),
+            "judge.request.model_params": references(request.model_params),
+        }
+    if process == "store":
+        values = {"alarms.webhook": references(config.alarms.webhook)}
+    if process == "gateway" and config.gateway.key_secret_env:
+        values = {"gateway.key_secret_env": [config.gateway.key_secret_env]}
+    return [(setting, name) for setting, variables in values.items() for name in variables]
+
+
+def require(config: Config, processes: Iterable[str], environ: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if a setting of one of `processes` names a variable that `environ` lacks: the process would
+    say so only after others have started."""
+    for process in processes:
+        for setting, name in _named(config, process):
+            if not environ.get(name):
+                raise ConfigError(
+                    f"{setting}: the environment has no {name}; set it where `journeywork up` starts"
+                )
 
 
 def _provider(model: str) -> tuple[str, ...]:

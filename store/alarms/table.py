@@ -109,19 +109,21 @@ QUALIFY row_number() OVER (PARTITION BY project, ruler ORDER BY "at" DESC, log_s
 JUDGE_FAILING = Alarm(
     "judge_failing",
     "Judge fails",
-    "Most passes of the judge model gave no scores: it does not answer, or its answers can't be read. Groups wait, and "
+    "Most passes of the judge model gave no scores: its calls fail, or its replies can't be read. Groups wait, and "
     "are discarded after `judge.retry_for_s`.",
     "alarms.judge_failed_share",
     """SELECT project, '' AS model, ruler AS about, sum(recent_failed) / sum(recent_passes) AS value,
   format('{} of {} passes gave no scores; the last one: {}', sum(recent_failed)::BIGINT,
     sum(recent_passes)::BIGINT,
-    CASE arg_max(failure, "at") WHEN 'unreadable' THEN 'no score could be read from the reply'
-      WHEN 'out_of_range' THEN 'the scores were not from 0 to 1'
+    CASE arg_max(failure, "at") FILTER (recent_failed > 0)
+      WHEN 'unreadable' THEN 'the model answered, and no score could be read from its reply'
+      WHEN 'out_of_range' THEN 'the model answered with scores that are not from 0 to 1'
       WHEN 'cut_off' THEN 'the reply ended at its token limit'
-      WHEN 'too_long' THEN 'the prompt exceeds the context of the model' ELSE 'the model did not answer' END) AS detail
+      WHEN 'too_long' THEN 'the prompt exceeds the context of the model'
+      ELSE 'the call failed: no answer, or an error' END) AS detail
 FROM group_measured WHERE kind = 'groups' AND "at" > $now - INTERVAL 10 MINUTE
 GROUP BY ALL HAVING sum(recent_failed) >= 2 AND value >= $threshold""",
-    "`journeywork logs judge` has the replies and errors. No answer: check `judge.model`, `judge.api_base`, the key "
+    "`journeywork logs judge` has the replies and errors. Failed calls: check `judge.model`, `judge.api_base`, the key "
     "and the provider's limits. Unreadable: take a model that writes JSON, or set `judge.request.structured`. "
     "Token limit: raise `judge.request.max_tokens`. Context: lower `judge.context_tokens`.",
 )

@@ -36,6 +36,24 @@ def test_every_command_that_lives_elsewhere_has_its_module() -> None:
         (["up", "--set", "nonsense"], 2, "section.key=value"),
         (["up", "--services", "gatway"], 2, "gatway"),
         (["up", "--config", "nothing.toml"], 2, "no settings file"),
+        (
+            ["up", "--services", "judge", "--run-dir", "nowhere", "--set", "judge.api_key_env=NO_SUCH_KEY"],
+            2,
+            "judge.api_key_env: the environment has no NO_SUCH_KEY",
+        ),
+        (
+            [
+                "up",
+                "--services",
+                "store",
+                "--run-dir",
+                "nowhere",
+                "--set",
+                "alarms.webhook=https://x/${NO_SUCH_KEY}",
+            ],
+            2,
+            "alarms.webhook: the environment has no NO_SUCH_KEY",
+        ),
         (["status", "--run-dir", "nowhere"], 2, "nothing was started there"),
         (
             ["up", "--vllm-url", "localhost:8000"],
@@ -52,12 +70,19 @@ def test_every_command_that_lives_elsewhere_has_its_module() -> None:
     ],
 )
 def test_a_mistake_is_one_clear_line(
-    args: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+    args: list[str],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
         main(args)
     assert caught.value.code == code
     assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())  # nothing was started
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

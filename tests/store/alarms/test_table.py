@@ -24,6 +24,7 @@ from tests.store.alarms.kit import (
     cases,
     letters,
     loads,
+    passes,
     runs,
     steps,
     unrewarded,
@@ -88,12 +89,17 @@ def test_anchors_that_could_not_be_judged_are_drift(tmp_path: Path) -> None:
 
 def test_an_alarm_says_why_and_quotes_no_content(tmp_path: Path) -> None:
     (failing,) = found(tmp_path / "a", "judge_failing", cases()["judge_failing"][0])
-    assert (
-        failing.detail == "8 of 8 passes gave no scores; the last one: no score could be read from the reply"
-    )
+    unreadable = "the model answered, and no score could be read from its reply"
+    assert failing.detail == f"8 of 8 passes gave no scores; the last one: {unreadable}"
     (idle,) = found(tmp_path / "b", "nothing_trains", unrewarded(4))
     assert idle.detail.endswith("2 of 2 trajectories carry no reward and judge.model is not set")
     assert found(tmp_path / "c", "nothing_trains", unrewarded(2)) == []
+
+
+def test_a_process_that_judges_well_does_not_hide_why_another_fails(tmp_path: Path) -> None:
+    """The newest event was that of the process without failures, and the alarm said that the model did not answer."""
+    (failing,) = found(tmp_path, "judge_failing", passes(8, 8, 1_000_000) + passes(0, 2))
+    assert failing.detail.endswith("the model answered, and no score could be read from its reply")
 
 
 def test_a_disk_has_a_higher_limit_than_a_stream(tmp_path: Path) -> None:
