@@ -19,7 +19,6 @@
 | `gathering` | concurrent runs, evaluation, comparison of versions |
 | `art` | programs that were written for openpipe-art |
 | `looping`, `attempts` | playing while the trainer trains; what the gateway has of it, for a resume |
-| `curriculum` | tasks sampled by the posterior of their rewards |
 | `scenarios` | `journeywork scenarios`: tasks that a model writes |
 | `environments/` | `journeywork run-env` |
 | `evaluation/` | `journeywork eval` |
@@ -30,7 +29,6 @@ Agents in other languages use the HTTP API that docs/gateway.md describes.
 """
 
 from journeywork.client import AsyncJourneywork, Journeywork
-from journeywork.curriculum import Curriculum
 from journeywork.gathering import Comparison, Evaluation, TaskGroup, TooManyExceptionsError
 from journeywork.looping import LoopOptions, LoopResult, loop
 from journeywork.statistics import Estimate
@@ -41,7 +39,6 @@ __all__ = [
     "AsyncJourneywork",
     "Comparison",
     "CompleteOptions",
-    "Curriculum",
     "Estimate",
     "Evaluation",
     "GatewayUnavailableError",

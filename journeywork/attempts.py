@@ -39,7 +39,7 @@ class Progress:
     """Groups of attempts that were started."""
     rewards: list[float] = field(default_factory=list)
     task: str = ""
-    """The key of the task that a curriculum chose."""
+    """The text that `describe` gave to the scenario."""
 
 
 class Attempts:

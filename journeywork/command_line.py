@@ -1,12 +1,18 @@
-"""Command lines: types of arguments for argparse, and how an error ends a command."""
+"""Command lines: the gateway and how fast it is asked, types of arguments, and how an error ends a command."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from journeywork.client import AsyncJourneywork
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of a shell."""
@@ -28,6 +34,74 @@ def not_negative(text: str) -> float:
     if not 0 <= found < math.inf:
         raise argparse.ArgumentTypeError(f"it must be a number of at least 0, not {text!r}")
     return found
+
+
+def add_gateway(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a command that plays through a gateway: `gateway_of` and `client_of` read them."""
+    add = parser.add_argument
+    add("--url", default="", help="the gateway; default: $JOURNEYWORK_URL, else that of the run")
+    add(
+        "--run-dir",
+        default="",
+        help="the gateway's run; default: the running one under runs/, else the newest",
+    )
+    add(
+        "--api-key-env",
+        default="JOURNEYWORK_API_KEY",
+        metavar="NAME",
+        help="variable with the gateway's API key",
+    )
+    add("--concurrency", type=at_least_one, default=64, help="attempts at once (default: 64)")
+    add(
+        "--max-exceptions",
+        type=not_negative,
+        default=0.1,
+        help="count, or share below 1, of attempts that may raise",
+    )
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def gateway_of(args: argparse.Namespace) -> str:
+    """Return the gateway's URL: the one given, else that of the run. Raises `ValueError`."""
+    if args.url or (not args.run_dir and "JOURNEYWORK_URL" in os.environ):
+        return str(args.url or os.environ["JOURNEYWORK_URL"])
+    if args.run_dir:
+        state = Path(args.run_dir) / "state.json"
+    else:
+        states = sorted(Path("runs").glob("*/state.json"), key=lambda path: path.stat().st_mtime)
+        if not states:
+            raise ValueError(
+                "no gateway is named: give --url or --run-dir, set JOURNEYWORK_URL, or start `journeywork up`; "
+                "`eval --no-record` needs none for models that no gateway serves"
+            )
+        state = next((path for path in reversed(states) if _is_running(path)), states[-1])
+    try:
+        found = _read(state)
+        url = str(found["urls"]["gateway"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{state} names no gateway: {error}") from error
+    if found.get("services", {}).get("gateway", {}).get("state") == "stopped":
+        # Another run may have its port now.
+        raise ValueError(f"the run {state.parent} is stopped: start it with `journeywork up`, or give --url")
+    return url
+
+
+def client_of(url: str, args: argparse.Namespace) -> AsyncJourneywork:
+    """Return a client of the gateway with the key that the command names."""
+    return AsyncJourneywork(url, api_key=os.environ.get(args.api_key_env, ""))
+
+
+def _read(state: Path) -> dict[str, Any]:
+    return dict(json.loads(state.read_text("utf-8")))
+
+
+def _is_running(state: Path) -> bool:
+    """Whether the supervisor that wrote `state` runs on this machine."""
+    try:
+        pid = int(_read(state).get("pid", 0))
+        return pid > 0 and Path(f"/proc/{pid}").exists()
+    except (OSError, ValueError):
+        return False
 
 
 @contextmanager

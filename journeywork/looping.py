@@ -12,6 +12,7 @@ attempt whose rollout raised.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
@@ -19,7 +20,6 @@ from typing import Any, Generic, Protocol
 import anyio
 
 from journeywork.attempts import Attempts, Progress, ReadingClient
-from journeywork.curriculum import Curriculum, Recorded
 from journeywork.gathering import Client, Rollout, Task, TooManyExceptionsError, call_rollout
 from journeywork.statistics import Estimate, mean_of_share
 from journeywork.trajectory import Trajectory
@@ -66,7 +66,7 @@ class LoopOptions(Generic[Task]):
     max_exceptions: int = 100
     """After more exceptions of rollouts, `TooManyExceptionsError` ends the loop."""
     describe: Callable[[Task], str] | None = None
-    """Returns the text of a scenario for the judge; with a curriculum, its key."""
+    """Returns the text of a scenario for the judge."""
     poll_s: float = 0.5
     """How often the gateway is asked for its step, in seconds."""
 
@@ -281,42 +281,26 @@ class _Loop(Generic[Task]):
 
 
 class _Scenarios(Generic[Task]):
-    """The scenarios of a loop in their order, or the tasks that a curriculum chooses."""
+    """The scenarios of a loop in their order, as often as its epochs say."""
 
-    def __init__(self, scenarios: Sequence[Task] | Curriculum[Task], options: LoopOptions[Task]) -> None:
-        """Raises `ValueError` if there are no scenarios, or `options` do not fit a curriculum."""
-        self.curriculum = scenarios if isinstance(scenarios, Curriculum) else None
-        self._listed: Sequence[Task] = () if isinstance(scenarios, Curriculum) else scenarios
-        self._options = options
-        if self.curriculum is None and not self._listed:
+    def __init__(self, scenarios: Sequence[Task], options: LoopOptions[Task]) -> None:
+        """Raises `ValueError` if there are no scenarios."""
+        if not scenarios:
             raise ValueError("there are no scenarios")
-        if self.curriculum is not None and (options.epochs is not None or options.describe is None):
-            raise ValueError(
-                "with a curriculum, `describe` must return a task's key, and there are no epochs"
-            )
-
-    @property
-    def total(self) -> int | None:
+        self._scenarios, self._options = scenarios, options
+        self.total = None if options.epochs is None else options.epochs * len(scenarios)
         """Number of groups to play; `None` if there is no end to them."""
-        return None if self._options.epochs is None else self._options.epochs * len(self._listed)
 
     def task_of(self, progress: Progress) -> Task:
-        if self.curriculum is None:
-            return self._listed[progress.number % len(self._listed)]
-        return self.curriculum.task(progress.task) if progress.task else self.curriculum.next()
+        return self._scenarios[progress.number % len(self._scenarios)]
 
-    def resume(self, known: Sequence[Progress], step: int) -> None:
-        """Take up what was played before, at a loop that is at `step`. Raises `ValueError` for other scenarios."""
-        if self.curriculum is not None:
-            self.curriculum.restore(Recorded(p.task, step, reward) for p in known for reward in p.rewards)
-            return
+    def check(self, known: Sequence[Progress]) -> None:
+        """Raise `ValueError` if `known`, what was played before, was of other scenarios."""
         describe = self._options.describe
-        for progress in known if describe is not None else ():
-            if (
-                describe is not None
-                and progress.task
-                and progress.task != (now := describe(self.task_of(progress)))
-            ):
+        if describe is None:
+            return
+        for progress in known:
+            if progress.task and progress.task != (now := describe(self.task_of(progress))):
                 raise ValueError(
                     f"scenario {progress.number} was {progress.task!r} when the loop {self._options.name!r} began, and "
                     f"is {now!r} now: give a loop over other scenarios another name"
@@ -324,30 +308,29 @@ class _Scenarios(Generic[Task]):
 
     def rest(self, known: Sequence[Progress]) -> Iterator[Progress]:
         """Yield what is left to play."""
-        yield from (
-            progress for progress in known if progress.missing and progress.tries < self._options.tries
-        )
-        number = len(known)
-        while self.total is None or number < self.total:
+        for progress in known:
+            if progress.missing and progress.tries < self._options.tries:
+                yield progress
+        numbers = itertools.count(len(known)) if self.total is None else range(len(known), self.total)
+        for number in numbers:
             yield Progress(number, self._options.group_size)
-            number += 1
 
 
 async def loop(
     client: LoopClient,
     model: str,
-    scenarios: Sequence[Task] | Curriculum[Task],
+    scenarios: Sequence[Task],
     rollout: Rollout[Task],
     options: LoopOptions[Task],
 ) -> LoopResult:
     """Play groups of attempts at the scenarios, in order and again from the start, until the gateway serves
     `options.steps`.
 
-    The `n`-th group is of scenario `n` modulo their number, or of the task that a `Curriculum` chooses. `rollout` is as
+    The `n`-th group is of scenario `n` modulo their number. `rollout` is as
     for `gather`.
 
     Raises `JourneyworkError` if the gateway refuses a request or stays away, and `TooManyExceptionsError`. Raises
-    `ValueError` for no scenarios, for options that do not fit a curriculum, and for a loop that was begun under this
+    `ValueError` for no scenarios, and for a loop that was begun under this
     name with another model, group size or, with `describe`, other scenarios."""
     chosen = _Scenarios(scenarios, options)
     running = _Loop(client, model, rollout, options)
@@ -356,14 +339,11 @@ async def loop(
         known = await running.attempts.resume(chosen.total)
     result.resumed = sum(options.group_size - progress.missing for progress in known)
     result.step = await running.served_step()
-    chosen.resume(known, result.step)
+    chosen.check(known)
     result.incomplete += [p.number for p in known if p.missing and p.tries >= options.tries]
 
     async def play(progress: Progress, task: Task) -> None:
-        before = len(progress.rewards)
         await running.play(str(progress.number), task, progress)
-        if chosen.curriculum is not None:
-            chosen.curriculum.record(task, progress.rewards[before:], result.step)
         if progress.missing:
             result.incomplete.append(progress.number)
 

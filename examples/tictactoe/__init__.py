@@ -4,7 +4,7 @@
 | --- | --- |
 | `game` | rules, the seeded opponent, what the model sees, what a game is worth |
 | `make_model` | makes `model/`: the tokenizer and a small pre-trained Qwen3, from a seed |
-| `agent` | plays one game, and a fleet of them, with nothing but the `openai` package |
+| `agent` | agents that play with an OpenAI client |
 | `demo` | `make demo`: starts everything, trains, evaluates, writes `report.json` |
 | `report` | the report's figures, and the queries over the run's history |
 | `invariants` | queries for what must never be in the history |

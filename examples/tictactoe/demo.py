@@ -2,7 +2,7 @@
 
     python -m examples.tictactoe.demo --seed 0 --run-dir runs/demo
 
-Starts `journeywork up` with `journeywork.toml`, plays the held-out games with the base model, lets the fleet play while
+Starts `journeywork up` with `journeywork.toml`, plays the held-out games with the base model, lets agents play while
 the trainer trains, plays the same held-out games with the last version, stops everything in order, queries the store
 and writes `<run-dir>/report.json`. Exits with 1 if the run failed, or if its history holds what it must not."""
 
@@ -17,25 +17,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anyio
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from examples.common.running import ExampleError, Installation, make_room
+from examples.common.running import ExampleError, Installation, make_room, served_step
 from examples.tictactoe import held_out
-from examples.tictactoe.agent import Finished, Fleet
+from examples.tictactoe.agent import Agents
 from examples.tictactoe.game import opening_seed
 from examples.tictactoe.nodes import Faults, Nodes
 from examples.tictactoe.report import GOAL, MODEL, conclude, difference, win_rate
-from journeywork import AsyncJourneywork, Trajectory, evaluation
-from journeywork.curriculum import Curriculum
+from journeywork import AsyncJourneywork, LoopOptions, Trajectory, evaluation, loop
 from journeywork.evaluation import EvaluationReport
 
 SETTINGS = Path(__file__).with_name("journeywork.toml")
 LOOK_EVERY_S = 0.25
 """Seconds between two reads of the policy version that the gateway serves."""
-CURRICULUM_POOL = 64
-"""Openings that a curriculum chooses from, without `--openings`."""
+OPENINGS = 20_000
+"""Openings of the training groups, one each; more than a run plays."""
 
 console = Console(highlight=False)
 
@@ -50,7 +50,8 @@ class Progress:
     step: int = 0
     """Newest step that is served."""
     games: int = 0
-    recent: deque[Finished] = field(default_factory=lambda: deque(maxlen=256))
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=256))
+    """Whether each of the recent games was won."""
     staleness: deque[int] = field(default_factory=lambda: deque(maxlen=256))
     """Policy steps taken while a game was played, for recent games."""
     curve: list[dict[str, float]] = field(default_factory=list)
@@ -62,7 +63,7 @@ class Progress:
     @property
     def rate(self) -> float:
         """Moving average of the win rate, over at most 256 games."""
-        return sum(game.result == "win" for game in self.recent) / max(len(self.recent), 1)
+        return sum(self.recent) / max(len(self.recent), 1)
 
     def calls_per_s(self, calls: int) -> float:
         now = time.monotonic()
@@ -72,10 +73,11 @@ class Progress:
         then, before = self._calls[0]
         return (calls - before) / (now - then) if now > then else 0.0
 
-    def note(self, games: list[Finished]) -> None:
-        self.games += len(games)
-        self.recent.extend(games)
-        self.staleness.extend(self.step - game.step for game in games)
+    def note(self, won: bool, step: int) -> None:
+        """Count a game whose last move step `step` made."""
+        self.games += 1
+        self.recent.append(won)
+        self.staleness.append(self.step - step)
 
     def advance(self, step: int, training_s: float) -> None:
         self.step = step
@@ -83,8 +85,8 @@ class Progress:
         if self.goal_s is None and len(self.recent) == self.recent.maxlen and self.rate >= GOAL:
             self.goal_s = round(training_s, 1)
 
-    def line(self, fleet: Fleet | None) -> dict[str, str]:
-        calls = fleet.calls if fleet else 0
+    def line(self, agents: Agents | None) -> dict[str, str]:
+        calls = agents.calls if agents else 0
         lag = sum(self.staleness) / max(len(self.staleness), 1)
         return {
             "phase": self.phase,
@@ -93,7 +95,7 @@ class Progress:
             "games": f"{self.games:,}",
             "win rate": f"{self.rate:.2f} (last {len(self.recent)})",
             "calls": f"{calls:,} ({self.calls_per_s(calls):.0f}/s)",
-            "failed": str(fleet.failed if fleet else 0),
+            "failed": str(agents.failed if agents else 0),
             "staleness": f"{lag:.2f}",
             "time": f"{time.monotonic() - self.began:.0f} s",
         }
@@ -104,11 +106,11 @@ class View:
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
-        self.fleet: Fleet | None = None
+        self.agents: Agents | None = None
 
     def __rich__(self) -> Table:
         table = Table(show_header=False, box=None, title="Journeywork: tic-tac-toe, learning on the job")
-        for name, value in self.progress.line(self.fleet).items():
+        for name, value in self.progress.line(self.agents).items():
             table.add_row(f"[dim]{name}[/]", f"[bold]{value}[/]")
         return table
 
@@ -117,116 +119,52 @@ class View:
             with Live(self, console=console, refresh_per_second=4):
                 await asyncio.Event().wait()
         while True:
-            line = self.progress.line(self.fleet)
+            line = self.progress.line(self.agents)
             print("  ".join(f"{k} {v}" for k, v in line.items()), flush=True)
             await asyncio.sleep(10)
 
 
-class Openings:
-    """The openings of the training groups: a new one each, those of a pool in turns, or chosen by a curriculum."""
+async def train(
+    agents: Agents,
+    client: AsyncJourneywork,
+    progress: Progress,
+    args: argparse.Namespace,
+    installation: Installation | Nodes,
+    faults: Faults | None,
+) -> None:
+    """Play until the budget of steps or of time is used up, while the trainer trains. Each group has an opening of its
+    own. Raises `ExampleError` if the installation ends."""
+    began = time.monotonic()
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._seed, self._pool = args.seed, args.openings
-        self._curriculum: Curriculum[str] | None = None
-        if args.curriculum:
-            pool = [opening_seed("train", n, args.seed) for n in range(self._pool or CURRICULUM_POOL)]
-            self._curriculum = Curriculum(pool, group_size=args.group_size, seed=args.seed)
+    async def rollout(run: Trajectory, seed: str) -> float:
+        game, step = await agents.play(run, seed)
+        progress.note(game.result == "win", step)
+        return game.reward
 
-    def choose(self, group: int) -> str:
-        """Return the game's seed for a group."""
-        if self._curriculum:
-            return self._curriculum.next()
-        return opening_seed("train", group % self._pool if self._pool else group, self._seed)
-
-    def record(self, opening: str, games: list[Finished]) -> None:
-        """Tell how the games of a group ended."""
-        ended = [game for game in games if game.result is not None]
-        if self._curriculum:
-            step = max((game.step for game in ended), default=0)
-            self._curriculum.record(opening, [game.reward for game in ended], step)
-
-
-class Training:
-    """Games and steps at the same time. Groups are played just fast enough that the trainer never waits: at most `lead`
-    batches of them are under way or waiting to be trained, which is what keeps them fresh."""
-
-    def __init__(
-        self, fleet: Fleet, progress: Progress, args: argparse.Namespace, installation: Installation | Nodes
-    ) -> None:
-        self.fleet, self.progress, self.args = fleet, progress, args
-        self._installation = installation
-        self._openings = Openings(args)
-        self._useful = 0
-        """Finished groups with different rewards. Groups with equal rewards train nothing and are not in a batch."""
-        self._playing: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
-        self._began = time.monotonic()
-        self._moved = self._began
-        """Time of the last progress."""
-        self._skipped = 0
-        """Groups that are no longer waited for, because the trainer may have discarded them."""
-
-    @property
-    def lead(self) -> int:
-        """Groups ahead of the trainer."""
-        trained: int = self.progress.step * self.args.groups
-        return len(self._playing) + self._useful - self._skipped - trained
-
-    def share(self) -> float:
-        """Share of the budget of steps or of time that is used up, 0 to 1."""
-        steps: float = self.progress.step / self.args.steps
-        time_used: float = (time.monotonic() - self._began) / self.args.seconds
-        return max(steps, time_used)
-
-    async def run(self) -> None:
-        """Play until the budget of steps or of time is used up and all games have ended."""
-        group = 0
-        async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(self._watch())
-            while self.progress.step < self.args.steps and time.monotonic() - self._began < self.args.seconds:
-                if self.lead < round(self.args.lead * self.args.groups):
-                    task = tasks.create_task(self._play(group))
-                    self._playing.add(task)
-                    task.add_done_callback(self._playing.discard)
-                    group += 1
-                else:
-                    self._changed.clear()
-                    await self._changed.wait()
-            if self._playing:
-                await asyncio.wait(self._playing)
-            watch.cancel()
-
-    async def _play(self, group: int) -> None:
-        seed = self._openings.choose(group)
-        games = await self.fleet.play_all([seed] * self.args.group_size, group=f"train-{group}")
-        self.progress.note(games)
-        self._openings.record(seed, games)
-        rewards = [game.reward for game in games if game.result is not None]
-        self._useful += bool(rewards) and max(rewards) - min(rewards) > 1e-6
-        self._moved = time.monotonic()
-        self._changed.set()
-
-    async def _watch(self) -> None:
+    async def watch() -> None:
         while True:
-            self._installation.check()
-            step = await served_step(self.fleet)
-            now = time.monotonic()
-            if step > self.progress.step:
-                self.progress.advance(step, now - self._began)
-                self._moved = now
-                self._changed.set()
-            elif now - self._moved > 15 and not self._playing:
-                self._skipped += self.args.groups
-                self._moved = now
-                self._changed.set()
-            await asyncio.sleep(LOOK_EVERY_S)
+            installation.check()
+            step = await served_step(client, MODEL)
+            if step > progress.step:
+                progress.advance(step, time.monotonic() - began)
+            await anyio.sleep(LOOK_EVERY_S)
 
+    def share() -> float:
+        return max(progress.step / args.steps, (time.monotonic() - began) / args.seconds)
 
-async def served_step(fleet: Fleet) -> int:
-    """The policy step that the gateway routes to now."""
-    answer: Any = await fleet.client.get("/policies", cast_to=object)
-    (step,) = (entry["step"] for entry in answer["data"] if entry["model"] == MODEL)
-    return int(step)
+    options = LoopOptions(
+        "train", steps=args.steps, groups_per_step=args.groups, group_size=args.group_size,
+        concurrency=args.concurrency, max_staleness=1, tries=1, describe=str, poll_s=1.0,
+    )  # fmt: skip
+    openings = [opening_seed("train", number, args.seed) for number in range(OPENINGS)]
+    with anyio.move_on_after(args.seconds):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            if faults:
+                tasks.start_soon(faults.run, share)
+            await loop(client, MODEL, openings, rollout, options)
+            tasks.cancel_scope.cancel()
+    progress.step = await served_step(client, MODEL)
 
 
 async def evaluate(
@@ -263,26 +201,21 @@ async def play(
     try:
         gateway = await installation.ready()
         started_s = time.monotonic() - progress.began
-        fleet = view.fleet = Fleet.at(gateway, MODEL, args.concurrency)
+        agents = view.agents = Agents.at(gateway)
         client = AsyncJourneywork(gateway)
         before = await evaluate(client, progress, f"{MODEL}@0", args.eval_games)
         evaluated_s = time.monotonic() - progress.began
         progress.phase, progress.games = "training", 0
         progress.recent.clear()
         progress.staleness.clear()
-        training = Training(fleet, progress, args, installation)
-        async with asyncio.TaskGroup() as tasks:
-            breaking = tasks.create_task(faults.run(training.share)) if faults else None
-            await training.run()
-            if breaking:
-                breaking.cancel()
+        await train(agents, client, progress, args, installation, faults)
         trained_s = time.monotonic() - progress.began
-        trained_games, calls = progress.games, fleet.calls
+        trained_games, calls = progress.games, agents.calls
         final = f"{MODEL}@{progress.step}"
         report = await evaluate(client, progress, final, args.eval_games, before)
         restarts = installation.restarts()
         await client.aclose()
-        await fleet.client.close()
+        await agents.client.close()
     finally:
         showing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -290,7 +223,7 @@ async def play(
     (installation.run_dir / "evaluation.html").write_text(evaluation.html_page(report), "utf-8")
     (installation.run_dir / "evaluation.md").write_text(evaluation.markdown_page(report), "utf-8")
     completed = [
-        *fleet.completed,
+        *agents.runs,
         *(run for entrant in report.entrants for task in entrant.tasks for run in task.trajectories),
     ]
     return {
@@ -299,14 +232,14 @@ async def play(
         "win_rate_difference": difference(report),
         "evaluation": report.id,
         "steps": progress.step,
-        "calls": fleet.calls + sum(entrant.usage.calls for entrant in report.entrants),
+        "calls": agents.calls + sum(entrant.usage.calls for entrant in report.entrants),
         "calls_per_s_training": round(calls / max(trained_s - started_s, 1e-9), 1),
-        "latency_mean_s": round(fleet.latency_s / max(fleet.calls, 1), 4),
+        "latency_mean_s": round(agents.latency_s / max(agents.calls, 1), 4),
         "completed_by_agents": len(completed),
         "completed_ids_distinct": len(set(completed)),
         "training_games": trained_games,
-        "failed_requests": fleet.failed + sum(entrant.failed for entrant in report.entrants),
-        "last_error": fleet.last_error,
+        "failed_requests": agents.failed + sum(entrant.failed for entrant in report.entrants),
+        "last_error": agents.last_error,
         "faults": faults.done if faults else [],
         "restarts": restarts,
         "final_checkpoint": final,
@@ -333,15 +266,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--eval-games", type=int, default=2000, help="held-out games, the same before and after"
     )
     parser.add_argument("--concurrency", type=int, default=24, help="games at once")
-    parser.add_argument("--lead", type=float, default=1.5, help="batches under way or waiting, at most")
-    parser.add_argument(
-        "--openings", type=int, default=0, help="training openings; 0: a new one for each group"
-    )
-    parser.add_argument(
-        "--curriculum",
-        action="store_true",
-        help="choose openings whose groups are likely to have different rewards",
-    )
     parser.add_argument(
         "--nodes", type=int, choices=(1, 3), default=1,
         help="3: three NATS servers, two gateways, judges and stores, and faults in the middle of training",

@@ -14,7 +14,7 @@ from typing import TypedDict
 
 import openai
 
-from examples.tictactoe.agent import MAX_TOKENS, Finished
+from examples.tictactoe.agent import MAX_TOKENS
 from examples.tictactoe.game import REWARDS, Game, describe, opening_seed
 from journeywork import Trajectory
 
@@ -58,11 +58,11 @@ async def play(run: Trajectory, batch: Batch) -> float:
     return sum(game.reward for game in games) / len(games)
 
 
-async def play_together(run: Trajectory, seeds: list[str]) -> list[Finished]:
+async def play_together(run: Trajectory, seeds: list[str]) -> list[Game]:
     """Play games, all moves of a round in one call. Returns them in the order of `seeds`.
 
     Raises `openai.APIError` if a call fails: then no game of the batch counts."""
-    games, step = [Game(seed) for seed in seeds], 0
+    games = [Game(seed) for seed in seeds]
     talks: list[list[dict[str, str]]] = [[] for _ in games]
     async with openai.AsyncOpenAI(**run.openai) as agent:
         while open_ := [i for i, game in enumerate(games) if game.result is None]:
@@ -71,10 +71,7 @@ async def play_together(run: Trajectory, seeds: list[str]) -> list[Finished]:
             reply = await agent.completions.create(
                 model=run.model, prompt=[prompt(talks[i]) for i in open_], max_tokens=MAX_TOKENS, temperature=1.0
             )  # fmt: skip
-            step = int(reply.model.rpartition("@")[2] or 0) if "@" in reply.model else 0
             for i, choice in zip(open_, sorted(reply.choices, key=lambda c: c.index), strict=True):
                 talks[i].append({"role": "assistant", "content": choice.text})
                 games[i].play(choice.text)
-    return [
-        Finished(f"{run.id}-{i}", run.group, game.result, game.reward, step) for i, game in enumerate(games)
-    ]
+    return games

@@ -12,15 +12,13 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import anyio
 
-from journeywork.client import AsyncJourneywork
-from journeywork.command_line import at_least_one, exit_status, not_negative
+from journeywork.command_line import add_gateway, at_least_one, client_of, exit_status, gateway_of
 from journeywork.environments.from_openenv import OpenEnvScenarios
 from journeywork.environments.from_verifiers import VerifiersScenarios
 from journeywork.environments.scenarios import Scenario, ScenarioError, Scenarios
@@ -55,7 +53,7 @@ async def play(args: argparse.Namespace, scenarios: Scenarios) -> dict[str, Any]
     async def rollout(run: Trajectory, task: Scenario) -> float | None:
         return await scenarios.play(run, task)
 
-    async with AsyncJourneywork(args.url or None, api_key=os.environ.get(args.api_key_env, "")) as client:
+    async with client_of(gateway_of(args), args) as client:
         tasks = scenarios.tasks(args.held_out, args.tasks)
         for _ in range(1 if args.held_out else args.passes):
             groups = await client.gather(
@@ -111,13 +109,6 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("name", help="verifiers:<name>, or the URL of an OpenEnv server")
     add("--model", required=True, help="name of the policy")
-    add("--url", default="", help="the gateway; default: $JOURNEYWORK_URL")
-    add(
-        "--api-key-env",
-        default="JOURNEYWORK_API_KEY",
-        metavar="NAME",
-        help="variable with the gateway's API key",
-    )
     add("--tasks", type=at_least_one, default=32, help="number of tasks (default: 32)")
     add("--group-size", type=at_least_one, default=8, help="attempts at each task (default: 8)")
     add("--passes", type=at_least_one, default=1, help="how often the tasks are played (default: 1)")
@@ -127,13 +118,6 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         metavar="VERSION",
         help="the policy version that answers; default: the served one",
-    )
-    add("--concurrency", type=at_least_one, default=64, help="attempts at once (default: 64)")
-    add(
-        "--max-exceptions",
-        type=not_negative,
-        default=0.1,
-        help="count, or share below 1, of attempts that may raise",
     )
     add(
         "--sampling",
@@ -150,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         default=20,
         help="OpenEnv: steps of an episode at most (default: 20)",
     )
-    add("--json", action="store_true", help="print one JSON object")
+    add_gateway(parser)
     return parser
 
 

@@ -21,8 +21,14 @@ from typing import Any
 
 import anyio
 
-from journeywork.client import AsyncJourneywork
-from journeywork.command_line import at_least_one, exit_status, not_negative
+from journeywork.command_line import (
+    add_gateway,
+    at_least_one,
+    client_of,
+    exit_status,
+    gateway_of,
+    not_negative,
+)
 from journeywork.evaluation.entrants import Entrant, parse_entrant, parse_price
 from journeywork.evaluation.loading import load_rollout, load_scenarios
 from journeywork.evaluation.playing import play, with_settings
@@ -41,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.out:
             _make_folder(Path(args.out))
         url = (
-            _gateway(args)
+            gateway_of(args)
             if args.url or any(e.kind == "policy" for e in entrants) or not args.no_record
             else ""
         )
@@ -83,7 +89,7 @@ async def _run(
     }
     if not url:
         return await play(None, entrants, tasks, rollout, **options)
-    async with AsyncJourneywork(url, api_key=os.environ.get(args.api_key_env, "")) as client:
+    async with client_of(url, args) as client:
         return await play(client, entrants, tasks, rollout, **options)
 
 
@@ -115,31 +121,6 @@ def _make_folder(folder: Path) -> None:
         raise ValueError(f"--out {folder}: {error.strerror}") from error
 
 
-def _gateway(args: argparse.Namespace) -> str:
-    """Return the gateway's URL: the one given, else that of the run. Raises `ValueError`."""
-    if args.url or (not args.run_dir and "JOURNEYWORK_URL" in os.environ):
-        return str(args.url or os.environ["JOURNEYWORK_URL"])
-    if args.run_dir:
-        state = Path(args.run_dir) / "state.json"
-    else:
-        states = sorted(Path("runs").glob("*/state.json"), key=lambda path: path.stat().st_mtime)
-        if not states:
-            raise ValueError(
-                "no gateway is named: give --url or --run-dir, set JOURNEYWORK_URL, or start `journeywork up`; "
-                "models that no gateway serves can be played with --no-record"
-            )
-        state = states[-1]
-    try:
-        found = json.loads(state.read_text("utf-8"))
-        url = str(found["urls"]["gateway"])
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{state} names no gateway: {error}") from error
-    if found.get("services", {}).get("gateway", {}).get("state") == "stopped":
-        # Another run may have its port now.
-        raise ValueError(f"the run {state.parent} is stopped: start it with `journeywork up`, or give --url")
-    return url
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="journeywork eval",
@@ -157,21 +138,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--attempts", type=at_least_one, default=1, help="runs of each task (default: 1)")
     add("--limit", type=at_least_one, metavar="N", help="only the first N tasks; default: all")
-    add("--concurrency", type=at_least_one, default=64, help="runs at once (default: 64)")
-    add(
-        "--max-exceptions",
-        type=not_negative,
-        default=0.1,
-        help="count, or share below 1, of runs that may raise",
-    )
-    add("--url", default="", help="the gateway; default: $JOURNEYWORK_URL, else that of the run")
-    add("--run-dir", default="", help="a run of `journeywork up`; default: the newest under runs/")
-    add(
-        "--api-key-env",
-        default="JOURNEYWORK_API_KEY",
-        metavar="NAME",
-        help="variable with the gateway's API key",
-    )
     add(
         "--key-env",
         default="",
@@ -196,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--out", default="", metavar="DIR", help="where the pages go; default: evaluations/<id>")
     add("--no-record", action="store_true", help="send no results to the log")
-    add("--json", action="store_true", help="print one JSON object")
+    add_gateway(parser)
     return parser
 
 

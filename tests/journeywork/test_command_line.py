@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+from pathlib import Path
 
 import pytest
 
-from journeywork.command_line import at_least_one, exit_status, not_negative
+from journeywork.command_line import add_gateway, at_least_one, exit_status, gateway_of, not_negative
 
 
 def test_numbers_are_read_within_their_bounds() -> None:
@@ -38,3 +41,20 @@ def test_an_error_ends_a_command_with_one_line(
 def test_an_error_of_the_program_is_not_hidden() -> None:
     with pytest.raises(ZeroDivisionError), exit_status((ValueError,), ()):
         raise ZeroDivisionError
+
+
+def test_the_gateway_of_the_run_that_runs_comes_before_newer_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("JOURNEYWORK_URL", raising=False)
+    for at, (name, pid) in enumerate({"running": os.getpid(), "ended": 2**22 + 1}.items(), 1):
+        state = tmp_path / "runs" / name / "state.json"
+        state.parent.mkdir(parents=True)
+        state.write_text(json.dumps({"pid": pid, "urls": {"gateway": f"http://{name}:1"}}))
+        os.utime(state, (at, at))
+    parser = argparse.ArgumentParser()
+    add_gateway(parser)
+    assert gateway_of(parser.parse_args([])) == "http://running:1"
+    assert gateway_of(parser.parse_args(["--run-dir", "runs/ended"])) == "http://ended:1"
+    assert gateway_of(parser.parse_args(["--url", "http://given:1"])) == "http://given:1"

@@ -10,7 +10,6 @@ import anyio
 import pytest
 
 from journeywork import AsyncJourneywork, JourneyworkError, TooManyExceptionsError, Trajectory
-from journeywork.curriculum import Curriculum
 from journeywork.looping import LoopOptions, LoopResult, loop
 from journeywork.statistics import wilson
 from tests.kits.stub_gateway import StubGateway
@@ -187,24 +186,6 @@ async def test_a_loop_does_not_go_on_as_another_one(options: dict[str, Any], sai
             await run(stub, **options)
 
 
-async def test_a_curriculum_chooses_the_scenarios_and_is_restored_from_the_gateway() -> None:
-    def tasks() -> Curriculum[str]:
-        return Curriculum(SCENARIOS, group_size=SIZE)
-
-    async def half(run: Trajectory, task: str) -> float:
-        return float(task == "c" and int(run.id.rpartition("-")[2]) % 2)
-
-    stub = StubGateway(step=0)
-    chosen: dict[str, Any] = {"groups_per_step": 2, "epochs": None, "max_staleness": 1}
-    async with stub.serving(), trainer(stub, groups_per_step=2, last=6):
-        first = tasks()
-        await run(stub, half, first, steps=6, **chosen)
-        second = tasks()
-        await run(stub, half, second, steps=6, **chosen)  # nothing is left to play
-    assert first.probability("c") > max(first.probability(t) for t in SCENARIOS if t != "c")
-    assert second.probability("c") > max(second.probability(t) for t in SCENARIOS if t != "c")
-
-
 async def test_the_gateway_may_restart_in_the_middle() -> None:
     stub = StubGateway()
     async with anyio.create_task_group() as running:
@@ -244,8 +225,3 @@ async def test_the_gateway_may_restart_in_the_middle() -> None:
 async def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="scenarios" if "scenarios" in options else next(iter(options))):
         await run(StubGateway(), **options)
-
-
-async def test_a_curriculum_needs_keys() -> None:
-    with pytest.raises(ValueError, match="describe"):
-        await run(StubGateway(), scenarios=Curriculum(SCENARIOS), epochs=None, describe=None)
