@@ -165,7 +165,9 @@ def streams_page() -> str:
             ),
         ),
         "The age of `ROLLOUTS` is `nats.rollouts_max_age_h`; the table shows the default. It is not lowered while the "
-        "judge or the store has an older event to read.\n",
+        "judge or the store has an older event to read. Stream "
+        f"`{streams.DETECTED.name}` (`{streams.DETECTED.subjects[0]}`, {_days(streams.DETECTED.max_age_s)}, "
+        f"{streams.DETECTED.share:.1%}; {streams.DETECTED.at_limit}) holds no events: {streams.DETECTED.purpose}.\n",
         f"Stream `{streams.TIMERS.name}` ({_names(streams.TIMERS.subjects)}) holds {streams.TIMERS.purpose} and has no "
         f"limits. A judge sets a timer on `{streams.TIMER_SET}.>` with the headers `Nats-Schedule` and "
         f"`Nats-Schedule-Target` (NATS 2.12 or newer), and the server moves it to `{streams.TIMER_DUE}.>` when it is "

@@ -82,6 +82,18 @@ STREAMS: tuple[StreamSpec, ...] = (
         discard="old",
     ),
 )
+DETECTED_PREFIX = "detected"
+DETECTED = StreamSpec(
+    "DETECTED",
+    (f"{DETECTED_PREFIX}.>",),
+    "detected runs that wait for their next call, one message each",
+    max_age_s=2 * DAY_S,
+    share=0.005,
+    discard="old",
+    duplicate_window_s=120.0,
+)
+"""No events: no consumer reads it and no probe is written to it. Gateways write, read and delete its messages
+(`rollout_gateway.capture.waiting_runs`)."""
 TIMERS = StreamSpec(
     # The server keeps no timers in a stream that refuses new messages at its limit, so they have one of their own.
     "TIMERS",
@@ -213,7 +225,7 @@ def buckets(specs: tuple[StreamSpec, ...] = ()) -> tuple[BucketSpec, ...]:
 def stream_of_subject(subject: str) -> str:
     """Return the name of the stream that holds `subject`, which may also be an event's tag. Raises `KeyError` if none
     does."""
-    for spec in (*STREAMS, TIMERS):
+    for spec in (*STREAMS, DETECTED, TIMERS):
         if any(subject.startswith(s.removesuffix(">")) for s in spec.subjects):
             return spec.name
     raise KeyError(f"no stream takes {subject!r}")

@@ -30,6 +30,7 @@ from rollout_gateway.api.models import ModelRoutes
 from rollout_gateway.api.tokens import TokenRoutes
 from rollout_gateway.api.trajectories import TrajectoryRoutes
 from rollout_gateway.app import App
+from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.handler import CallHandler
 from rollout_gateway.capture.identity import Identity
 from rollout_gateway.capture.registry import Registry
@@ -164,8 +165,11 @@ async def serve(config: Config, ready: Ready) -> None:
         members = Membership(config, broker, policies, fleet, router, new_id("gw"))
         feed, metrics, log_health = PolicyFeed(), Metrics(fleet, registry), LogHealth()
         calls = CallHandler(gateway, fleet, router)
+        detector = TrajectoryDetector(project, registry, gateway) if gateway.detection.enabled else None
+        if detector is not None:
+            calls.on_answered.append(detector.answered)
         permitted = Permitted(gateway.further_fields, config.vllm.allowed_media_domains)
-        identity = Identity(project, api_keys, registry, router)
+        identity = Identity(project, api_keys, registry, router, detector)
         trajectories = TrajectoryRoutes(project, gateway, policies, registry, router, state.pacing, origins)
         handlers = handler_table(
             metrics,
@@ -185,6 +189,8 @@ async def serve(config: Config, ready: Ready) -> None:
                 tasks.start_soon(api_keys.watch)
                 tasks.start_soon(_follow_log, broker, state, members, metrics, feed)
                 tasks.start_soon(registry.log.until_shrunk)
+                if detector is not None:
+                    tasks.start_soon(detector.run)
                 async with run_server(
                     app, listener, limits, grace_s=gateway.drain_s, admit=app.admit, cut_off=app.cut_off
                 ):

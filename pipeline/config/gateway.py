@@ -1,4 +1,4 @@
-"""`[gateway]`, `[gateway.http]`, `[gateway.replicas]` and `[[gateway.keys]]`: the HTTP front."""
+"""`[gateway]`, `[gateway.http]`, `[gateway.replicas]`, `[gateway.detection]` and `[[gateway.keys]]`: the HTTP front."""
 
 from __future__ import annotations
 
@@ -80,6 +80,18 @@ class ReplicasConfig(Section, frozen=True, kw_only=True):
     server. Other servers get calls for the version when they have loaded it. 1: all servers."""
 
 
+class DetectionConfig(Section, frozen=True, kw_only=True):
+    """Detection of trajectories for calls that name none. The gateway recognises a continued conversation by its
+    messages."""
+
+    enabled: bool = False
+    """Whether trajectories are detected."""
+    idle_s: Positive = 60.0
+    """A detected trajectory is completed when it has had no call for this long."""
+    outcome: Literal["scored", "masked", "no_result"] = "scored"
+    """Outcome of a detected trajectory. With `scored` the judge assigns the reward."""
+
+
 class GatewayConfig(Section, frozen=True, kw_only=True):
     """The HTTP front."""
 
@@ -127,3 +139,4 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     it longer than a group takes from its first run to its training."""
     http: HttpConfig = HttpConfig()
     replicas: ReplicasConfig = ReplicasConfig()
+    detection: DetectionConfig = DetectionConfig()

@@ -167,6 +167,8 @@ class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.complet
     last_step: int = 0
     """Lowest and highest policy step among the exchanges."""
     opened_at: Micros = 0
+    inferred: bool = False
+    """The gateway inferred where the trajectory began and ended."""
     batch: TrainingBatch | None = None
     """The batch that the trajectory's group is trained in; `null`: the trainer forms its steps of any groups."""
     calls: int = 0

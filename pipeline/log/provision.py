@@ -39,6 +39,7 @@ async def provision(log: StreamReader) -> None:
 
     async def once() -> None:
         specs = [await _stream(log, s) for s in streams.kept(log.config.rollouts_max_age_s)]
+        await _stream(log, streams.DETECTED)
         await _stream(log, streams.TIMERS)
         for consumer in streams.CONSUMERS:
             await _consumer(log, consumer)
@@ -72,7 +73,8 @@ async def _explained(log: StreamReader, call: Callable[[], Awaitable[None]]) -> 
 
 async def _stream(log: StreamReader, spec: streams.StreamSpec) -> streams.StreamSpec:
     """Create or update a stream. Returns it with the age limit that it has now."""
-    alive = (streams.alive_subject(spec.name),) if spec != streams.TIMERS else ()
+    probed = spec not in (streams.DETECTED, streams.TIMERS)
+    alive = (streams.alive_subject(spec.name),) if probed else ()
     wanted = api.StreamConfig(
         name=spec.name,
         description=spec.purpose,

@@ -48,6 +48,8 @@ class User:
     """Streams from which it may delete single messages, for retention."""
     probes: tuple[str, ...] = ()
     """Streams to which it publishes probes, to find out whether they take messages (`pipeline.log.health`)."""
+    detects: bool = False
+    """Whether it writes, reads and deletes the detected runs that wait for their next call."""
     sets_timers: bool = False
     """Whether it may set and cancel timers of groups."""
     provisions: bool = False
@@ -63,6 +65,7 @@ USERS: tuple[User, ...] = (
         follows=("ROLLOUTS", "POLICY", "GROUPS"),
         reads=("ROLLOUTS", "POLICY", "GROUPS"),
         keeps=("gateway.>",),
+        detects=True,
         probes=("ROLLOUTS",),
     ),
     User(
@@ -165,6 +168,9 @@ def rights(user: User) -> Rights:
     publish += [f"{api}STREAM.MSG.DELETE.{stream}" for stream in user.trims]
     for bucket in sorted(stored):
         publish += [f"$O.{bucket}.>", f"{api}STREAM.PURGE.OBJ_{bucket}"]
+    if user.detects:
+        publish += [*streams.DETECTED.subjects, f"{api}STREAM.MSG.DELETE.{streams.DETECTED.name}"]
+        read.add(streams.DETECTED.name)
     for stream in sorted(read | {f"OBJ_{b}" for b in fetched | stored}):
         publish += [
             f"{api}STREAM.INFO.{stream}",

@@ -6,6 +6,8 @@
 | `dispatch` | has a call answered by an inference server, again if one goes away |
 | `exchange` | a call from its request to its events |
 | `identity` | finds the trajectory of a call and checks its key |
+| `detection` | finds the trajectory of a call that names none, by its messages |
+| `waiting_runs` | detected trajectories that wait for their next call, on the log |
 | `registry` | the trajectories in memory: found, opened, completed |
 | `groups` | whose groups are whose, and how many trajectories they have |
 | `trajectory` | one run: its calls are recorded under sequence numbers of their own |

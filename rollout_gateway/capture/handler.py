@@ -7,6 +7,7 @@ A client that repeats a call whose answer was recorded and never arrived gets th
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -16,6 +17,7 @@ from pipeline.log.broker import BrokerError
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.dispatch import Attempt, Dispatcher
 from rollout_gateway.capture.exchange import Caller, Exchange, Status
+from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Answer, Call, Fields
 from rollout_gateway.dialects.endpoints import Dialect
 from rollout_gateway.dialects.streaming import StreamCapture
@@ -37,6 +39,8 @@ class CallHandler:
     def __init__(self, gateway: GatewayConfig, fleet: Fleet, router: VersionRouter) -> None:
         self._capture = gateway.capture
         self._dispatcher = Dispatcher(gateway, fleet, router)
+        self.on_answered: list[Callable[[Trajectory, Call, Answer], Awaitable[None]]] = []
+        """Called with every captured call that was answered, before the client gets the answer."""
         self._recording: set[asyncio.Task[None]] = set()
         """The records of streams, which are made even if their calls are cancelled."""
 
@@ -57,6 +61,7 @@ class CallHandler:
                 return attempt.status, attempt.body
             exchange.answer = _read_answer(exchange, attempt.body)
             await self._record(exchange, "complete")
+            await self._report_answer(exchange)
             return 200, exchange.answer.client_body()
         finally:
             if caller.trajectory is not None:
@@ -172,6 +177,8 @@ class CallHandler:
         try:
             exchange.answer = capture.answer()
             await self._record(exchange, status)
+            if status == "complete":
+                await self._report_answer(exchange)
         finally:
             exchange.recorded_in.end()
 
@@ -187,6 +194,10 @@ class CallHandler:
             return None
         log.info("answered from the log", trajectory=trajectory.id, seq=events[0].seq)
         return exchange.dialect.merged([e.response for e in events])
+
+    async def _report_answer(self, exchange: Exchange) -> None:
+        for callback in self.on_answered:
+            await callback(exchange.recorded_in, exchange.call, exchange.answer)
 
     async def _record(self, exchange: Exchange, status: Status) -> None:
         """Put the call on the log. Raises a 503 `ApiError` if the log does not take it."""

@@ -1,4 +1,4 @@
-"""Finds the trajectory of a call (by URL, key, header or body), and checks what the caller's key permits."""
+"""Finds the trajectory of a call (by URL, key, header, body or messages), and checks what the caller's key permits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pipeline.events import TrajectoryOpened
 from pipeline.names import check_name
 from rollout_gateway.access.api_keys import Access, ApiKeys
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
+from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Call
@@ -44,8 +45,11 @@ class Identity:
         api_keys: ApiKeys,
         registry: Registry,
         router: VersionRouter,
+        detector: TrajectoryDetector | None,
     ) -> None:
-        self._project, self._api_keys, self._registry, self._router = project, api_keys, registry, router
+        """`detector` finds the trajectories of calls that name none; `None` leaves them without one."""
+        self._project, self._api_keys, self._registry = project, api_keys, registry
+        self._router, self._detector = router, detector
 
     # -- by the head of a request. Nothing is read from the log ----------------------------------------------------
 
@@ -116,9 +120,15 @@ class Identity:
         if access.trajectory:
             _check_own(named.trajectory, access.trajectory)
             return await self._own(access.trajectory)
+        model = self._router.name(call.params.model)
         if access.models:
-            access.check_model(self._router.name(call.params.model))
-        return await self._find_or_open(named, call, access) if named.trajectory else None
+            access.check_model(model)
+        if named.trajectory:
+            return await self._find_or_open(named, call, access)
+        if self._detector is not None and call.fields.get("messages") is not None:
+            self._router.check(call.params.model, None)
+            return await self._detector.find(call, model, access.owner)
+        return None
 
     async def _check_owner(self, access: Access, trajectory: str) -> None:
         if not access.operator:

@@ -220,7 +220,9 @@ class Registry:
             await run.read_calls()
         return self._remember(run)
 
-    async def complete(self, trajectory: str, completion: Completion) -> TrajectoryCompleted:
+    async def complete(
+        self, trajectory: str, completion: Completion, *, inferred: bool = False
+    ) -> TrajectoryCompleted:
         """Complete a trajectory. Completing it again with the same results returns the first completion.
 
         Raises an `ApiError`: 404 if the trajectory is unknown; 409 if it was completed with other results or if its
@@ -230,18 +232,18 @@ class Registry:
         except ApiError as error:
             if error.code != "trajectory_completed":
                 raise
-            return await self._complete_again(trajectory, completion)
+            return await self._complete_again(trajectory, completion, inferred)
         self.log.check_age(trajectory, run.opened.at)
         await self._wait_until_idle(run)
         with run.closed_to_calls():
             if completion.exchanges:
                 await copy_calls(run, [(await self._source(run, r), r) for r in completion.exchanges])
             await run.refresh()
-            event = _completed(run, completion)
+            event = _completed(run, completion, inferred)
             ack = await self.log.publish(event, {"traceparent": run.traceparent})
             run.completed = True
         self._forget(trajectory)
-        return await self._complete_again(trajectory, completion) if ack.duplicate else event
+        return await self._complete_again(trajectory, completion, inferred) if ack.duplicate else event
 
     async def _source(self, into: Trajectory, reference: Reference) -> Trajectory:
         """The trajectory that recorded a call. Raises an `ApiError`: 404 if it is unknown, 400 if its answers carry no
@@ -273,12 +275,12 @@ class Registry:
                 f"Trajectory {run.id!r} still has {run.in_flight} calls in flight. Complete it after they end.",
             ) from None
 
-    async def _complete_again(self, trajectory: str, body: Completion) -> TrajectoryCompleted:
+    async def _complete_again(self, trajectory: str, body: Completion, inferred: bool) -> TrajectoryCompleted:
         opened, before, _ = await self.describe(trajectory)
         run = Trajectory(self.log, opened)
         if before is not None:  # its calls are not read again
             run.recorded.not_whole = int(before.metrics.get(NOT_RECORDED, 0))
-        if before is None or _results(before) != _results(_completed(run, body)):
+        if before is None or _results(before) != _results(_completed(run, body, inferred)):
             raise already_completed(trajectory, "it can't be completed again with other results")
         return before
 
@@ -299,7 +301,7 @@ def _results(completed: TrajectoryCompleted) -> tuple[object, ...]:
     )
 
 
-def _completed(run: Trajectory, body: Completion) -> TrajectoryCompleted:
+def _completed(run: Trajectory, body: Completion, inferred: bool) -> TrajectoryCompleted:
     opened, outcome, metrics, calls = run.opened, body.outcome, body.metrics, run.recorded
     if missing := calls.not_whole:
         # Calls that can't be read can't be trained. That is a failure of infrastructure, which never becomes a reward.
@@ -315,6 +317,7 @@ def _completed(run: Trajectory, body: Completion) -> TrajectoryCompleted:
         first_step=max(calls.first_step, 0),
         last_step=max(calls.last_step, 0),
         opened_at=opened.at,
+        inferred=inferred,
         batch=_batch(body.batch, opened.owner),
         calls=calls.next_seq,
         prompt_tokens=calls.prompt_tokens,

@@ -11,8 +11,8 @@ import msgspec
 from pipeline.events import Event, ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened, group_key
 from pipeline.log.broker import Broker, BrokerError, BrokerUnavailableError, HistoryGoneError, Recorded
 from pipeline.log.fast_client import Ack
-from pipeline.log.subjects import stream_of
-from pipeline.names import time_of_id
+from pipeline.log.subjects import stream_of, subject_filter
+from pipeline.names import name_of_token, time_of_id
 from rollout_gateway.http.errors import expired_trajectory
 
 STREAM = stream_of(ExchangeRecorded)
@@ -125,6 +125,16 @@ class RunLog:
     async def calls(self, trajectory: str) -> list[Recorded[ExchangeRecorded]]:
         """All exchanges of a trajectory, in the order of the log."""
         return await self.broker.read(ExchangeRecorded, project=self.project, trajectory=trajectory)
+
+    async def unfinished(self, prefix: str) -> list[str]:
+        """Ids of the open trajectories whose id begins with `prefix`. Reads all subjects of the project."""
+        ids: list[set[str]] = []
+        for event in (TrajectoryOpened, TrajectoryCompleted):
+            subjects = await self.broker.subjects(STREAM, subject_filter(event, project=self.project))
+            tokens = (subject.rpartition(".")[2] for subject in subjects)
+            ids.append({name_of_token(token) for token in tokens if token.startswith(prefix)})
+        opened, completed = ids
+        return sorted(opened - completed)
 
 
 def same_opening(a: TrajectoryOpened, b: TrajectoryOpened) -> bool:

@@ -246,6 +246,13 @@ class Trajectory:
             return []
         return events
 
+    async def last_answer(self) -> ExchangeRecorded | None:
+        """The first choice of the newest complete call, or `None`."""
+        for request_hash in reversed(self.recorded.recent):
+            if call := await self.recorded_call(request_hash):
+                return call[0]
+        return None
+
     async def referenced(self, reply: str, choice: int) -> ExchangeRecorded | None:
         """The complete exchange that a reference in an answer names, or `None`. The run must have been opened with
         `references`."""

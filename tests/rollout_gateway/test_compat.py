@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from pipeline.config import NatsConfig
@@ -184,3 +185,17 @@ async def test_an_unmodified_program_is_captured_token_by_token(
     assert not called or called == said["cells"]
     if "text" in said:
         assert "".join(t["content"] or "" for t in texts) == said["text"]
+
+
+@pytest.mark.timeout(600)
+async def test_the_tool_runs_of_the_ai_sdk_are_found_whole(
+    start_gateway: StartGateway, vllm_server: VllmServer
+) -> None:
+    """It writes the arguments of a call again in its own way when it sends them back."""
+    gateway = start_gateway(**{"detection.enabled": True})
+    env = environment({"base_url": f"{gateway.url}/v1", "api_key": "none"})
+    done = subprocess.run(LONG_PROGRAMS["AI SDK"](), capture_output=True, text=True, timeout=180, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(json.loads(done.stdout)["cells"]) == 2
+    found = httpx.get(f"{gateway.url}/v1/trajectories").json()["data"]
+    assert [run["exchanges"] for run in found] == [4]

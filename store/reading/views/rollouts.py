@@ -11,7 +11,7 @@ TRAJECTORIES = View(
     "One row per agent run, open or ended.",
     documented(
         "project model trajectory group_id task attempt split outcome reward rewards metrics metadata "
-        "exchanges calls prompt_tokens sampled_tokens calls_s first_step last_step opened_at completed_at "
+        "exchanges calls prompt_tokens sampled_tokens calls_s first_step last_step inferred opened_at completed_at "
         "duration_s paced_s stream_seq "
         "trace_id",
         attempt="Number of the attempt, as given by the caller.",
@@ -25,6 +25,7 @@ TRAJECTORIES = View(
         prompt_tokens="Tokens of all prompts of the run.",
         sampled_tokens="Sampled tokens of the run.",
         calls_s="Seconds that its model calls took, added up.",
+        inferred="Whether the gateway inferred where the run began and ended.",
         opened_at="When the run began, UTC.",
         completed_at="When the run ended, UTC; null while open.",
         duration_s="Seconds from `opened_at` to `completed_at`.",
@@ -38,7 +39,7 @@ TRAJECTORIES = View(
             coalesce(c.attempt, o.attempt) AS attempt, coalesce(c.split, o.split) AS split,
             coalesce(c.outcome, 'open') AS outcome, c.reward, c.rewards, c.metrics,
             coalesce(c.metadata, o.metadata) AS metadata, c.exchanges, c.calls, c.prompt_tokens, c.sampled_tokens,
-            c.calls_s, c.first_step, c.last_step,
+            c.calls_s, c.first_step, c.last_step, c.inferred,
             coalesce(o.at, nullif(c.opened_at, {NEVER})) AS opened_at, c.at AS completed_at, o.paced_s,
             c.log_seq AS stream_seq, coalesce(nullif(c.traceparent, ''), o.traceparent) AS traceparent
           FROM rollout_completed c LEFT JOIN rollout_opened o
@@ -50,7 +51,7 @@ TRAJECTORIES = View(
             ON o.project = c.project AND o.trajectory = c.trajectory
         ), every_one AS (FROM ended UNION ALL BY NAME FROM begun)
         SELECT project, model, trajectory, group_id, task, attempt, split, outcome, reward, rewards, metrics, metadata,
-          exchanges, calls, prompt_tokens, sampled_tokens, calls_s, first_step, last_step, opened_at,
+          exchanges, calls, prompt_tokens, sampled_tokens, calls_s, first_step, last_step, inferred, opened_at,
           completed_at, epoch_us(completed_at - opened_at::TIMESTAMP) / 1e6 AS duration_s, paced_s, stream_seq,
           nullif(split_part(traceparent, '-', 2), '') AS trace_id
         FROM every_one

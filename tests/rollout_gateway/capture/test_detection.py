@@ -1,0 +1,230 @@
+"""Detected runs belong to the key whose calls began them, and go on at any gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from pipeline.config import DetectionConfig, GatewayConfig, NatsConfig, ReplicasConfig
+from pipeline.events import ExchangeRecorded
+from pipeline.log.broker import Broker
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
+from rollout_gateway.capture.detection import TrajectoryDetector
+from rollout_gateway.capture.registry import Registry
+from rollout_gateway.capture.trajectory import Trajectory
+from rollout_gateway.dialects.calls import Answer, SampledChoice
+from rollout_gateway.dialects.endpoints import CHAT
+from tests.rollout_gateway.kit import StubCall
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_run_goes_on_with_calls_of_its_own_key_only(nats_config: NatsConfig) -> None:
+    first = [{"role": "user", "content": "hello"}]
+    said = {"role": "assistant", "content": "hi"}
+    second = [*first, said, {"role": "user", "content": "more"}]
+
+    def call(messages: list[dict[str, str]]) -> Any:
+        return CHAT.read(msgspec.json.encode({"model": "m", "messages": messages}))
+
+    async with Broker.connect(nats_config) as broker:
+        registry = Registry(broker, "test", TrajectoryTokens(b"0" * 32, "test"))
+        detector = TrajectoryDetector(
+            "test", registry, GatewayConfig(detection=DetectionConfig(enabled=True))
+        )
+        detector._ready.set()
+        runs = {}
+        for owner in ("alice", "bob"):
+            runs[owner] = await detector.find(call(first), "m", owner)
+            sampled = SampledChoice(0)
+            sampled.fields["message"] = msgspec.Raw(msgspec.json.encode(said))
+            await detector.answered(runs[owner], call(first), Answer({}, b"", [sampled]))
+        assert [(run.opened.owner, run.id) for run in runs.values()] == [(o, r.id) for o, r in runs.items()]
+        assert runs["alice"].id != runs["bob"].id
+        for owner in ("bob", "alice"):
+            assert (await detector.find(call(second), "m", owner)) is runs[owner]
+        assert (await detector.find(call(second), "m", "carol")).id not in {r.id for r in runs.values()}
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["sends the empty message back", "leaves it out"])
+async def test_a_run_goes_on_after_an_empty_answer(nats_config: NatsConfig, kept: bool) -> None:
+    """The AI SDK leaves an empty message of the assistant out of the history, other clients send it back."""
+    first: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+    said: dict[str, Any] = {"role": "assistant", "content": ""}
+    second = [*first, *([said] if kept else []), {"role": "user", "content": "more"}]
+
+    def call(messages: list[dict[str, Any]]) -> Any:
+        return CHAT.read(msgspec.json.encode({"model": "m", "messages": messages}))
+
+    async with Broker.connect(nats_config) as broker:
+        registry = Registry(broker, "test", TrajectoryTokens(b"0" * 32, "test"))
+        config = GatewayConfig(detection=DetectionConfig(enabled=True))
+        detector = TrajectoryDetector("test", registry, config)
+        detector._ready.set()
+        run = await detector.find(call(first), "m", "alice")
+        sampled = SampledChoice(0)
+        sampled.fields["message"] = msgspec.Raw(msgspec.json.encode(said))
+        await detector.answered(run, call(first), Answer({}, b"", [sampled]))
+        assert (await detector.find(call(second), "m", "alice")) is run
+
+
+# -- several gateways on one log ---------------------------------------------------------------------------------------
+
+
+class Gateway:
+    """A gateway's detection, with a connection of its own."""
+
+    def __init__(self, broker: Broker, idle_s: float) -> None:
+        self.registry = Registry(broker, "test", TrajectoryTokens(b"0" * 32, "test"))
+        config = GatewayConfig(
+            detection=DetectionConfig(enabled=True, idle_s=idle_s), replicas=ReplicasConfig(timeout_s=1)
+        )
+        self.detector = TrajectoryDetector("test", self.registry, config)
+
+    async def ask(self, messages: list[dict[str, Any]], said: str) -> tuple[Trajectory, list[dict[str, Any]]]:
+        """Make a call that is answered with `said`. Returns its run, and the messages up to the answer."""
+        call = _call(messages)
+        run = await self.detector.find(call, "m", "alice")
+        run.begin()
+        await self.record(run, messages, said)
+        answer = {"role": "assistant", "content": said}
+        sampled = SampledChoice(0)
+        sampled.fields["message"] = msgspec.Raw(msgspec.json.encode(answer))
+        await self.detector.answered(run, call, Answer({}, b"", [sampled]))
+        run.end()
+        return run, [*messages, answer]
+
+    async def record(self, run: Trajectory, messages: list[dict[str, Any]], said: str) -> None:
+        def make(seq: int) -> list[ExchangeRecorded]:
+            request = msgspec.json.encode({"model": "m", "messages": messages})
+            response = {"id": f"r{seq}", "choices": [{"message": {"role": "assistant", "content": said}}]}
+            return [
+                ExchangeRecorded(
+                    project="test", trajectory=run.id, model="m", group=run.opened.group, seq=seq, choice=0,
+                    request=request, response=msgspec.json.encode(response), policy_version="m@0", step=0,
+                    prompt_ids=b"", sampled_ids=b"", logprobs=b"", status="complete", request_hash=str(seq),
+                )
+            ]  # fmt: skip
+
+        await run.record(StubCall(make))
+
+
+def _call(messages: list[dict[str, Any]]) -> Any:
+    return CHAT.read(msgspec.json.encode({"model": "m", "messages": messages}))
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+@asynccontextmanager
+async def gateways(nats: NatsConfig, count: int, *, idle_s: float = 600) -> AsyncIterator[list[Gateway]]:
+    async with AsyncExitStack() as stack:
+        brokers = [await stack.enter_async_context(Broker.connect(nats)) for _ in range(count)]
+        found = [Gateway(broker, idle_s) for broker in brokers]
+        tg = await stack.enter_async_context(anyio.create_task_group())
+        for gateway in found:
+            tg.start_soon(gateway.detector.run)
+            tg.start_soon(gateway.registry.follow_completions)
+        yield found
+        tg.cancel_scope.cancel()
+
+
+async def exchanges(gateway: Gateway, run: str) -> int:
+    return await gateway.registry.log.broker.count(ExchangeRecorded, project="test", trajectory=run)
+
+
+async def test_a_run_goes_on_whichever_gateway_gets_its_calls(nats_config: NatsConfig) -> None:
+    async with gateways(nats_config, 2) as (a, b):
+        run, history = await a.ask([user("task")], "one")
+        for number, gateway in enumerate((b, b, a, b)):
+            again, history = await gateway.ask([*history, user(f"more {number}")], f"answer {number}")
+            assert again.id == run.id
+        assert await exchanges(a, run.id) == 5
+
+
+async def test_calls_that_say_the_same_at_once_on_two_gateways_continue_different_runs(
+    nats_config: NatsConfig,
+) -> None:
+    """Eight agents got the same first answer. Their second calls come at once, to any gateway."""
+    async with gateways(nats_config, 2) as both:
+        begun = [await both[n % 2].ask([user("task")], "same") for n in range(8)]
+        history = begun[0][1]
+        second = await asyncio.gather(*(both[n // 4].ask([*history, user("more")], "end") for n in range(8)))
+        runs = {run.id for run, _ in begun}
+        assert len(runs) == 8
+        assert {run.id for run, _ in second} == runs
+        for run in runs:
+            assert await exchanges(both[0], run) == 2
+
+
+async def test_a_call_that_fails_leaves_its_run_to_the_repeated_call(nats_config: NatsConfig) -> None:
+    async with gateways(nats_config, 2) as (a, b):
+        run, history = await a.ask([user("task")], "one")
+        more = _call([*history, user("more")])
+        assert (await a.detector.find(more, "m", "alice")).id == run.id  # and is not answered
+        with anyio.fail_after(60):
+            while await b.detector._waiting.next(0) is None:
+                await asyncio.sleep(0.05)  # until the run waits again
+        assert (await b.detector.find(more, "m", "alice")).id == run.id
+
+
+async def test_a_silent_run_is_completed_once_and_not_while_it_goes_on_elsewhere(
+    nats_config: NatsConfig,
+) -> None:
+    async with gateways(nats_config, 2, idle_s=2) as (a, b):  # a busy machine asks twice in this time
+        silent, _ = await a.ask([user("silent")], "one")
+        run, history = await a.ask([user("task")], "one")
+        taken = await b.detector.find(_call([*history, user("more")]), "m", "alice")
+        taken.begin()  # a call that takes longer than the time of silence
+        with anyio.fail_after(60):
+            while await a.registry.log.completion(silent.opened) is None:
+                await asyncio.sleep(0.05)  # its time passes
+        assert taken.id == run.id
+        assert await a.registry.log.completion(run.opened) is None
+        await b.record(taken, [*history, user("more")], "two")
+        assert await exchanges(a, run.id) == 2
+
+
+async def test_the_time_without_any_gateway_is_no_silence(nats_config: NatsConfig) -> None:
+    async with gateways(nats_config, 1) as (before,):
+        run, history = await before.ask([user("task")], "one")
+    async with gateways(nats_config, 1, idle_s=600) as (after,):
+        await asyncio.wait_for(after.detector._ready.wait(), 60)
+        after.detector._began -= 599  # it has been there for nearly as long
+        await after.detector._complete_idle()
+        assert await after.registry.log.completion(run.opened) is None
+        after.detector._began -= 3600
+        await after.detector._complete_idle()
+        assert await after.registry.log.completion(run.opened) is None  # and the run has been silent for less
+        assert (await after.ask([*history, user("more")], "two"))[0].id == run.id
+
+
+async def test_a_gateway_that_starts_restores_runs_whose_process_died_in_a_call(
+    nats_config: NatsConfig,
+) -> None:
+    async with gateways(nats_config, 1) as (before,):
+        run, history = await before.ask([user("task")], "one")
+        await before.detector.find(_call([*history, user("more")]), "m", "alice")
+    async with gateways(nats_config, 1) as (after,):
+        again, _ = await after.ask([*history, user("more")], "two")
+        assert again.id == run.id
+
+
+async def test_a_restored_run_that_went_on_elsewhere_is_not_continued_from_its_old_end(
+    nats_config: NatsConfig,
+) -> None:
+    async with gateways(nats_config, 1) as (a,):
+        run, history = await a.ask([user("task")], "one")
+        taken = await a.detector.find(_call([*history, user("more")]), "m", "alice")
+        async with gateways(nats_config, 1) as (b,):  # it can't know that the call is in flight
+            await asyncio.wait_for(b.detector._ready.wait(), 60)
+            await a.record(taken, [*history, user("more")], "two")
+            twin, _ = await b.ask([*history, user("more")], "two")
+            assert twin.id != run.id
