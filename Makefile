@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 SEED ?= 0
 NODES ?= 1
 
-.PHONY: demo test check lint venv lock docs pictures bench-store bench-gateway bench-judge bench-trainer bench-bounded_log gpu-proof gpu-lock-test clean
+.PHONY: demo test check lint venv lock docs pictures bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard bench-bounded_log gpu-proof gpu-lock-test clean
 
 venv: $(VENV)/.ready-cpu
 
@@ -38,12 +38,14 @@ pictures: venv
 	$(PY) -m docs.make_pictures curve
 	$(foreach data,$(wildcard examples/*/curve.json),$(PY) -m examples.common.curve $(dir $(data)) &&) true
 
-bench-store bench-gateway bench-judge bench-trainer bench-bounded_log: bench-%: venv
+bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard bench-bounded_log: bench-%: venv
 	$(PY) -m benchmarks.$*
 
 # On a machine with an NVIDIA GPU, with what deploy/make-venv.sh gpu installed.
 gpu-proof:
+	$(PY) -m pytest -q -W default tests/gpu
 	$(PY) -m benchmarks.gpu
+	$(PY) -m examples.tictactoe.demo
 
 # The trainer's tests in the environment of the GPU lock (9.6 GB, about 3 minutes to make), on any machine: torch's CUDA build computes on a
 # CPU, and the losses are tested after Unsloth's patches of TRL.

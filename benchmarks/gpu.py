@@ -1,17 +1,12 @@
-"""The GPU proof: what this project says about GPUs, tested and measured on a machine with an NVIDIA GPU.
+"""Speed and memory of a training step on a GPU, beside TRL's trainer on the same batches.
 
-    make gpu-proof                                    all parts; writes benchmarks/results/gpu.json
-    python -m benchmarks.gpu --only tests 0.6b
+    make gpu-proof                                    tests/gpu, this program, and the demo
+    python -m benchmarks.gpu --only 0.6b 4b
     python -m benchmarks.gpu --device cpu --tiny      the same code on toy sizes; proves nothing
 
-| part | what |
-| --- | --- |
-| tests | `tests/gpu`: kernels, layouts, memory and types on CUDA |
-| 0.6b, 4b, 8b | a Qwen3 shape with random weights: speed and memory of a step, and TRL's trainer on the same batches |
-| demo | `examples.tictactoe.demo`: vLLM in bfloat16, the trainer, adapters that are swapped under load |
-
-Nothing is downloaded. The results of a part are written when it ends. Exits with 1 if a part failed, and with 2 if the
-device does not exist."""
+The models have the shapes of Qwen3-0.6B, -4B and -8B and random weights: nothing is downloaded. Results go to
+benchmarks/results/gpu.json, each size when it is measured. Exits with 1 if a size failed, and with 2 if the device does
+not exist."""
 
 from __future__ import annotations
 
@@ -21,7 +16,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -60,7 +54,6 @@ _TINY = {
     "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 4096,
 }  # fmt: skip
 BATCHES = ("short", "shared_prefix", "multiturn")
-PARTS = ("tests", *SHAPES, "demo")
 
 
 def make_model(size: str, folder: Path, *, tiny: bool, device: str) -> str:
@@ -127,8 +120,8 @@ def _trl(engine: Any, state: Any, examples: list[Any], rounds: int, scratch: Pat
         engine.model.load_adapter(state.weights)  # each of TRL's steps starts from it
         step = trl_step(engine, engine.config, examples, scratch, rows)
         try:
-            found = _timed(step, engine.model.device, rounds)
-            return {"rows_a_pass": rows, "loss": found.pop("result")["loss"], **found}
+            timed = _timed(step, engine.model.device, rounds)
+            return {"rows_a_pass": rows, "loss": timed.pop("result")["loss"], **timed}
         except torch.OutOfMemoryError:
             engine.model.peft.zero_grad(set_to_none=True)
     return {"why": "a single row does not fit into memory"}
@@ -176,30 +169,11 @@ def measure(size: str, scratch: Path, *, device: str, tiny: bool, rounds: int) -
     return out
 
 
-def run_command(part: str, scratch: Path, device: str) -> dict[str, Any]:
-    """Run a part that is a command. Raises `RuntimeError` with the end of its output if it fails."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    if device == "cpu":
-        env |= {"CUDA_VISIBLE_DEVICES": "", "JOURNEYWORK_GPU_TESTS_ANYWHERE": "1"}
-    argv = {
-        "tests": ["-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "tests/gpu"],
-        "demo": ["-m", "examples.tictactoe.demo", "--run-dir", str(scratch / "demo")],
-    }[part]
-    done = subprocess.run(
-        [sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError((done.stdout + done.stderr)[-4000:])
-    if part == "demo":
-        return dict(json.loads((scratch / "demo" / "report.json").read_text()))
-    return {"summary": done.stdout.strip().splitlines()[-1]}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )  # fmt: skip
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES), help="sizes to measure")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each measurement")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the command itself")
@@ -209,23 +183,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write("gpu-proof: no CUDA GPU: torch.cuda.is_available() is false\n")
         raise SystemExit(2)
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    report: dict[str, Any] = {"device": name, "torch": torch.__version__, "tiny": args.tiny, "parts": {}}
-    for part in args.only:
-        began = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="gpu-proof-") as folder:
+    report: dict[str, Any] = {"device": name, "torch": torch.__version__, "tiny": args.tiny, "sizes": {}}
+    for size in args.only:
+        with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
             try:
-                if part in SHAPES:
-                    found = measure(
-                        part, Path(folder), device=args.device, tiny=args.tiny, rounds=args.rounds
-                    )
-                else:
-                    found = run_command(part, Path(folder), args.device)
+                measured = measure(size, Path(folder), device=args.device, tiny=args.tiny, rounds=args.rounds)
             except RuntimeError as error:
-                found = {"failed": str(error)}
-        report["parts"][part] = {"duration_s": round(time.perf_counter() - began, 1), **found}
+                measured = {"failed": str(error)}
+        report["sizes"][size] = measured
         args.out.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"{part}: {'failed' if 'failed' in found else 'done'}", flush=True)
-    if any("failed" in found for found in report["parts"].values()):
+        print(f"{size}: {'failed' if 'failed' in measured else 'done'}", flush=True)
+    if any("failed" in measured for measured in report["sizes"].values()):
         raise SystemExit(1)
 
 

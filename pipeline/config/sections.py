@@ -226,7 +226,7 @@ class SupervisorConfig(Section, frozen=True, kw_only=True):
 
 
 class TelemetryConfig(Section, frozen=True, kw_only=True):
-    """Traces, scores and labels. The environment variables OTEL_EXPORTER_OTLP_* or LANGFUSE_* name their
+    """Traces and scores. The environment variables OTEL_EXPORTER_OTLP_* or LANGFUSE_* name their
     destination."""
 
     enabled: Literal["auto", "on", "off"] = "auto"
@@ -244,12 +244,6 @@ class TelemetryConfig(Section, frozen=True, kw_only=True):
     numbers."""
     scores: bool = True
     """Whether rewards and verdicts become Langfuse scores."""
-    labels_every_s: NotNegative = 60.0
-    """Time between two requests for the scores that people gave in Langfuse. 0: never."""
-    labels_days: Positive = 30.0
-    """Maximum age of such scores, in days."""
-    label_names: tuple[str, ...] = ()
-    """Names of the scores that are labels. Empty: all."""
 
 
 class CurvesConfig(Section, frozen=True, kw_only=True):

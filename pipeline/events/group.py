@@ -201,7 +201,7 @@ class GroupLabeled(Event, frozen=True, kw_only=True, tag="group.labeled"):
     by: str = ""
     """Who labelled: the name of the API key, or what the caller said where there are no keys."""
     source: str = ""
-    """Where the label was given, such as `dashboard` or `langfuse`."""
+    """Where the label was given, such as `dashboard`."""
     request: str = ""
     """Caller's idempotency id, or a fresh one."""
 

@@ -108,8 +108,7 @@ USERS: tuple[User, ...] = (
         reads=EVENT_STREAMS,
     ),
     User(
-        "telemetry", "exports spans of events, brings people's scores back as labels",
-        publishes=("group.labeled.>",),
+        "telemetry", "exports spans of events",
         consumes=tuple(c.name for c in streams.CONSUMERS if c.name.startswith("telemetry-")),
         reads=("ROLLOUTS", "GROUPS", "POLICY"),
     ),

@@ -10,6 +10,5 @@
 | `spans` | events to OpenTelemetry spans, by the GenAI conventions, with the attributes that Langfuse reads |
 | `content` | prompts and replies in spans: all, masked or none |
 | `scores` | events to Langfuse scores |
-| `langfuse` | Langfuse's public API |
-| `labels` | people's scores in Langfuse to `group.labeled` events |
+| `langfuse` | writes scores to Langfuse |
 """

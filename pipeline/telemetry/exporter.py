@@ -1,5 +1,5 @@
 """The service that turns the log into traces: reads events, makes spans (`pipeline.telemetry.spans`) and Langfuse
-scores, exports them over HTTP, and reads people's scores back (`pipeline.telemetry.labels`).
+scores, and exports them over HTTP.
 
 It has its own durable consumers: no service waits for the trace backend, and events stay on the log until the
 backend has their spans (`pipeline.telemetry.backend`).
@@ -32,8 +32,7 @@ from pipeline.running.service import Ready, main
 from pipeline.telemetry import scores, spans
 from pipeline.telemetry.backend import TraceBackend, requests_of, send
 from pipeline.telemetry.content import Content
-from pipeline.telemetry.labels import LabelReader
-from pipeline.telemetry.langfuse import Langfuse, Score, destination, put_scores
+from pipeline.telemetry.langfuse import Langfuse, Score, destination
 from pipeline.telemetry.trace import Run, caller, make_run
 
 T = TypeVar("T")
@@ -167,7 +166,7 @@ async def export(
         for spans_of_request in requests_of([span for some, _ in made for span in some]):
             await send(backend, spans_of_request)
         if langfuse is not None:
-            await put_scores(langfuse, [score for _, some in made for score in some])
+            await langfuse.put([score for _, some in made for score in some])
         for delivery in batch:
             await delivery.ack()
 
@@ -186,8 +185,6 @@ async def serve(config: Config, ready: Ready) -> None:
         async with anyio.create_task_group() as tg:
             for messages in consumed:
                 tg.start_soon(export, messages, maker, backend, langfuse if settings.scores else None)
-            if langfuse is not None and settings.labels_every_s:
-                tg.start_soon(LabelReader(broker, langfuse, config.project, settings).run)
             ready()
 
 

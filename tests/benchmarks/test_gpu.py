@@ -16,7 +16,7 @@ from benchmarks import gpu
 def test_a_size_is_measured_against_trl(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     gpu.main(["--device", "cpu", "--tiny", "--rounds", "1", "--only", "0.6b", "--out", str(out)])
-    part = json.loads(out.read_text())["parts"]["0.6b"]
+    part = json.loads(out.read_text())["sizes"]["0.6b"]
     assert part["logprob_difference"] < 1e-3
     for name in gpu.BATCHES:
         ours, theirs = part["batches"][name]["journeywork"], part["batches"][name]["trl"]

@@ -1,6 +1,6 @@
-"""A receiver of OTLP/HTTP with Langfuse's API for scores and traces.
+"""A receiver of OTLP/HTTP with Langfuse's API for scores.
 
-It takes and gives what Langfuse's published OpenAPI file says (`langfuse_api.json`), and answers 400 to anything else:
+It takes what Langfuse's published OpenAPI file says (`langfuse_api.json`), and answers 400 to anything else:
 a field, a parameter or a value that the file does not have fails the test that sends it.
 """
 
@@ -18,13 +18,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 API: dict[str, Any] = json.loads((Path(__file__).with_name("langfuse_api.json")).read_text())
 PUBLIC, SECRET = "pk-lf-1", "sk-lf-1"
-AT = "2026-11-20T10:30:00.000Z"
 _TYPES = {"string": str, "number": (int, float), "object": dict}
 
 
@@ -63,23 +61,6 @@ class LangfuseReceiver:
     """Number of requests to answer with 503."""
     most_bytes: int = 0
     """Requests with a longer body are answered with 413; 0: none."""
-    lists: bool = False
-    """Whether scores come in lists, as in the newest version of the file."""
-    configs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    human: list[dict[str, Any]] = field(default_factory=list)
-    """Scores of people, with every field of version 3."""
-
-    def annotate(self, trace: str, value: Any, name: str = "quality", **more: Any) -> dict[str, Any]:
-        """A person scores a trace."""
-        data_type = more.pop("dataType", "BOOLEAN" if isinstance(value, bool) else "NUMERIC")
-        score = {
-            "id": f"human-{len(self.human)}", "projectId": "p", "name": name, "value": value, "dataType": data_type,
-            "source": "ANNOTATION", "timestamp": AT, "environment": "default", "createdAt": AT, "updatedAt": AT,
-            "comment": None, "configId": None, "metadata": {}, "authorUserId": "annotator-1", "queueId": "queue-1",
-            "subject": {"kind": "trace", "id": trace},
-        } | more  # fmt: skip
-        self.human.append(score)
-        return score
 
     def trace(self, name: str) -> dict[str, list[Span]]:
         """The spans of a trace, by name."""
@@ -105,39 +86,24 @@ class LangfuseReceiver:
 
     def answer(self, method: str, target: str, body: bytes) -> tuple[int, Any]:
         """Status and body of a request of the API."""
-        split = urlsplit(target)
-        path, query = split.path, dict(parse_qsl(split.query))
-        if (method, path) == ("POST", "/api/public/otel/v1/traces"):
+        if (method, target) == ("POST", "/api/public/otel/v1/traces"):
             self.take_spans(body)
             return 200, None
-        operation = next((op for op in API if op != "source" and _matches(op, f"{method} {path}")), "")
-        if not operation:
-            return 404, {"message": f"no {method} {path}"}
-        if wrong := [name for name in query if name not in API[operation].get("query", [])]:
-            raise ValueError(f"{operation} has no parameter {wrong}")
-        if int(query.get("limit", "1")) > API[operation].get("limit", 100):
-            raise ValueError(f"{operation}: limit {query['limit']}")
-        match path.removeprefix("/api/public/").split("/"):
-            case ["scores"]:
-                found = json.loads(body)
-                if isinstance(found, list) is not self.lists:
-                    return 400, {"message": "a list is wanted" if self.lists else "an object is wanted"}
-                if not self.lists:
-                    return 200, self._take_score(found)
-                for score in found:
-                    if "NaN" in score["name"]:
-                        return 207, {"accepted": 0, "rejected": 1, "errors": [{"message": "no such name"}]}
-                    self._take_score(score)
-                return 202, {"message": "Accepted"}
-            case ["v3", "scores"]:
-                return 200, self._scores(query)
-            case ["v2", "observations"]:
-                return 200, self._observations(query)
-            case ["score-configs", name]:
-                return (200, self.configs[name]) if name in self.configs else (404, {})
-        raise ValueError(f"the kit does not do {operation}")
+        if f"{method} {target}" not in API:
+            return 404, {"message": f"no {method} {target}"}
+        refused = [score["name"] for score in json.loads(body) if "NaN" in score["name"]]
+        for score in json.loads(body):
+            if score["name"] not in refused:
+                self._take_score(score)
+        if refused:
+            return 207, {
+                "accepted": self.posts,
+                "rejected": len(refused),
+                "errors": [f"no such name: {refused}"],
+            }
+        return 202, {"message": "Accepted"}
 
-    def _take_score(self, body: dict[str, Any]) -> dict[str, str]:
+    def _take_score(self, body: dict[str, Any]) -> None:
         schema = API["POST /api/public/scores"]["body"]
         for name in schema["required"]:
             if name not in body:
@@ -146,49 +112,6 @@ class LangfuseReceiver:
             _check(name, value, schema["properties"].get(name))
         self.posts += 1
         self.scores[body["id"]] = body
-        return {"id": body["id"]}
-
-    def _scores(self, query: dict[str, str]) -> dict[str, Any]:
-        groups = API["GET /api/public/v3/scores"]["fields"]
-        fields = [*groups["core"]]
-        for group in query.get("fields", "").split(","):
-            fields += groups[group] if group else []
-        wanted = [s for s in self.human if s["source"] == query.get("source", s["source"])]
-        begin, limit = int(query.get("cursor", "0")), min(int(query.get("limit", "50")), 2)
-        meta: dict[str, Any] = {"limit": limit}
-        if begin + limit < len(wanted):
-            meta["cursor"] = str(begin + limit)
-        return {"data": [{f: s[f] for f in fields} for s in wanted[begin : begin + limit]], "meta": meta}
-
-    def _observations(self, query: dict[str, str]) -> dict[str, Any]:
-        api = API["GET /api/public/v2/observations"]
-        if query.get("type", "SPAN") not in api["types"] or set(query["fields"].split(",")) - set(
-            api["fields"]
-        ):
-            raise ValueError(f"observations: {query}")
-        spans = [s for s in self.spans.values() if s.trace == query["traceId"]]
-        data = [
-            {
-                "id": s.id, "traceId": s.trace, "type": query["type"], "name": s.name, "projectId": "p",
-                "startTime": AT, "endTime": AT, "parentObservationId": s.parent or None, "metadata": _metadata([s]),
-            }
-            for s in spans
-            if s.attributes["langfuse.observation.type"].upper() == query["type"]
-        ]  # fmt: skip
-        return {"data": data, "meta": {}}
-
-
-def _metadata(spans: list[Span]) -> dict[str, Any]:
-    return {
-        key.split(".metadata.", 1)[1]: value
-        for span in spans
-        for key, value in span.attributes.items()
-        if key.startswith(("langfuse.trace.metadata.", "langfuse.observation.metadata."))
-    }
-
-
-def _matches(operation: str, asked: str) -> bool:
-    return re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", operation), asked) is not None
 
 
 def _check(name: str, value: Any, schema: dict[str, Any] | None) -> None:
@@ -220,9 +143,6 @@ def run_langfuse(port: int = 0) -> Iterator[LangfuseReceiver]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self._handle("POST")
-
-        def do_GET(self) -> None:
-            self._handle("GET")
 
         def _handle(self, method: str) -> None:
             length = int(self.headers.get("Content-Length") or 0)

@@ -19,7 +19,6 @@ from pipeline.events import (
     CheckpointPublished,
     DeadLettered,
     GroupDiscarded,
-    GroupLabeled,
     PolicyLoaded,
     PolicyPromoted,
     TrajectoryCompleted,
@@ -254,9 +253,6 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
             for name in users.user("telemetry").consumes:
                 async with telemetry.consume(name) as seen:
                     assert await seen.batch(10, wait_s=5)
-            label = GroupLabeled(project="default", group="g", model="m", labels=())
-            await telemetry.publish(label)
-            assert [r.event for r in await telemetry.read(GroupLabeled)] == [label]
         assert await operator.lag("store-rollouts") == 0
 
 

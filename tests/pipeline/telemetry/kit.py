@@ -136,7 +136,7 @@ SPANS = 2 * (1 + 2 + 1 + 1 + 1 + 1 + 1) + 2
 
 async def run_until(config: NatsConfig, done: Callable[[], bool], **settings: Any) -> None:
     """Run the telemetry service until `done`."""
-    telemetry = TelemetryConfig(**{"labels_every_s": 0.02} | settings)
+    telemetry = TelemetryConfig(**settings)
     async with anyio.create_task_group() as tg:
         tg.start_soon(exporter.serve, Config(project="p", nats=config, telemetry=telemetry), lambda **_: None)
         with anyio.fail_after(30):

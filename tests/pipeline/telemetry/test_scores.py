@@ -63,37 +63,28 @@ async def test_a_score_that_is_sent_again_replaces_itself(
     for _ in range(2):  # as after a crash before the acknowledgement
         async with Broker.connect(nats_config) as broker, langfuse.Langfuse.connect(to) as client:
             _, made = await SpanMaker(broker, Content(TelemetryConfig())).make(group)
-            await langfuse.put_scores(client, made)
+            await client.put(made)
     assert (len(receiver.scores), receiver.posts) == (6, 12)
 
 
-async def test_a_server_that_wants_lists_gets_lists(
+async def test_scores_that_langfuse_refuses_are_logged_and_the_others_of_the_request_written(
     receiver: LangfuseReceiver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    receiver.lists = True
     to = langfuse.destination()
     assert to is not None
-    one = langfuse.Score(
+    score = langfuse.Score(
         id="1", trace_id="t", name="n", value=1.0, data_type="NUMERIC", timestamp="2026-11-20T10:00:00Z"
     )
-    refused = msgspec.structs.replace(one, id="2", name="NaN")
+    refused = msgspec.structs.replace(score, id="2", name="NaN")
+    wrong = msgspec.structs.replace(score, data_type="COLOUR")
+    many = [msgspec.structs.replace(score, id=str(n)) for n in range(10, 130)]
     async with langfuse.Langfuse.connect(to) as client:
-        await langfuse.put_scores(client, [msgspec.structs.replace(one, id=str(n)) for n in range(10, 30)])
-        await langfuse.put_scores(client, [one, refused])
-    assert (set(receiver.scores), receiver.posts) == ({"1", *map(str, range(10, 30))}, 21)
-    assert "no such name" in str([getattr(r, "fields", {}) for r in caplog.records])
-
-
-async def test_a_score_that_langfuse_refuses_is_logged_and_stops_nothing(
-    receiver: LangfuseReceiver, caplog: pytest.LogCaptureFixture
-) -> None:
-    to = langfuse.destination()
-    assert to is not None
-    wrong = langfuse.Score(
-        id="1", trace_id="t", name="n", value=1.0, data_type="COLOUR", timestamp="2026-11-20T10:00:00Z"
-    )
-    async with langfuse.Langfuse.connect(to) as client:
-        await langfuse.put_scores(client, [wrong])
-    assert "refused a score" in caplog.text
+        await client.put(many)
+        await client.put([score, refused])
+        await client.put([wrong])
+    assert (set(receiver.scores), receiver.posts) == ({"1", *(s.id for s in many)}, 121)
+    logged = str([getattr(r, "fields", {}) for r in caplog.records])
+    assert "no such name" in logged
+    assert "COLOUR" in logged
     assert [r.split(":")[0] for r in receiver.rejected] == ["POST /api/public/scores"]
     receiver.rejected.clear()

@@ -1,4 +1,4 @@
-"""Puts a proxy under load between an instant inference server and a closed-loop client, and measures its CPU time.
+"""Starts the log, a gateway, an instant inference server and a closed-loop client, and measures the gateway's CPU time.
 
 Server and client are one program in C (`gateway_load.c`).
 """
@@ -11,14 +11,22 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import psutil
+
+from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig, with_values
+from pipeline.config import save as save_config
+from pipeline.events import TrajectoryOpened
+from pipeline.log.broker import Broker
+from tests.kits.sampler import SamplerThread
 
 HERE = Path(__file__).parent
 CONNECTIONS = 32
@@ -79,15 +87,13 @@ class Measured:
 
 
 @dataclass
-class Proxy:
+class Target:
     """Something that answers calls."""
 
     name: str
     port: int
     process: psutil.Process | None = None
     path: str = PATH
-    peer: bool = True
-    """Whether the proxy is another project's. Its failed calls do not end the benchmark."""
 
 
 class Bench:
@@ -180,22 +186,67 @@ class Bench:
         return Measured(json.loads(done.stdout), cpu_seconds(proxy) - before)
 
     def race(
-        self, proxies: Sequence[Proxy], *, warm_s: float = 1.0, **options: Any
+        self, targets: Sequence[Target], *, warm_s: float = 1.0, **options: Any
     ) -> dict[str, list[Measured]]:
-        """Return the runs of each proxy, by name. After a warm-up the proxies take turns, so that other work on
-        the machine affects all of them. A peer's run with failed calls is left out; a failed run of the gateway
-        raises."""
-        for proxy in proxies:
-            self.load(proxy.port, **{**options, "path": proxy.path, "seconds": warm_s})
-        runs: dict[str, list[Measured]] = {proxy.name: [] for proxy in proxies}
+        """Return the runs of each target, by name. After a warm-up the targets take turns, so that other work on the
+        machine affects all of them. Raises `RuntimeError` if a call fails."""
+        for target in targets:
+            self.load(target.port, **{**options, "path": target.path, "seconds": warm_s})
+        runs: dict[str, list[Measured]] = {target.name: [] for target in targets}
         for _ in range(TRIES):
-            for proxy in proxies:
-                run = self.load(proxy.port, path=proxy.path, proxy=proxy.process, **options)
-                if run.whole:
-                    runs[proxy.name].append(run)
-                elif not proxy.peer:
-                    raise RuntimeError(f"{proxy.name}: calls failed: {run.load}")
+            for target in targets:
+                run = self.load(target.port, path=target.path, proxy=target.process, **options)
+                if not run.whole:
+                    raise RuntimeError(f"{target.name}: calls failed: {run.load}")
+                runs[target.name].append(run)
         return runs
+
+    @contextlib.contextmanager
+    def nats(self) -> Iterator[str]:
+        """Run a NATS server within the block; yield its URL."""
+        port = free_port()
+        settings, store = self.folder / "nats.conf", self.folder / f"js-{port}"
+        settings.write_text(f'host: 127.0.0.1\nport: {port}\njetstream {{ store_dir: "{store}" }}\n')
+        binary = str(Path(sys.executable).with_name("nats-server"))
+        with self.process([binary, "-c", str(settings)], core=1, ready=f"127.0.0.1:{port}"):
+            yield f"nats://127.0.0.1:{port}"
+        shutil.rmtree(store)
+
+    @contextlib.contextmanager
+    def gateway(self, nats_url: str, capture: str, name: str, trajectories: int = 0) -> Iterator[Target]:
+        """Run a gateway and a sampler agent within the block, with `trajectories` open. With `capture` its calls are
+        those of the trajectories `b<number>`."""
+        port = free_port()
+        config = Config(
+            project="bench",
+            run_dir=str(self.folder / name),
+            log_level="WARNING",
+            nats=NatsConfig(url=nats_url),
+            vllm=VllmConfig(urls=(f"http://127.0.0.1:{self.upstream_port}",)),
+            models=(ModelConfig(name="policy"),),
+            gateway=GatewayConfig(port=port, capture=capture),  # type: ignore[arg-type]
+        )
+        settings = config.path("config.toml")
+        save_config(config, settings)
+        command = [sys.executable, "-m", "rollout_gateway", "--config", str(settings)]
+        env = {"PYTHONPATH": str(HERE.parent)}
+        agent = SamplerThread(with_values(config, {"run_dir": str(self.folder / f"{name}-sampler")}))
+        with self.process(command, core=0, ready=f"http://127.0.0.1:{port}/health", env=env) as process:
+            agent.start()
+            try:
+                anyio.run(_open_trajectories, config.nats, trajectories)
+                yield Target(name, port, process, PATH if capture == "off" else f"/t/b%d{PATH}")
+            finally:
+                agent.stop()
+        shutil.rmtree(config.run_dir)
+
+
+async def _open_trajectories(nats: NatsConfig, count: int) -> None:
+    async with Broker.connect(nats) as broker:
+        for number in range(count):
+            await broker.publish(
+                TrajectoryOpened(project="bench", trajectory=f"b{number}", model="policy", group="g")
+            )
 
 
 def cpu_seconds(process: psutil.Process | None) -> float:
@@ -203,9 +254,9 @@ def cpu_seconds(process: psutil.Process | None) -> float:
     if process is None:
         return 0.0
     total = 0.0
-    for one in (process, *process.children(recursive=True)):
+    for member in (process, *process.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            times = one.cpu_times()
+            times = member.cpu_times()
             total += times.user + times.system
     return total
 
