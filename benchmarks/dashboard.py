@@ -32,7 +32,7 @@ import pyarrow as pa
 
 from benchmarks.store import put_rows
 from pipeline.config import Config, save
-from store.lake import Lake, lake_in
+from store.lake.lake import Lake, lake_in
 
 RESULT = Path(__file__).parent / "results" / "dashboard.json"
 PER_FILE = 25_000

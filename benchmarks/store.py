@@ -39,10 +39,10 @@ from pipeline import streams
 from pipeline.config import Config, NatsConfig, StoreConfig, save
 from pipeline.events import ExchangeRecorded, encode, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
-from store import columns
-from store.commits import add_action
-from store.lake import Lake, lake_in
-from store.maintenance import Maintenance
+from store.lake import columns
+from store.lake.commits import add_action
+from store.lake.lake import Lake, lake_in
+from store.lake.maintenance import Maintenance
 from store.reading import sql
 from tests.conftest import NatsServer
 
@@ -279,11 +279,10 @@ def start(run_dir: Path, files: int) -> dict[str, float]:
     rows = columns.table(TAG, [exchange(0, np.random.default_rng(0))], [files * 100 + 1], [at * 2], [""])
     fresh = lake_in(run_dir / "store")
     began = time.perf_counter()
-    damaged = fresh.open()
+    fresh.prepare()
     opened = time.perf_counter()
     fresh.append(TAG, rows)
     took = time.perf_counter() - opened
-    assert damaged == []
     return {"start_files": files, "start_s": opened - began, "start_first_commit_s": took}
 
 

@@ -16,14 +16,13 @@ from pipeline.running.service import Ready
 from pipeline.telemetry.logs import get_logger
 from store.alarms.checker import Checker
 from store.alarms.webhook import Webhook, webhook_url
-from store.lake import Lake, open_lake
-from store.maintenance import Maintenance
-from store.repair import repair
+from store.lake.lake import Lake, open_lake
+from store.lake.maintenance import Maintenance
+from store.lake.storage import open_storage
+from store.lake.table import LakeError
+from store.lake.writer import Writer, store_consumers
 from store.showing.curves.task import Curves
 from store.showing.curves.trackers import check_trackers
-from store.storage import open_storage
-from store.table import LakeError
-from store.writer import Writer, store_consumers
 
 log = get_logger("store.service")
 
@@ -43,7 +42,7 @@ async def serve(config: Config, ready: Ready) -> None:
     """Write the events of the log to the lake until cancelled. `ready` is called once all writers receive events."""
     lake = open_lake(config)
     async with Broker.connect(config.nats, name="store") as broker:
-        await _open(lake, broker)
+        await _prepare(lake)
         async with anyio.create_task_group() as tg:
             for spec in store_consumers():
                 await tg.start(Writer(broker, lake, config.store, spec).run)
@@ -52,12 +51,11 @@ async def serve(config: Config, ready: Ready) -> None:
             ready(folder=str(lake))
 
 
-async def _open(lake: Lake, broker: Broker) -> None:
-    """Open the lake and repair damaged files. If the lake can't be reached, it is opened when the first events are
+async def _prepare(lake: Lake) -> None:
+    """Make the tables ready for writing. If the lake can't be reached, that is done when the first events are
     written."""
     try:
-        if damaged := await anyio.to_thread.run_sync(lake.open):
-            await repair(broker, lake, damaged)
+        await anyio.to_thread.run_sync(lake.prepare)
     except LakeError as error:
         if not lake.storage.is_retryable(error):
             raise

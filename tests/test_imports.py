@@ -40,8 +40,8 @@ ROOMS = {
         f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving", "capture")
     },
     "store.reading": {f"store.{room}" for room in ("alarms", "columns", "lake", "storage")},
-    "store.showing.show": {"store.reading", "store.storage"},
-    "store.showing.watch": {"store.reading", "store.storage"},
+    "store.showing.show": {"store.reading", "store.lake.storage"},
+    "store.showing.watch": {"store.reading", "store.lake.storage"},
 }
 
 

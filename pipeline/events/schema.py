@@ -1,6 +1,6 @@
 """The one schema, read off the event classes: columns for Parquet, rows for the event reference.
 
-A `Column` says what a field is without saying in which library; `store.columns` turns it into Arrow,
+A `Column` says what a field is without saying in which library; `store.lake.columns` turns it into Arrow,
 `pipeline.docs` into prose. What a field means is its docstring in `pipeline.events`.
 
 Kinds: `string`, `int64`, `float64`, `bool`, `binary`, `json` (text), `timestamp_us` (UTC), `list<int32>` and the

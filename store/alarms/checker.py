@@ -26,9 +26,9 @@ from pipeline.telemetry.logs import get_logger
 from store.alarms import reading
 from store.alarms.reading import Found
 from store.alarms.table import ALARMS, by_name
-from store.lake import open_lake
+from store.lake.lake import open_lake
+from store.lake.storage import StoreError
 from store.reading import sql
-from store.storage import StoreError
 
 log = get_logger("store.alarms")
 

@@ -4,6 +4,7 @@
 | --- | --- |
 | `views` | the documented views |
 | `sql` | DuckDB over the lake; `journeywork sql` |
+| `rebuild` | converts rows back to events |
 | `history` | one DuckDB over the views, refreshed as files appear |
 | `state` | what runs of it on this machine |
 | `summary` | a run in four sentences |

@@ -13,7 +13,7 @@ from typing import Any
 import duckdb
 
 from pipeline.config import Config
-from store.lake import open_lake
+from store.lake.lake import open_lake
 from store.reading import sql
 
 Row = dict[str, Any]

@@ -25,10 +25,10 @@ import msgspec
 from pipeline.config import Config, ConfigError
 from pipeline.events import schema
 from pipeline.running.runs import run_settings
-from store import columns
-from store.lake import Lake, open_lake
+from store.lake import columns
+from store.lake.lake import Lake, open_lake
+from store.lake.storage import DamagedFileError, StoreError
 from store.reading.views import VIEWS
-from store.storage import StoreError
 
 _CELL_WIDTH = 60
 _UNLIMITED = 2**31 - 1
@@ -90,15 +90,31 @@ def define_views(connection: duckdb.DuckDBPyConnection, lake: Lake, shown: dict[
         lake.storage.attach(connection)
         # DuckDB opens every file that a view reads when the view is made: the documented views are made over no files.
         for tag in schema.tables():
-            connection.execute(_view(tag, _nothing(tag)))
+            _define(connection, lake, tag, [])
         for view in VIEWS:
             connection.execute(f"CREATE OR REPLACE VIEW {view.name} AS {view.sql}")
     for tag in schema.tables():
         names = lake.names(tag)
         if names != shown.get(tag, []):
-            lake.check(tag)
-            connection.execute(_view(tag, _rows(connection, lake, tag, names) if names else _nothing(tag)))
+            names = _define(connection, lake, tag, names)
         shown[tag] = names
+
+
+def _define(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: list[str]) -> list[str]:
+    """Let the view of a tag read the files `names`, or those of the newest version if a merge has replaced them. Return
+    the names. Raises `DamagedFileError`."""
+    while True:
+        try:
+            rows = _rows(connection, lake, tag, names) if names else _nothing(connection, tag)
+            connection.execute(f"CREATE OR REPLACE VIEW {table_name(tag)} AS {rows}")
+        except (duckdb.IOException, duckdb.InvalidInputException, FileNotFoundError) as error:
+            damaged = next((name for name in names if name in str(error)), None)
+            if damaged is None:
+                raise
+            if damaged in (names := lake.names(tag)):
+                raise DamagedFileError(lake.storage.url(tag, damaged), str(error).splitlines()[0]) from error
+        else:
+            return names
 
 
 def table_name(tag: str) -> str:
@@ -106,13 +122,13 @@ def table_name(tag: str) -> str:
     return tag.replace(".", "_")
 
 
-def _view(tag: str, rows: str) -> str:
-    return f"CREATE OR REPLACE VIEW {table_name(tag)} AS {rows}"
-
-
-def _nothing(tag: str) -> str:
+def _nothing(connection: duckdb.DuckDBPyConnection, tag: str) -> str:
     """A query without rows that has every column of the current schema."""
-    nulls = ", ".join(f'NULL::{columns.sql_type(c)} AS "{c.name}"' for c in schema.tables()[tag])
+    empty = columns.arrow_schema(tag).empty_table()
+    types = connection.from_arrow(empty)
+    nulls = ", ".join(
+        f'NULL::{kind} AS "{name}"' for name, kind in zip(types.columns, types.types, strict=True)
+    )
     return f"SELECT {nulls} WHERE false"
 
 
@@ -124,16 +140,16 @@ def _rows(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: Se
     union or a cast it does not, and it reads whole tables to find a few rows."""
     files = ", ".join(_quoted(lake.storage.url(tag, name)) for name in names)
     read = f"FROM read_parquet([{files}], union_by_name = true)"
-    held = _types(connection, read)
-    chosen = []
+    stored = _types(connection, read)
+    selected = []
     for name, wanted in _types(connection, f"FROM {table_name(tag)}").items():
-        if held.get(name) == wanted:
-            chosen.append(f'"{name}"')
+        if stored.get(name) == wanted:
+            selected.append(f'"{name}"')
         else:
-            value = f'"{name}"' if name in held else "NULL"
-            chosen.append(f'{value}::{wanted} AS "{name}"')
+            value = f'"{name}"' if name in stored else "NULL"
+            selected.append(f'{value}::{wanted} AS "{name}"')
     # The names are quoted, the columns come from the schema.
-    return f"SELECT {', '.join(chosen)} {read}"
+    return f"SELECT {', '.join(selected)} {read}"
 
 
 def _types(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, str]:

@@ -47,9 +47,9 @@ from pipeline.events import (
     wire_name,
 )
 from pipeline.log.broker import Broker
-from store import columns
-from store.commits import transaction_id
-from store.lake import Lake, lake_in
+from store.lake import columns
+from store.lake.commits import transaction_id
+from store.lake.lake import Lake, lake_in
 
 StoreProcess = Callable[..., AbstractAsyncContextManager[Config]]
 
@@ -168,6 +168,14 @@ def sequences(lake: Lake, tag: str) -> list[int]:
 def tables(lake: Lake, tag: str) -> list[pa.Table]:
     """The rows of each file that readers see."""
     return [lake.storage.read(tag, name) for name in lake.names(tag)]
+
+
+def files_there(lake: Lake, tag: str) -> set[str]:
+    """Names of the Parquet files of a tag's folder, those that no commit names included."""
+    there = lake.storage.files.get_file_info(
+        fs.FileSelector(f"{lake.storage.root}/{tag}", allow_not_found=True)
+    )
+    return {info.base_name for info in there if info.base_name.endswith(".parquet")}
 
 
 async def until_acked(broker: Broker, within_s: float = 20) -> None:

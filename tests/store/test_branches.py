@@ -19,7 +19,7 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker
 from rollout_gateway.serving.policies import Policies
-from store import replay
+from store.commands import replay
 from store.reading import sql
 from tests.store.kit import StoreProcess, until_acked
 from tests.trainer import kit

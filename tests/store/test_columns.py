@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.events import EVENTS, pack_ids, pack_logprobs, schema, wire_name
-from store import columns
-from store.storage import write_parquet
+from store.lake import columns
+from store.lake.storage import write_parquet
 from tests.store.kit import exchange, run_of_one_step
 
 

@@ -28,7 +28,7 @@ from pipeline.events import (
     TrajectoryOpened,
 )
 from pipeline.log.broker import Broker
-from store.lake import open_lake
+from store.lake.lake import open_lake
 from tests.conftest import NatsServer
 from tests.store.crash_child import quick_consumers
 from tests.store.kit import Lives, exchange, in_log, stored_events

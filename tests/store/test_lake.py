@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterable
@@ -13,7 +12,6 @@ from typing import Any
 import anyio
 import duckdb
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError
@@ -21,18 +19,18 @@ from deltalake.exceptions import CommitFailedError
 from pipeline.config import Config, ConfigError, NatsConfig, StoreConfig
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
-from store import columns, rebuild
-from store.commits import add_action_of_rows, create_table
-from store.lake import Lake, open_lake
-from store.legacy import REPLACES
-from store.maintenance import Maintenance
-from store.reading import sql
-from store.storage import LOG, DamagedFileError, LocalStorage, open_storage, write_parquet
-from store.table import EventTable
+from store.lake import columns
+from store.lake.commits import add_action_of_rows, create_table
+from store.lake.lake import Lake, open_lake
+from store.lake.maintenance import Maintenance
+from store.lake.storage import LOG, DamagedFileError, LocalStorage, open_storage, write_parquet
+from store.lake.table import EventTable
+from store.reading import rebuild, sql
 from tests.store.kit import (
     StoreProcess,
     create_bucket,
     exchange,
+    files_there,
     publish,
     run_of_one_step,
     sequences,
@@ -72,7 +70,7 @@ def test_where_nothing_was_written_nothing_is(config: Config) -> None:
         sql.connect(config)
     with pytest.raises(FileNotFoundError):
         lake.storage.read(TAG, "none.parquet")
-    assert lake.open() == []
+    lake.prepare()
 
 
 def test_rows_come_back_as_they_were_appended(lake: Lake, config: Config) -> None:
@@ -82,7 +80,6 @@ def test_rows_come_back_as_they_were_appended(lake: Lake, config: Config) -> Non
     assert sequences(open_lake(config), TAG) == list(range(1, 11))
     assert [t["log_seq"].to_pylist()[0] for t in tables(lake, TAG)] == [1, 6]
     assert tables(lake, TAG)[0].to_pylist() == rows(1).to_pylist()
-    lake.check(TAG)
 
 
 @pytest.mark.slow
@@ -91,8 +88,6 @@ def test_a_file_of_many_megabytes_is_whole(lake: Lake) -> None:
     noise = os.urandom(24 * 2**20).hex().encode()
     table = columns.table(TAG, [exchange("t", 0, response=b'"' + noise + b'"')], [1], [1_000], [""])
     lake.table(TAG).append(table)
-    (size,) = lake.storage.sizes(TAG).values()
-    assert size > 20 * 2**20
     assert tables(lake, TAG)[0]["response"].equals(table["response"])
 
 
@@ -101,10 +96,10 @@ def test_what_fails_half_way_leaves_nothing(lake: Lake, monkeypatch: pytest.Monk
         write_parquet(where, tag, tables)
         raise OSError("the second half is missing")
 
-    monkeypatch.setattr("store.storage.write_parquet", half)
+    monkeypatch.setattr("store.lake.storage.write_parquet", half)
     with pytest.raises(OSError, match="second half"):
         lake.table(TAG).append(rows(1))
-    assert lake.storage.sizes(TAG) == {}
+    assert files_there(lake, TAG) == set()
     assert lake.names(TAG) == []
 
 
@@ -226,25 +221,25 @@ def test_a_writer_that_is_refused_without_another_writer_raises(
         lake.table(TAG).append(rows(1))
 
 
-def test_a_damaged_file_is_named(lake: Lake, config: Config) -> None:
+def test_a_damaged_file_is_named_and_removed_as_the_page_says(lake: Lake, config: Config) -> None:
     lake.table(TAG).append(rows(1))
-    (name,) = lake.names(TAG)
+    lake.table(TAG).append(rows(6))
+    name = lake.names(TAG)[0]
     key = lake.storage.key(TAG, name)
     with lake.storage.files.open_input_file(key) as whole:
         half = whole.read(1_000)
     with lake.storage.files.open_output_stream(key) as stream:
         stream.write(half)
-    fresh = open_lake(config)
-    with pytest.raises(DamagedFileError, match=name):
-        fresh.check(TAG)
-    with pytest.raises(DamagedFileError, match=name):
-        fresh.storage.read(TAG, name)
-    with pytest.raises(DamagedFileError, match=name):
-        sql.connect(config)
-    (damaged,) = fresh.open()
-    assert (damaged.tag, damaged.name, damaged.first, damaged.last) == (TAG, name, 1, 5)
-    assert fresh.table(TAG).replace(name, rows(1, 3)) == 3
-    assert sequences(fresh, TAG) == [1, 2, 3]
+    for use in (lambda: sql.connect(config), lambda: open_lake(config).append(TAG, rows(1))):
+        with pytest.raises(DamagedFileError, match=name):
+            use()
+    lake.storage.files.delete_file(key)
+    for use in (lambda: sql.connect(config), lambda: open_lake(config).append(TAG, rows(1))):
+        with pytest.raises(DamagedFileError, match=name):
+            use()
+    DeltaTable(lake.storage.uri(TAG), storage_options=lake.storage.options).repair()
+    assert open_lake(config).append(TAG, rows(1)) == 5  # the log delivers them again
+    assert sequences(open_lake(config), TAG) == list(range(1, 11))
 
 
 def test_merging_and_sql_see_every_row_once(lake: Lake, config: Config) -> None:
@@ -252,7 +247,7 @@ def test_merging_and_sql_see_every_row_once(lake: Lake, config: Config) -> None:
         lake.table(TAG).append(rows(first))
     Maintenance(lake, StoreConfig(compact_files=3, compact_grace_s=0.0)).once()
     (merged,) = lake.names(TAG)
-    assert set(lake.storage.sizes(TAG)) == {merged}
+    assert files_there(lake, TAG) == {merged}
     with sql.connect(config) as connection:
         counted = connection.sql(
             "SELECT count(*), min(stream_seq), max(stream_seq) FROM exchanges"
@@ -327,7 +322,7 @@ def test_a_table_gets_the_columns_and_fields_of_a_newer_version(
         patch.setattr(columns, "arrow_schema", lambda _: then.schema)
         lake.table("group.scored").append(then)
     fresh = open_lake(config)
-    assert fresh.open() == []
+    fresh.prepare()
     again = columns.table("group.scored", [event], [2], [2], [""])  # type: ignore[list-item]
     fresh.table("group.scored").append(again)
     Maintenance(fresh, StoreConfig(compact_files=2, compact_grace_s=0.0)).once()
@@ -354,7 +349,7 @@ def test_a_commit_that_a_power_cut_cut_is_set_aside(tmp_path: Path) -> None:
     whole = (journal / f"{1:020d}.json").read_bytes()
     (journal / f"{2:020d}.json").write_bytes(whole[: len(whole) // 2])
     fresh = open_lake(config)
-    assert fresh.open() == []
+    fresh.prepare()
     assert sequences(fresh, TAG) == list(range(1, 11))
     fresh.table(TAG).append(rows(11))
     assert sequences(open_lake(config), TAG) == list(range(1, 16))
@@ -387,61 +382,6 @@ def test_every_commit_is_synced_before_append_returns(
 # -- stores from before Delta Lake ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def older(lake: Lake) -> Lake:
-    """A storage with files of the older layout: two that were merged, the merged one, and one more."""
-    first, second, third = rows(1), rows(6), rows(11)
-    names = [
-        "ROLLOUTS-000000000001-000000000005-3e9.parquet",
-        "ROLLOUTS-000000000006-000000000010-3ee.parquet",
-    ]
-    lake.storage.write(TAG, names[0], [first])
-    lake.storage.write(TAG, names[1], [second])
-    merged = pa.concat_tables([first, second])
-    key = lake.storage.key(TAG, "ROLLOUTS-000000000001-000000000010-3e9-c1.parquet")
-    with (
-        lake.storage.files.open_output_stream(key) as stream,
-        pq.ParquetWriter(stream, merged.schema, store_schema=False) as writer,
-    ):
-        writer.write_table(merged)
-        writer.add_key_value_metadata({REPLACES: json.dumps(names)})
-    masks = third.schema.get_field_index("forced")
-    unsigned = third["forced"].cast(pa.list_(pa.field("item", pa.uint8(), nullable=False)))
-    third = third.set_column(masks, pa.field("forced", unsigned.type), unsigned)
-    lake.storage.write(TAG, "ROLLOUTS-000000000011-000000000015-3f3.parquet", [third])
-    return lake
-
-
-def test_files_of_an_older_store_are_read_and_imported(older: Lake, config: Config) -> None:
-    def counted() -> list[tuple[int, ...]]:
-        with sql.connect(config) as connection:
-            return connection.sql("SELECT count(*), count(DISTINCT stream_seq) FROM exchanges").fetchall()
-
-    assert counted() == [(15, 15)]  # before a store has started
-    before = set(older.storage.sizes(TAG))
-    lake = open_lake(config)
-    assert lake.open() == []
-    assert set(older.storage.sizes(TAG)) == before
-    assert counted() == [(15, 15)]
-    assert lake.table(TAG).append(rows(8, 12)) == 4
-    assert sequences(lake, TAG) == list(range(1, 20))
-    assert counted() == [(19, 19)]
-    assert open_lake(config).open() == []
-    Maintenance(lake, StoreConfig(compact_files=2, compact_grace_s=0.0)).once()
-    assert len(lake.names(TAG)) == 1
-    assert counted() == [(19, 19)]
-
-
-def test_a_damaged_file_of_an_older_store_is_reported(older: Lake, config: Config) -> None:
-    name = "ROLLOUTS-000000000001-000000000010-3e9-c1.parquet"
-    with older.storage.files.open_output_stream(older.storage.key(TAG, name)) as stream:
-        stream.write(b"PAR1")
-    lake = open_lake(config)
-    (damaged,) = lake.open()
-    assert (damaged.name, damaged.first, damaged.last) == (name, 1, 10)
-    assert sequences(lake, TAG) == list(range(1, 16))  # what it was merged from is still there
-
-
 # -- the service ---------------------------------------------------------------------------------------------------
 
 
@@ -472,7 +412,7 @@ async def test_object_storage_that_is_away_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("store.writer._RETRY_S", 0.05)
+    monkeypatch.setattr("store.lake.writer._RETRY_S", 0.05)
     with serving_s3() as url:
         # No bucket yet: writes are refused until it exists.
         async with (

@@ -10,7 +10,7 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
-from store.lake import lake_in
+from store.lake.lake import lake_in
 from tests.store.kit import StoreProcess, exchange, store_all, tables
 
 pytestmark = pytest.mark.anyio

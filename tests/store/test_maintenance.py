@@ -16,14 +16,14 @@ from deltalake.exceptions import CommitFailedError
 
 from pipeline import crash
 from pipeline.config import StoreConfig
-from store import columns
-from store.commits import last_checkpoint
-from store.lake import Lake, lake_in
-from store.maintenance import Maintenance
+from store.lake import columns
+from store.lake.commits import last_checkpoint
+from store.lake.lake import Lake, lake_in
+from store.lake.maintenance import Maintenance
+from store.lake.storage import LOG
+from store.lake.table import EventTable
 from store.reading import sql
-from store.storage import LOG
-from store.table import EventTable
-from tests.store.kit import exchange, sequences
+from tests.store.kit import exchange, files_there, sequences
 
 TAG = "rollout.exchange"
 QUICK = StoreConfig(compact_files=3, compact_grace_s=0.0)
@@ -47,7 +47,7 @@ def seqs(run_dir: Path) -> list[int]:
 
 
 def on_disk(lake: Lake) -> set[str]:
-    return set(lake.storage.sizes(TAG))
+    return files_there(lake, TAG)
 
 
 def test_many_small_files_become_one_with_the_same_rows(lake: Lake, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_every_point_of_a_round_may_be_the_last(
         if here == point:
             raise StopHereError
 
-    monkeypatch.setattr("store.maintenance._CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr("store.lake.maintenance._CHECKPOINT_EVERY", 1)
     write_files(lake, 4)
     monkeypatch.setattr(crash, "point", stop)
     with contextlib.suppress(StopHereError):
@@ -153,8 +153,8 @@ def test_what_is_too_old_is_let_go(lake: Lake, tmp_path: Path) -> None:
 def test_a_checkpoint_shortens_the_journal_and_keeps_the_position(
     lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.maintenance._CHECKPOINT_EVERY", 4)
-    monkeypatch.setattr("store.commits._JOURNAL_KEPT", "interval 0 seconds")
+    monkeypatch.setattr("store.lake.maintenance._CHECKPOINT_EVERY", 4)
+    monkeypatch.setattr("store.lake.commits._JOURNAL_KEPT", "interval 0 seconds")
     write_files(lake, 8)
     Maintenance(lake, StoreConfig()).once()
     assert last_checkpoint(lake.storage, TAG) >= 7

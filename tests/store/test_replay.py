@@ -11,9 +11,9 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.events import Event, ExchangeRecorded, GroupScored, TrajectoryCompleted, wire_name
 from pipeline.log.broker import Broker
-from store import diff, rebuild, replay
-from store.columns import table
-from store.reading import sql
+from store.commands import diff, replay
+from store.lake.columns import table
+from store.reading import rebuild, sql
 from tests.store.kit import StoreProcess, publish, run_of_one_step, store_all, stored, until_acked
 
 pytestmark = pytest.mark.anyio

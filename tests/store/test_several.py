@@ -16,7 +16,7 @@ import pytest
 from pipeline import streams
 from pipeline.config import AlarmsConfig, Config, NatsConfig, StoreConfig
 from pipeline.log.broker import Broker
-from store.lake import open_lake
+from store.lake.lake import open_lake
 from store.service import serve
 from tests.conftest import NatsServer
 from tests.store.crash_child import quick_consumers
@@ -45,8 +45,8 @@ async def test_three_stores_over_object_storage_that_fails(
     monkeypatch.setattr(
         streams, "CONSUMERS", quick
     )  # deliveries come again while the first store still writes
-    monkeypatch.setattr("store.storage._REQUEST_S", 1.0)
-    monkeypatch.setattr("store.writer._RETRY_S", 0.05)
+    monkeypatch.setattr("store.lake.storage._REQUEST_S", 1.0)
+    monkeypatch.setattr("store.lake.writer._RETRY_S", 0.05)
     with faulty_s3(object_store["s3_endpoint"], seed=5, silent_s=2.0) as (url, proxy):
         store = StoreConfig(
             flush_s=0.05, flush_rows=20, compact_s=0.3, compact_files=8, compact_grace_s=60.0,

@@ -13,7 +13,7 @@ from pipeline.config import NatsConfig
 from pipeline.events import DeadLettered, decode, encode, schema
 from pipeline.log import dead_letters as dead
 from pipeline.log.broker import Broker
-from store.lake import lake_in
+from store.lake.lake import lake_in
 from tests.pipeline.log.test_dead_letters import deliver_in_vain
 from tests.store.kit import (
     StoreProcess,

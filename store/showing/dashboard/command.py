@@ -18,10 +18,10 @@ from pipeline.running.plan import free_port
 from pipeline.running.runs import run_settings
 from pipeline.running.service import until_signalled
 from pipeline.telemetry import logs as log
+from store.lake.storage import StoreError
 from store.showing.dashboard.errors import ListenError
 from store.showing.dashboard.server import SECTIONS
 from store.showing.dashboard.service import serve
-from store.storage import StoreError
 
 
 def _ready(**facts: str | int | float) -> None:

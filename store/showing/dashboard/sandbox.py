@@ -22,9 +22,9 @@ import pyarrow as pa
 
 from pipeline.config import Config, load
 from pipeline.telemetry.logs import get_logger
-from store.lake import Lake, open_lake
+from store.lake.lake import Lake, open_lake
+from store.lake.storage import StoreError
 from store.reading import sql
-from store.storage import StoreError
 
 log = get_logger("store.showing.dashboard.sandbox")
 

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.config import Config
 from pipeline.running.runs import SETTINGS, run_settings, runs_under
+from store.lake.storage import StoreError
 from store.reading import checkpoints, events, groups, judge, overview, texts, trajectories
 from store.reading.errors import InvalidQueryError, NotFoundError, ReadingError
 from store.reading.history import History
@@ -34,7 +35,6 @@ from store.showing.dashboard import labels, sandbox
 from store.showing.dashboard.access import COOKIE, HEADERS, Access
 from store.showing.dashboard.errors import PageError
 from store.showing.dashboard.gateway import ACTIONS, Gateway
-from store.storage import StoreError
 
 _HERE = Path(__file__).parent
 _FOLLOW = """<!doctype html>

@@ -16,10 +16,10 @@ from pipeline.printing import visible
 from pipeline.running import gateway_api
 from pipeline.running.gateway_api import GatewayError
 from pipeline.running.runs import run_settings
+from store.lake.storage import StoreError
 from store.reading.errors import NotFoundError, ReadingError
 from store.reading.history import History
 from store.reading.texts import as_json, number
-from store.storage import StoreError
 
 Data = dict[str, Any]
 

@@ -28,10 +28,10 @@ from pipeline.log.broker import Broker
 from pipeline.running.runs import run_settings
 from pipeline.running.state import read_state
 from pipeline.telemetry import logs as log
+from store.lake.storage import StoreError
 from store.reading.history import History
 from store.showing.watch.snapshot import Snapshot, log_lag, take_snapshot
 from store.showing.watch.view import lines, plain
-from store.storage import StoreError
 
 SECTIONS = ("store", "models", "vllm", "nats")
 _EVERY_S, _PLAIN_EVERY_S = 2.0, 10.0

@@ -22,7 +22,7 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker
 from pipeline.security import signing
-from store.lake import lake_in
+from store.lake.lake import lake_in
 from store.reading import sql
 from tests.kits.crash.agents import GROUP, TURNS, Agents
 from tests.kits.log import read_stream

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,11 +23,11 @@ from pipeline.events import (
     schema,
     wire_name,
 )
-from store.commits import add_action_of_file
-from store.lake import lake_in
+from store.lake.commits import add_action
+from store.lake.lake import lake_in
+from store.lake.storage import DamagedFileError
 from store.reading import sql
 from store.reading.views import VIEWS
-from store.storage import DamagedFileError
 from tests.store.kit import exchange, fill, run_of_one_step, tables
 
 
@@ -195,10 +194,9 @@ def test_doubles_are_not_hidden(tmp_path: Path) -> None:
     lake = fill(tmp_path, [exchange("t")])
     (name,) = lake.names("rollout.exchange")
     table = lake.table("rollout.exchange")
-    size = lake.storage.sizes("rollout.exchange")[name]
     path = Path(lake.storage.key("rollout.exchange", name))
     path.with_name("again.parquet").write_bytes(path.read_bytes())
-    table.commit([add_action_of_file(lake.storage, "rollout.exchange", "again.parquet", size)[0]], 1)
+    table.commit([add_action("again.parquet", path.stat().st_size, 1, (1, 1), (1, 1))], 1)
     assert rows(tmp_path, "SELECT count(*) FROM exchanges") == [(2,)]
 
 
@@ -245,37 +243,6 @@ def test_lineage_reads_only_the_files_that_hold_the_checkpoint_s_runs(tmp_path: 
         assert len(connection.sql(asked).fetchall()) == 32
         plan = connection.execute(f"EXPLAIN (ANALYZE, FORMAT json) {asked}").fetchall()[0][1]
     assert max(map(int, re.findall(r'"rows_scanned": (\d+)', plan))) == 32  # of 256 exchanges
-
-
-def test_files_of_an_older_version_have_todays_columns_fields_and_types(
-    run_dir: Path, tmp_path_factory: Any
-) -> None:
-    lake, then = lake_in(run_dir / "store"), tmp_path_factory.mktemp("then")
-
-    def write(tag: str, change: Callable[[pa.Table], pa.Table]) -> None:
-        (then / "store" / tag).mkdir(parents=True)
-        name = f"{tag.partition('.')[0].upper()}S-000000000001-000000000009-0a.parquet"
-        pq.write_table(change(tables(lake, tag)[0]), then / "store" / tag / name)
-
-    def unsigned(table: pa.Table) -> pa.Table:
-        at = table.schema.get_field_index("forced")
-        return table.set_column(at, "forced", table["forced"].cast(pa.list_(pa.uint8())))
-
-    def short_members(table: pa.Table) -> pa.Table:
-        members = [[{"trajectory": m["trajectory"]} for m in row] for row in table["members"].to_pylist()]
-        kind = pa.list_(pa.struct([("trajectory", pa.string())]))
-        at = table.schema.get_field_index("members")
-        return table.set_column(at, "members", pa.array(members, kind)).drop_columns(["origin", "offline"])
-
-    write("rollout.exchange", unsigned)
-    write("group.scored", short_members)
-    with sql.connect(run_dir) as today, sql.connect(then) as old:
-        for name in ("rollout_exchange", "group_scored", "lineage", "rewards"):
-            assert old.sql(f"FROM {name}").types == today.sql(f"FROM {name}").types, name
-        asked = "SELECT origin, offline, members[1].trajectory, members[1].reward FROM group_scored"
-        assert old.sql(asked).fetchall() == [(None, None, "t0", None)]
-        asked = "SELECT trajectory, seq, forced FROM exchanges ORDER BY ALL"
-        assert old.sql(asked).fetchall() == today.sql(asked).fetchall()
 
 
 def test_a_damaged_file_is_named(run_dir: Path) -> None:

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from pipeline.config import Config, StoreConfig, save
 from pipeline.events import GroupDiscarded, GroupScored, now_us, pack_mask
 from pipeline.running.runs import SETTINGS, run_settings
-from store.lake import open_lake
+from store.lake.lake import open_lake
 from store.reading.history import History
 from store.reading.sql import EXAMPLES
 from store.reading.views import VIEWS

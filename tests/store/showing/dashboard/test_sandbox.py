@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config import Config, StoreConfig, save
 from pipeline.running.runs import SETTINGS, run_settings
-from store.lake import open_lake
+from store.lake.lake import open_lake
 from store.showing.dashboard import sandbox
 from tests.store.kit import fill, run_of_one_step
 

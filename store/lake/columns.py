@@ -30,20 +30,6 @@ _SCALARS = {
     "timestamp_us": pa.timestamp("us"),
 }
 
-_SQL = {
-    "string": "VARCHAR",
-    "json": "VARCHAR",
-    "int64": "BIGINT",
-    "float64": "DOUBLE",
-    "bool": "BOOLEAN",
-    "binary": "BLOB",
-    "timestamp_us": "TIMESTAMP",
-    "list<int32>": "INTEGER[]",
-    "list<float32>": "FLOAT[]",
-    "list<uint8>": "TINYINT[]",
-    "list<int64>": "BIGINT[]",
-}
-
 
 class UnstorableError(ValueError):
     """An event can be decoded but does not fit its table, for example because a packed array ends within an item."""
@@ -63,18 +49,6 @@ def arrow_type(column: Column) -> pa.DataType:
     if column.kind == "struct":
         return pa.struct([pa.field(f.name, arrow_type(f)) for f in column.fields])
     return _SCALARS[column.kind]
-
-
-def sql_type(column: Column) -> str:
-    """The type in DuckDB of a column that is stored with `arrow_type`."""
-    if column.kind in ("list", "map"):
-        assert column.item is not None
-        item = sql_type(column.item)
-        return f"{item}[]" if column.kind == "list" else f"MAP(VARCHAR, {item})"
-    if column.kind == "struct":
-        fields = ", ".join(f'"{f.name}" {sql_type(f)}' for f in column.fields)
-        return f"STRUCT({fields})"
-    return _SQL[column.kind]
 
 
 @functools.cache

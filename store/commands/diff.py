@@ -24,8 +24,8 @@ import numpy.typing as npt
 from pipeline.config import ConfigError
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.running.runs import run_settings
+from store.lake.storage import StoreError
 from store.reading import sql
-from store.storage import StoreError
 
 _KEYS = ("branch", "judge", "judge_model")
 

@@ -34,8 +34,8 @@ from deltalake.transaction import AddAction, RemoveAction
 
 from pipeline import crash
 from pipeline.config import StoreConfig
-from store import columns
-from store.commits import (
+from store.lake import columns
+from store.lake.commits import (
     NO_HOOKS,
     add_action_of_rows,
     create_table,
@@ -45,7 +45,7 @@ from store.commits import (
     remove_action,
     transaction_id,
 )
-from store.storage import LOG, Storage
+from store.lake.storage import LOG, DamagedFileError, Storage
 
 Ints = npt.NDArray[np.int64]
 
@@ -63,7 +63,7 @@ _STATISTICS_US = 1_000
 """Precision of times in file statistics: delta-rs truncates them to milliseconds."""
 _SNAPSHOT_MAX_AGE_S = 600.0
 """A commit against an older snapshot is checked again: commits since that snapshot may have been cleaned up, so that
-delta-rs did not compare with them. Well below the time for which the journal is kept (`store.commits`)."""
+delta-rs did not compare with them. Well below the time for which the journal is kept (`store.lake.commits`)."""
 
 
 @dataclass(frozen=True)
@@ -81,24 +81,22 @@ class Files:
     """Lowest stream time in the file in microseconds; may be up to a millisecond too low."""
     newest: Ints
     """Highest stream time in the file in microseconds; may be up to a millisecond too low."""
-    changed: Ints
-    """When the file was written, in milliseconds since the epoch."""
 
     @classmethod
     def of(cls, delta: DeltaTable) -> Files:
-        found = pa.table(delta.get_add_actions(flatten=True))
+        added = pa.table(delta.get_add_actions(flatten=True))
 
         def ints(name: str, missing: int) -> Ints:
-            if name not in found.column_names:
-                return np.full(found.num_rows, missing, dtype=np.int64)
-            filled: Ints = found[name].cast(pa.int64()).fill_null(missing).to_numpy()
+            if name not in added.column_names:
+                return np.full(added.num_rows, missing, dtype=np.int64)
+            filled: Ints = added[name].cast(pa.int64()).fill_null(missing).to_numpy()
             return filled
 
         lowest, highest = np.iinfo(np.int64).min // 2, np.iinfo(np.int64).max // 2
         return cls(
-            found["path"].to_pylist(), ints("size_bytes", 0), ints("num_records", 0),
+            added["path"].to_pylist(), ints("size_bytes", 0), ints("num_records", 0),
             ints("min.log_seq", lowest), ints("max.log_seq", highest),
-            ints("min.log_at", lowest), ints("max.log_at", highest), ints("modification_time", 0),
+            ints("min.log_at", lowest), ints("max.log_at", highest),
         )  # fmt: skip
 
 
@@ -193,28 +191,6 @@ class EventTable:
                 # up. Read the table from the start and see whether the rows are in it.
                 self._delta = None
 
-    def replace(self, name: str, table: pa.Table | None) -> int:
-        """In one commit, remove the file `name` and add those rows of `table` that no other file holds. Return their
-        number. Raises `LakeError`."""
-        with self._lock:
-            while True:
-                files = self.files()
-                fresh = None if table is None else self.missing_rows(table, but=name)
-                actions: list[AddAction | RemoveAction] = []
-                if files is not None and name in files.names:
-                    actions.append(remove_action(name))
-                if fresh is not None and fresh.num_rows:
-                    new = file_name_of_rows(self.tag, fresh)
-                    actions.append(add_action_of_rows(new, self.storage.write(self.tag, new, [fresh]), fresh))
-                if actions:
-                    try:
-                        self.commit(
-                            actions, _highest(fresh) if fresh is not None and fresh.num_rows else None
-                        )
-                    except CommitFailedError:
-                        continue
-                return int(fresh.num_rows) if fresh is not None else 0
-
     def commit(self, actions: Sequence[AddAction | RemoveAction], last: int | None = None) -> None:
         """Commit actions against the last snapshot. Creates the table if it does not exist.
 
@@ -291,25 +267,31 @@ class EventTable:
 
     # -- rows that files hold ------------------------------------------------------------------------------------------
 
-    def missing_rows(self, table: pa.Table, but: str = "") -> pa.Table:
-        """Return the rows of `table` that no file of the newest version holds. The file `but` is not searched.
+    def missing_rows(self, table: pa.Table) -> pa.Table:
+        """Return the rows of `table` that no file of the newest version holds.
 
-        Raises `LakeError`."""
+        Raises `LakeError`, and `DamagedFileError` if a file of the table is missing or damaged."""
+        seqs, ats = table["log_seq"].to_numpy(), table["log_at"].cast(pa.int64()).to_numpy()
+        searched = -1
         while True:
             try:
-                held = self._stored(
-                    table["log_seq"].to_numpy(), table["log_at"].cast(pa.int64()).to_numpy(), but
+                stored = self._stored(seqs, ats)
+            except FileNotFoundError as error:
+                if self._version() == searched:
+                    raise DamagedFileError(str(error.filename or error), "it is missing") from error
+                searched = self._version()
+                self._delta = self._files = (
+                    None  # a merge may have replaced the file: read the newest version
                 )
-            except FileNotFoundError:
-                self._delta = self._files = None  # a merge replaced a file: read the newest version
                 continue
-            return table.filter(pa.array(~held)) if held.any() else table
+            return table.filter(pa.array(~stored)) if stored.any() else table
 
-    def _stored(self, seqs: Ints, ats: Ints, but: str) -> npt.NDArray[np.bool_]:
-        held = np.zeros(len(seqs), dtype=bool)
+    def _stored(self, seqs: Ints, ats: Ints) -> npt.NDArray[np.bool_]:
+        """Return for each event, by sequence and stream time, whether a file holds it."""
+        stored = np.zeros(len(seqs), dtype=bool)
         files = self.files()
         if files is None or not len(seqs) or not len(files.names):
-            return held
+            return stored
         wanted = np.sort(seqs)
         # A file is a candidate if a wanted sequence lies between its first and its last.
         next_wanted = np.minimum(np.searchsorted(wanted, files.first), len(wanted) - 1)
@@ -318,39 +300,23 @@ class EventTable:
             files.oldest - _STATISTICS_US <= ats.max()
         )
         for i in np.flatnonzero(candidates):
-            if files.names[i] == but:
-                continue
-            there_seqs, there_ats = self._places(files.names[i])
-            hits = np.flatnonzero(np.isin(there_seqs, wanted))
-            there = set(zip(there_seqs[hits].tolist(), there_ats[hits].tolist(), strict=True))
-            for row in np.flatnonzero(np.isin(seqs, there_seqs[hits])):
-                held[row] |= (int(seqs[row]), int(ats[row])) in there
-        return held
+            file_seqs, file_ats = self._places(files.names[i])
+            hits = np.flatnonzero(np.isin(file_seqs, wanted))
+            places = set(zip(file_seqs[hits].tolist(), file_ats[hits].tolist(), strict=True))
+            for row in np.flatnonzero(np.isin(seqs, file_seqs[hits])):
+                stored[row] |= (int(seqs[row]), int(ats[row])) in places
+        return stored
 
     def _read_places(self, name: str) -> tuple[Ints, Ints]:
-        found = self.storage.read(self.tag, name, ["log_seq", "log_at"])
-        return found["log_seq"].to_numpy(), found["log_at"].cast(pa.int64()).to_numpy()
+        places = self.storage.read(self.tag, name, ["log_seq", "log_at"])
+        return places["log_seq"].to_numpy(), places["log_at"].cast(pa.int64()).to_numpy()
 
 
 def _highest(table: pa.Table) -> int:
     return int(table["log_seq"].to_numpy().max())
 
 
-def covers(held: pa.Schema, wanted: pa.Schema) -> bool:
-    """Return whether the schema `held` has all columns and all struct fields of `wanted`."""
-    return all(
-        name in held.names and _has_fields(held.field(name).type, wanted.field(name).type)
-        for name in wanted.names
-    )
-
-
-def _has_fields(held: pa.DataType, wanted: pa.DataType) -> bool:
-    """Return whether `held` has all struct fields of `wanted`, at any depth."""
-    if pa.types.is_struct(wanted):
-        names = {held.field(i).name for i in range(held.num_fields)}
-        return all(f.name in names and _has_fields(held.field(f.name).type, f.type) for f in wanted)
-    if pa.types.is_map(wanted):
-        return _has_fields(held.item_type, wanted.item_type)
-    if pa.types.is_list(wanted):
-        return _has_fields(held.value_type, wanted.value_type)
-    return True
+def covers(schema: pa.Schema, wanted: pa.Schema) -> bool:
+    """Return whether `schema` has all columns of `wanted` and all their struct fields, at any depth."""
+    united = pa.unify_schemas([schema, wanted], promote_options="permissive")
+    return bool(united.equals(schema))

@@ -9,7 +9,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterable
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
@@ -19,11 +19,11 @@ from deltalake.transaction import AddAction, RemoveAction, create_table_with_add
 
 from pipeline import streams
 from pipeline.config import StoreConfig
-from store import columns
-from store.storage import LOG, Storage
+from store.lake import columns
+from store.lake.storage import LOG, Storage
 
 NO_HOOKS = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False)
-"""Switches off the checkpoints that delta-rs makes after a commit. `store.maintenance` makes them, because it also
+"""Switches off the checkpoints that delta-rs makes after a commit. `store.lake.maintenance` makes them, because it also
 calls fsync."""
 
 _EPOCH = datetime(1970, 1, 1)
@@ -69,23 +69,6 @@ def add_action(
         "nullCount": {"log_seq": 0, "log_at": 0},
     }
     return AddAction(name, size, {}, int(time.time() * 1000), not merged, json.dumps(stats))
-
-
-def add_action_of_file(
-    storage: Storage, tag: str, name: str, size: int, *, merged: bool = False
-) -> tuple[AddAction, int]:
-    """Return the action that adds an existing file, made from the file's footer, and the highest sequence in the file.
-
-    `merged`: its rows were in other files of the table. Raises `DamagedFileError`."""
-    footer = storage.footer(tag, name)
-    paths = [footer.row_group(0).column(i).path_in_schema for i in range(footer.num_columns)]
-    seq, at = (
-        [footer.row_group(i).column(paths.index(column)).statistics for i in range(footer.num_row_groups)]
-        for column in ("log_seq", "log_at")
-    )
-    seqs = min(s.min for s in seq), max(s.max for s in seq)
-    ats = min(_micros(s.min) for s in at), max(_micros(s.max) for s in at)
-    return add_action(name, size, footer.num_rows, seqs, ats, merged=merged), seqs[1]
 
 
 def remove_action(name: str, *, merged: bool = False) -> RemoveAction:
@@ -147,7 +130,3 @@ def last_checkpoint(storage: Storage, tag: str) -> int:
 
 def _time(at: int) -> str:
     return (_EPOCH + timedelta(microseconds=at)).isoformat(timespec="microseconds")
-
-
-def _micros(value: datetime) -> int:
-    return int(value.replace(tzinfo=UTC, microsecond=0).timestamp()) * 1_000_000 + value.microsecond

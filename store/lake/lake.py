@@ -14,10 +14,9 @@ import pyarrow as pa
 
 from pipeline.config import Config, StoreConfig
 from pipeline.events import schema
-from store import legacy
-from store.recovery import DamagedFile, find_damaged_files, recover_journal
-from store.storage import DamagedFileError, LocalStorage, Storage, open_storage
-from store.table import EventTable
+from store.lake.recovery import recover_journal
+from store.lake.storage import LocalStorage, Storage, open_storage
+from store.lake.table import EventTable
 
 
 class Lake:
@@ -28,8 +27,6 @@ class Lake:
         self._config = config or StoreConfig()
         self._preparing = threading.Lock()
         self._prepared: set[str] = set()
-        self._not_imported: dict[str, list[DamagedFile]] = {}
-        """Damaged files of an older store by tag. They are in no table."""
         self._table = functools.cache(lambda tag: EventTable(storage, tag, self._config))
 
     def __str__(self) -> str:
@@ -47,15 +44,10 @@ class Lake:
         """Return whether anything was ever written here."""
         return self.storage.exists()
 
-    def open(self) -> list[DamagedFile]:
-        """Prepare all tables for writing. Return their damaged files, which `store.repair` replaces.
-
-        Raises `LakeError`."""
-        damaged: list[DamagedFile] = []
+    def prepare(self) -> None:
+        """Make all tables ready for writing. Raises `LakeError`."""
         for table in self.tables():
             self._prepare(table.tag)
-            damaged += find_damaged_files(table)
-        return damaged + [file for tag in list(self._not_imported) for file in self._not_imported.pop(tag)]
 
     def append(self, tag: str, rows: pa.Table) -> int:
         """Commit those rows that no file of the tag's table holds, and return their number. See `EventTable.append`.
@@ -65,31 +57,20 @@ class Lake:
         return self.table(tag).append(rows)
 
     def _prepare(self, tag: str) -> None:
-        """Make a table ready for writing, once per process: move commits aside that a power cut truncated, import the
-        files of a store from before Delta Lake, and add the columns that the table lacks."""
+        """Make a table ready for writing, once per process: move commits aside that a power cut truncated, and add the
+        columns that the table lacks."""
         with self._preparing:
             if tag in self._prepared:
                 return
             if self.storage.needs_sync:
                 recover_journal(self.storage, tag)
-            self._not_imported.setdefault(tag, []).extend(legacy.import_files(self.table(tag), self._config))
             self.table(tag).add_missing_columns()
             self._prepared.add(tag)
 
     def names(self, tag: str) -> list[str]:
-        """Return the names of the files that hold a tag's events now, sorted.
-
-        Raises `LakeError`, and `DamagedFileError` for a damaged file of an older store."""
+        """Return the names of the files that hold a tag's events now, sorted. Raises `LakeError`."""
         files = self.table(tag).files()
-        return legacy.file_names(self.storage, tag) if files is None else sorted(files.names)
-
-    def check(self, tag: str) -> None:
-        """Raise `DamagedFileError` if a file of the newest version is missing or its size is not the one in its commit.
-
-        Raises `LakeError`."""
-        if find_damaged_files(self.table(tag)) and (damaged := find_damaged_files(self.table(tag))):
-            # It is searched twice because a merge may end between reading the journal and listing the folder.
-            raise DamagedFileError(self.storage.url(tag, damaged[0].name), damaged[0].why)
+        return [] if files is None else sorted(files.names)
 
 
 def open_lake(config: Config) -> Lake:

@@ -8,11 +8,10 @@ it gives DuckDB a file system, because DuckDB's own S3 support is an extension t
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from pyarrow import fs
 
 from pipeline.config import Config, ConfigError
 from pipeline.files import sync
-from store import columns
+from store.lake import columns
 
 if TYPE_CHECKING:
     import duckdb  # not imported at run time: the writer does not need it
@@ -32,8 +31,6 @@ LOG = "_delta_log"
 """Folder of a table's journal."""
 ASIDE = "damaged"
 """Folder for damaged files, beside the tables."""
-SUFFIX = ".parquet"
-
 _S3 = "s3://"
 _DUCKDB_S3 = "journeywork-s3"
 _REQUEST_S = 30.0
@@ -46,12 +43,12 @@ class StoreError(Exception):
 
 
 class DamagedFileError(StoreError):
-    """A file is missing, unreadable, or its size is not the one in its commit. `path` names it."""
+    """A file is missing or can't be read. `path` names it."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(
-            f"{path} is damaged ({why}): restart the store. It moves the file aside and writes its events again from "
-            "the log"
+            f"{path} is damaged ({why}): restore it from a backup. Without one, stop the store, move the file "
+            "away, and remove it from its table as docs/store.md says under Faults"
         )
         self.path = path
 
@@ -97,30 +94,11 @@ class Storage(ABC):
         """Return whether anything was ever written here."""
         return bool(self.files.get_file_info(fs.FileSelector(self.root, allow_not_found=True)))
 
-    def sizes(self, tag: str, names: Sequence[str] = ()) -> dict[str, int]:
-        """Return the sizes in bytes of the tag's Parquet files, or of those in `names` that exist. Files that no commit
-        names are included."""
-        wanted = [self.key(tag, n) for n in names] or fs.FileSelector(
-            f"{self.root}/{tag}", allow_not_found=True
-        )
-        found = self.files.get_file_info(wanted)
-        return {i.base_name: int(i.size) for i in found if i.is_file and i.base_name.endswith(SUFFIX)}
-
     def read(self, tag: str, name: str, names: list[str] | None = None) -> pa.Table:
         """Return a file's rows, with the columns `names` or all. Raises `FileNotFoundError`, `DamagedFileError`."""
-        with self._reading(tag, name) as file:
-            return pq.ParquetFile(file).read(columns=names)
-
-    def footer(self, tag: str, name: str) -> pq.FileMetaData:
-        """Return a file's footer. Raises `FileNotFoundError`, `DamagedFileError`."""
-        with self._reading(tag, name) as file:
-            return pq.ParquetFile(file).metadata
-
-    @contextlib.contextmanager
-    def _reading(self, tag: str, name: str) -> Iterator[Any]:
         try:
             with self.files.open_input_file(self.key(tag, name)) as file:
-                yield file
+                return pq.ParquetFile(file).read(columns=names)
         except FileNotFoundError:
             raise
         except self._damage as error:

@@ -30,9 +30,8 @@ from pipeline.names import check_name
 from pipeline.running.runs import log_of, run_settings
 from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry import logs
-from store import rebuild
-from store.reading import sql
-from store.storage import StoreError
+from store.lake.storage import StoreError
+from store.reading import rebuild, sql
 
 
 @dataclass(frozen=True)

@@ -23,20 +23,20 @@ from pyarrow import fs
 from pipeline import crash
 from pipeline.config import StoreConfig
 from pipeline.telemetry.logs import get_logger
-from store import columns
-from store.commits import (
+from store.lake import columns
+from store.lake.commits import (
     NO_HOOKS,
-    add_action_of_file,
+    add_action,
     file_name,
     last_checkpoint,
     remove_action,
     table_properties,
 )
-from store.lake import Lake
-from store.storage import LOG, Storage
-from store.table import EventTable, Files, LakeError, covers
+from store.lake.lake import Lake
+from store.lake.storage import LOG, Storage
+from store.lake.table import EventTable, Files, LakeError, covers
 
-log = get_logger("store.maintenance")
+log = get_logger("store.lake.maintenance")
 
 _TIERS = (64, 8, 1)
 """Files are merged to 1/64, then 1/8, then all of `store.compact_bytes`, so that a row is rewritten three times at
@@ -112,9 +112,11 @@ class Maintenance:
                 # No newer snapshot is read before the commit, so that delta-rs refuses it if these files were removed.
                 files, inputs = to_merge
                 names = [files.names[i] for i in inputs]
-                new = file_name(table.tag, int(files.first[inputs].min()), int(files.last[inputs].max()))
+                seqs = int(files.first[inputs].min()), int(files.last[inputs].max())
+                ats = int(files.oldest[inputs].min()), int(files.newest[inputs].max())
+                new = file_name(table.tag, *seqs)
                 size = table.storage.write(table.tag, new, _rows(table, names))
-                action, _ = add_action_of_file(table.storage, table.tag, new, size, merged=True)
+                action = add_action(new, size, int(files.rows[inputs].sum()), seqs, ats, merged=True)
                 table.commit([action, *(remove_action(name, merged=True) for name in names)])
                 crash.point("store.compacted")
                 log.info("compacted", tag=table.tag, files=len(names), into=new)
@@ -184,8 +186,8 @@ class Maintenance:
 
 
 def _checkpoint_files(storage: Storage, tag: str) -> list[str]:
-    found = storage.files.get_file_info(fs.FileSelector(f"{storage.root}/{tag}/{LOG}"))
-    return [f"{LOG}/{i.base_name}" for i in found if "checkpoint" in i.base_name]
+    journal = storage.files.get_file_info(fs.FileSelector(f"{storage.root}/{tag}/{LOG}"))
+    return [f"{LOG}/{i.base_name}" for i in journal if "checkpoint" in i.base_name]
 
 
 def _rows(table: EventTable, names: list[str]) -> Iterator[pa.Table]:

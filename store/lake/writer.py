@@ -2,7 +2,8 @@
 
 The effect is exactly-once for three reasons. A commit is atomic. An event is acknowledged only after its commit is
 durable. An event that is delivered again, to this process or another, is recognised by its sequence and stream time
-(`store.table`); it is acknowledged and not committed twice. Any number of processes may therefore share a consumer.
+(`store.lake.table`); it is acknowledged and not committed twice. Any number of processes may therefore share a
+consumer.
 """
 
 from __future__ import annotations
@@ -20,22 +21,21 @@ from anyio.abc import TaskStatus
 from pipeline import crash, streams
 from pipeline.config import StoreConfig
 from pipeline.events import AnyEvent, encode, wire_name
-from pipeline.log.broker import Broker, BrokerUnavailableError
+from pipeline.log.broker import Broker, BrokerError
 from pipeline.log.consumer import keep_alive
 from pipeline.log.fast_client import Pulled
 from pipeline.log.messages import Place, parse_ack_subject
 from pipeline.log.pulling import ConsumerGoneError, Puller, pulling
 from pipeline.telemetry import counts
 from pipeline.telemetry.logs import get_logger
-from store import columns
-from store.lake import Lake
-from store.table import LakeError
+from store.lake import columns
+from store.lake.lake import Lake
+from store.lake.table import LakeError
 
-log = get_logger("store.writer")
+log = get_logger("store.lake.writer")
 
 _FETCH = 2_000
 _RETRY_S = 1.0
-_REMAKE_S = 2.0
 _FINAL_WRITE_S = 8.0
 """When the writer is stopped, it has this long to write the events in memory."""
 
@@ -129,48 +129,23 @@ class Writer:
         try:
             delivered = await puller.take(room, wait_s)
         except ConsumerGoneError as error:
-            await self._restore_consumer(error)
+            await self._require_consumer(error)
             return
         await self._accept(delivered)
 
-    async def _restore_consumer(self, gone: ConsumerGoneError) -> None:
-        """Create the consumer and its stream again after they were deleted. Events in memory are kept and written."""
-        while True:
-            try:
-                if await self._consumer_exists():
-                    return  # it exists again, or only its server could not be reached
-                log.error(
-                    "the store's consumer was deleted",
-                    consumer=self.spec.name,
-                    stream=self.spec.stream,
-                    why=str(gone),
-                    detail="it is created again. If its stream was deleted too, events that were not yet written are "
-                    "lost",
-                )
-                # The server removes a deleted stream's folder in the background. A stream of that name that is created
-                # meanwhile loses its files too (seen with nats-server 2.15.1).
-                await anyio.sleep(_REMAKE_S)
-                await self._broker.provision()
-            except (
-                nats.errors.Error,
-                nats.js.errors.Error,
-                BrokerUnavailableError,
-                OSError,
-                TimeoutError,
-            ) as error:
-                log.warning(
-                    "log unavailable; trying again",
-                    consumer=self.spec.name,
-                    why=str(error) or type(error).__name__,
-                )
-                await anyio.sleep(_RETRY_S)  # wait before the retry
-
-    async def _consumer_exists(self) -> bool:
+    async def _require_consumer(self, gone: ConsumerGoneError) -> None:
+        """Pause before the next fetch, because the consumer's server could not be reached. Raises `BrokerError` if the
+        consumer does not exist."""
         try:
             await self._broker.js.consumer_info(self.spec.stream, self.spec.name)
-        except nats.js.errors.NotFoundError:
-            return False
-        return True
+        except nats.js.errors.NotFoundError as error:
+            raise BrokerError(
+                f"stream {self.spec.stream} has no consumer {self.spec.name} any more: if someone deleted the stream, "
+                "start the store again, which creates both"
+            ) from error
+        except (nats.errors.Error, nats.js.errors.Error, OSError, TimeoutError) as error:
+            log.warning("consumer unavailable", consumer=self.spec.name, why=str(error) or str(gone))
+        await anyio.sleep(_RETRY_S)  # no event tells that the server is back
 
     async def _accept(self, delivered: Sequence[Pulled]) -> None:
         """Add deliveries to the batch that is being filled."""
@@ -216,7 +191,8 @@ class Writer:
             await self._write_tag(batch, tag)
             del batch.tags[tag]
             crash.point("store.between_tags")
-        messages = [m.reply for m in batch.messages.values()] if await self._log_holds(batch) else []
+        await self._require_whole_log(batch)
+        messages = [m.reply for m in batch.messages.values()]
         crash.point("store.before_ack")
         half = len(messages) // 2
         await self._broker.client.acknowledge(messages[:half])
@@ -226,14 +202,17 @@ class Writer:
         counts.done[self.spec.name] += len(messages)
         batch.messages = {}
 
-    async def _log_holds(self, batch: WriteBatch) -> bool:
-        """Return whether the log still holds the batch's events.
-
-        If a power cut lost the end of the log, other events get the same sequences, and an acknowledgement would count
-        for them. Then the batch is not acknowledged: events that still exist are delivered again and recognised."""
+    async def _require_whole_log(self, batch: WriteBatch) -> None:
+        """Raise `BrokerError` if a power cut lost the end of the log, and with it the batch's events. Other events get
+        their sequences then, and an acknowledgement would count for those."""
         if not batch.messages or batch.reconnects == self._broker.client.stats["reconnects"]:
-            return True
-        return await self._broker.holds(self.spec.stream, Place(*max(batch.messages)))
+            return
+        newest = Place(*max(batch.messages))
+        if not await self._broker.holds(self.spec.stream, newest):
+            raise BrokerError(
+                f"the log lost its end: message {newest.seq} of {self.spec.stream} is gone. Start the store again: it "
+                "reads the log anew and leaves out what the lake holds"
+            )
 
     async def _write_tag(self, batch: WriteBatch, tag: str) -> None:
         """Commit the events of one tag. Events that do not fit the table become dead letters. Retries while the disk is

@@ -1,0 +1,13 @@
+"""What writes the history: a Delta table for each event tag.
+
+| module | what lives there |
+| --- | --- |
+| `lake` | the tables of all event tags |
+| `table` | the table of one tag: commits, and which events it holds |
+| `commits` | builds and reads Delta commits |
+| `columns` | converts events to Arrow tables |
+| `storage` | a local folder or object storage; the store's errors |
+| `writer` | writes the events of one consumer: decode, commit, then acknowledge |
+| `recovery` | moves journal files aside that a power cut truncated |
+| `maintenance` | merges files, deletes old ones, makes checkpoints |
+"""
