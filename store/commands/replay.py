@@ -1,7 +1,7 @@
 """`journeywork replay`: publishes groups of the history on a branch, to be trained or judged again.
 
-    journeywork replay --branch colder --since 2026-11-01 --where "task = 'win' AND reward_mean < 0.5"
-    journeywork replay --branch again --project shop --model support --dry-run
+    journeywork replay --branch colder --where "task = 'win' AND reward_mean < 0.5 AND decided_at >= '2026-11-01'"
+    journeywork replay --branch again --where "project = 'shop' AND model = 'support'" --dry-run
 
 A replayed group is a `group.scored` event with the same members and verdicts, the new branch, `origin` (its branch and
 sequence) and `offline = true`. Its trajectories keep their positions on the log and their recorded logprobs. If the log
@@ -43,43 +43,26 @@ class StoredGroup:
 
 
 def select_groups(
-    connection: duckdb.DuckDBPyConnection,
-    *,
-    project: str = "",
-    model: str = "",
-    source: str = "main",
-    since: str = "",
-    until: str = "",
-    where: str = "true",
-    limit: int = 0,
+    connection: duckdb.DuckDBPyConnection, where: str = "true", source: str = "main", limit: int = 0
 ) -> list[StoredGroup]:
-    """Return the scored groups of branch `source`, oldest first. `since`, `until`: SQL timestamps, UTC. `where`: SQL
-    over the view `groups`. `limit`: maximum number of groups; 0 for all. Raises `duckdb.Error` if `where` is not valid
-    SQL."""
+    """Return the scored groups of branch `source`, oldest first. `where`: SQL over the view `groups`. `limit`: maximum
+    number of groups; 0 for all. Raises `duckdb.Error` if `where` is not valid SQL."""
     query = f"""
-        SELECT s.* FROM group_scored s
-        JOIN groups g ON g.status = 'scored' AND g.project = s.project AND g.stream_seq = s.log_seq
-          AND g.group_id = s."group"
-        WHERE s.branch = ? AND (? = '' OR s.project = ?) AND (? = '' OR s.model = ?)
-          AND (? = '' OR s."at" >= TRY_CAST(? AS TIMESTAMP)) AND (? = '' OR s."at" < TRY_CAST(? AS TIMESTAMP))
-          AND (s.log_seq, s."group") IN (
-            SELECT (stream_seq, group_id) FROM groups WHERE status = 'scored' AND ({where})
-          )
-        ORDER BY s.log_seq
+        SELECT * FROM group_scored WHERE branch = $branch AND (project, log_seq, "group") IN (
+          SELECT (project, stream_seq, group_id) FROM groups WHERE status = 'scored' AND ({where})
+        )
+        ORDER BY log_seq LIMIT {limit or "ALL"}
     """  # noqa: S608 - `where` is SQL on purpose; the connection holds nothing but views
-    values = [source, project, project, model, model, since, since, until, until]
-    if limit:
-        query += f" LIMIT {int(limit)}"
-    table: pa.Table = connection.sql(query, params=values).to_arrow_table()
+    table: pa.Table = connection.sql(query, params={"branch": source}).to_arrow_table()
     rows = zip(rebuild.events(GroupScored, table), table["log_seq"].to_pylist(), strict=True)
     return [StoredGroup(group, seq) for group, seq in rows]
 
 
-def on_branch(chosen: StoredGroup, branch: str, ends: Mapping[str, int]) -> GroupScored:
+def on_branch(stored: StoredGroup, branch: str, ends: Mapping[str, int]) -> GroupScored:
     """Return the group as an event of `branch`. `ends`: by trajectory, the present sequence of its
     `rollout.completed`."""
-    group = chosen.group
-    origin = group.origin or f"{group.branch}/{chosen.seq}"
+    group = stored.group
+    origin = group.origin or f"{group.branch}/{stored.seq}"
     members = tuple(
         msgspec.structs.replace(m, completed_seq=ends.get(m.trajectory, m.completed_seq))
         for m in group.members
@@ -99,13 +82,13 @@ async def republish_events(
     history get them."""
     published, ends = 0, {}
     for member in group.members:
-        kept = rebuild.trajectory(connection, group.project, member.trajectory)
-        for events in _by_subject(kept):
-            held = {
+        stored = rebuild.trajectory(connection, group.project, member.trajectory)
+        for events in _by_subject(stored):
+            on_log = {
                 r.event.message_id(): r.seq for r in await broker.read(type(events[0]), **keys_of(events[0]))
             }
             for event in events:
-                seq = held.get(event.message_id())
+                seq = on_log.get(event.message_id())
                 if seq is None:
                     again = f"put-back/{event.message_id()}/{now_us()}"
                     seq = (await broker.publish(event, {RETRY_HEADER: "replay"}, message_id=again)).seq
@@ -129,10 +112,10 @@ async def replay(
     events that were published again."""
     counts = {"groups": 0, "already": 0, "republished": 0}
     async with Broker.connect(nats, name="replay") as broker:
-        for chosen in groups:
-            published, ends = await republish_events(broker, connection, chosen.group)
+        for stored in groups:
+            published, ends = await republish_events(broker, connection, stored.group)
             counts["republished"] += published
-            ack = await broker.publish(on_branch(chosen, branch, ends))
+            ack = await broker.publish(on_branch(stored, branch, ends))
             counts["already" if ack.duplicate else "groups"] += 1
     return counts
 
@@ -147,11 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", help="settings of that run")
     parser.add_argument("--nats-url", help="log to replay onto; default: the run's own")
-    parser.add_argument("--project", default="")
-    parser.add_argument("--model", default="")
     parser.add_argument("--from-branch", default="main")
-    parser.add_argument("--since", default="", help="UTC, such as 2026-11-01 or 2026-11-01 12:00")
-    parser.add_argument("--until", default="")
     parser.add_argument("--where", default="true", help="SQL over the view `groups`")
     parser.add_argument("--limit", type=int, default=0)
     parser.add_argument(
@@ -182,30 +161,12 @@ def _main(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             f"--branch {args.branch}: name a branch other than main and the one that is replayed"
         )
-    for name in ("since", "until"):
-        _check_time(name, getattr(args, name))
     config = run_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats", "store"))
     with sql.connect(config) as connection:
-        chosen = select_groups(
-            connection,
-            project=args.project,
-            model=args.model,
-            source=args.from_branch,
-            since=args.since,
-            until=args.until,
-            where=args.where,
-            limit=args.limit,
-        )
+        groups = select_groups(connection, args.where, args.from_branch, args.limit)
         if args.dry_run:
-            return {"groups": len(chosen), "ids": [c.group.group for c in chosen]}
-        return anyio.run(replay, log_of(config), connection, chosen, args.branch) | {"branch": args.branch}
-
-
-def _check_time(name: str, text: str) -> None:
-    with duckdb.connect() as connection:
-        (row,) = connection.execute("SELECT TRY_CAST(? AS TIMESTAMP)", [text]).fetchall()
-    if text and row[0] is None:
-        raise ConfigError(f"--{name} {text!r} is not a time: write 2026-11-01 or 2026-11-01 12:00 (UTC)")
+            return {"groups": len(groups), "ids": [stored.group.group for stored in groups]}
+        return anyio.run(replay, log_of(config), connection, groups, args.branch) | {"branch": args.branch}
 
 
 if __name__ == "__main__":

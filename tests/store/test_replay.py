@@ -14,7 +14,7 @@ from pipeline.log.broker import Broker
 from store.commands import diff, replay
 from store.lake.columns import table
 from store.reading import rebuild, sql
-from tests.store.kit import StoreProcess, publish, run_of_one_step, store_all, stored, until_acked
+from tests.store.kit import StoreProcess, fill, publish, run_of_one_step, stored, until_acked
 
 pytestmark = pytest.mark.anyio
 
@@ -73,24 +73,23 @@ async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_bac
     assert len(stored(tmp_path / "store", "group.scored")) == 2
 
 
-async def test_choosing_by_time_project_and_predicate(
-    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
-) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, run_of_one_step())
-        await store_all(broker, running_store)
+def test_groups_are_selected_by_a_condition_over_their_view(tmp_path: Path) -> None:
+    fill(tmp_path, run_of_one_step())
     with sql.connect(tmp_path) as connection:
-        assert len(replay.select_groups(connection, project="p", model="m", since="2020-01-01")) == 1
-        assert replay.select_groups(connection, until="2020-01-01") == []
-        assert replay.select_groups(connection, project="other") == []
-        assert replay.select_groups(connection, where="size > 2") == []
+        assert (
+            len(replay.select_groups(connection, "project = 'p' AND decided_at > '2020-01-01'", limit=3)) == 1
+        )
+        assert replay.select_groups(connection, "size > 2") == []
+        assert replay.select_groups(connection, source="other") == []
 
 
 def test_the_command_refuses_what_makes_no_sense(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert replay.main(["--branch", "main"]) == 2
-    assert replay.main(["--branch", "b", "--since", "yesterday"]) == 2
-    assert "--since" in capfd.readouterr().err
-    assert replay.main(["--branch", "b", "--run-dir", str(tmp_path)]) == 2
+    fill(tmp_path, run_of_one_step())
+    assert replay.main(["--branch", "b", "--run-dir", str(tmp_path), "--where", "since = 1"]) == 1
+    assert "since" in capfd.readouterr().err
+    assert replay.main(["--branch", "b", "--run-dir", str(tmp_path), "--dry-run"]) == 0
+    assert json.loads(capfd.readouterr().out) == {"groups": 1, "ids": ["g0"]}
 
 
 def test_what_differs_between_two_sets_of_rewards() -> None:
@@ -120,16 +119,11 @@ def test_a_side_is_a_filter() -> None:
         diff.parse_side("nonsense")
 
 
-async def test_the_diff_command(
-    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    async with Broker.connect(nats_config) as broker:
-        events = run_of_one_step()
-        scored = next(e for e in events if isinstance(e, GroupScored))
-        swapped = tuple(msgspec.structs.replace(m, reward=1 - m.reward) for m in scored.members)
-        other = msgspec.structs.replace(scored, branch="b", members=swapped)
-        await publish(broker, [*events, other])
-        await store_all(broker, running_store)
+def test_the_diff_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    events = run_of_one_step()
+    scored = next(e for e in events if isinstance(e, GroupScored))
+    swapped = tuple(msgspec.structs.replace(m, reward=1 - m.reward) for m in scored.members)
+    fill(tmp_path, [*events, msgspec.structs.replace(scored, branch="b", members=swapped)])
     where = ["--run-dir", str(tmp_path)]
     assert diff.main(["--a", "branch=main", "--b", "branch=b", "--format", "json", *where]) == 0
     assert json.loads(capfd.readouterr().out)["sign_flips"] == 2

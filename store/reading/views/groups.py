@@ -5,30 +5,28 @@
 from __future__ import annotations
 
 from pipeline.events.types import REWARD_TOLERANCE
-from store.reading.views.view import View, documented
+from store.reading.views.view import View
 
 GROUPS = View(
     "groups",
     "One row per group that was scored, or discarded without being scored. A group that two judges scored has a row of "
     "each.",
-    documented(
-        "project model group_id branch split task status judge size reward_mean reward_min reward_max "
-        "has_signal closed_by origin offline discarded reason decided_by decided_at stream_seq",
-        status="`scored`; `discarded` if it was discarded without being scored.",
-        size="Number of trajectories that were scored.",
-        reward_mean="Mean reward of the scored members.",
-        reward_min="Lowest reward of them.",
-        reward_max="Highest reward of them.",
-        has_signal="Whether these rewards differ by more than 1e-6, without which a group is not trained; null for "
+    {
+        "status": "`scored`; `discarded` if it was discarded without being scored.",
+        "size": "Number of trajectories that were scored.",
+        "reward_mean": "Mean reward of the scored members.",
+        "reward_min": "Lowest reward of them.",
+        "reward_max": "Highest reward of them.",
+        "has_signal": "Whether these rewards differ by more than 1e-6, without which a group is not trained; null for "
         "validation groups, which are never trained.",
-        closed_by="`size`, `timeout` or `replay`.",
-        origin="Branch and sequence that it was replayed from.",
-        discarded="Number of its trajectories that are not trained, before or after the scoring.",
-        reason="Why most of these were discarded; null if none was.",
-        decided_by="Service that discarded them.",
-        decided_at="When the group was scored, or else discarded, UTC.",
-        stream_seq="Sequence of the event in GROUPS.",
-    ),
+        "closed_by": "`size`, `timeout` or `replay`.",
+        "origin": "Branch and sequence that it was replayed from.",
+        "discarded": "Number of its trajectories that are not trained, before or after the scoring.",
+        "reason": "Why most of these were discarded; null if none was.",
+        "decided_by": "Service that discarded them.",
+        "decided_at": "When the group was scored, or else discarded, UTC.",
+        "stream_seq": "Sequence of the event in GROUPS.",
+    },
     # Two parts in place of a full join, through which no condition on a column would reach the files.
     f"""
         WITH scored AS (
@@ -61,19 +59,17 @@ GROUPS = View(
 VERDICTS = View(
     "verdicts",
     "One row per trajectory that a judge scored.",
-    documented(
-        "project model group_id branch judge verdict judge_model rubric rubric_hash trajectory score "
-        "explanation position cost_usd latency_s attempts left_out scored_at",
-        verdict="Number of the verdict in its group, from 0.",
-        rubric_hash="Hash of the rubric.",
-        score="Score from 0 to 1.",
-        explanation="The judge's explanation.",
-        position="Place in which the judge saw the run, from 0; null where it is unknown.",
-        cost_usd="Cost of the verdict over the whole group.",
-        latency_s="Seconds that the verdict took.",
-        attempts="Calls until the reply could be read.",
-        left_out="Bytes of the group that did not fit into the judge's prompt.",
-    ),
+    {
+        "verdict": "Number of the verdict in its group, from 0.",
+        "rubric_hash": "Hash of the rubric.",
+        "score": "Score from 0 to 1.",
+        "explanation": "The judge's explanation.",
+        "position": "Place in which the judge saw the run, from 0; null where it is unknown.",
+        "cost_usd": "Cost of the verdict over the whole group.",
+        "latency_s": "Seconds that the verdict took.",
+        "attempts": "Calls until the reply could be read.",
+        "left_out": "Bytes of the group that did not fit into the judge's prompt.",
+    },
     """
         WITH each AS (
           SELECT *, unnest(verdicts) AS verdict_, generate_subscripts(verdicts, 1) - 1 AS verdict FROM group_scored
@@ -91,13 +87,11 @@ VERDICTS = View(
 REWARDS = View(
     "rewards",
     "One row per member of a scored group: what training gets.",
-    documented(
-        "project model group_id branch judge trajectory reward components centered outcome split exchanges "
-        "first_step last_step offline scored_at",
-        components="The rewards that were composed, by name.",
-        centered="Reward minus the mean of the group's scored members; its sign is that of the advantage.",
-        exchanges="Number of calls of the run.",
-    ),
+    {
+        "components": "The rewards that were composed, by name.",
+        "centered": "Reward minus the mean of the group's scored members; its sign is that of the advantage.",
+        "exchanges": "Number of calls of the run.",
+    },
     """
         WITH each AS (
           SELECT *, list_avg([m.reward FOR m IN members IF m.outcome = 'scored']) AS mean, unnest(members) AS m
@@ -113,17 +107,15 @@ REWARDS = View(
 JUDGE_COST = View(
     "judge_cost",
     "The cost of judging, by day and judge.",
-    documented(
-        "day project model judge judge_model rubric verdicts cost_usd prompt_tokens completion_tokens "
-        "mean_latency_s retries",
-        day="Day, UTC.",
-        verdicts="Number of verdicts.",
-        cost_usd="Their cost.",
-        prompt_tokens="Tokens that the judge read.",
-        completion_tokens="Tokens that the judge wrote.",
-        mean_latency_s="Mean seconds of a verdict.",
-        retries="Calls beyond the first, summed over the verdicts.",
-    ),
+    {
+        "day": "Day, UTC.",
+        "verdicts": "Number of verdicts.",
+        "cost_usd": "Their cost.",
+        "prompt_tokens": "Tokens that the judge read.",
+        "completion_tokens": "Tokens that the judge wrote.",
+        "mean_latency_s": "Mean seconds of a verdict.",
+        "retries": "Calls beyond the first, summed over the verdicts.",
+    },
     """
         WITH each AS (SELECT "at", project, model, judge, unnest(verdicts) AS said FROM group_scored)
         SELECT "at"::DATE AS day, project, model, judge, said.judge_model AS judge_model, said.rubric AS rubric,
@@ -137,16 +129,15 @@ JUDGE_COST = View(
 LABELS = View(
     "labels",
     "One row per trajectory that a person scored, with the judge's score of it.",
-    documented(
-        "project model group_id trajectory score comment labeled_by source labeled_at judge_model judge_score",
-        score="The person's score from 0 to 1.",
-        comment="The person's words.",
-        labeled_by="Who labelled.",
-        source="Where the label was given, such as `dashboard`.",
-        labeled_at="When, UTC.",
-        judge_model="Model that judged; `agent` where the agents' rewards were used; null where no judge scored it.",
-        judge_score="Mean score by that judge on branch `main`.",
-    ),
+    {
+        "score": "The person's score from 0 to 1.",
+        "comment": "The person's words.",
+        "labeled_by": "Who labelled.",
+        "source": "Where the label was given, such as `dashboard`.",
+        "labeled_at": "When, UTC.",
+        "judge_model": "Model that judged; `agent` where the agents' rewards were used; null where no judge scored it.",
+        "judge_score": "Mean score by that judge on branch `main`.",
+    },
     """
         WITH each AS (SELECT *, unnest(labels) AS l FROM group_labeled), judged AS (
           SELECT project, group_id, trajectory, judge_model, avg(score) AS judge_score FROM verdicts

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from store.reading.views.view import View, documented
+from store.reading.views.view import View
 
 STARVATION = View(
     "starvation",
     "Runs that never trained, with the reason, by duration. It shows whether long tasks starve.",
-    documented(
-        "project model group_id branch trajectory reason dropped_by detail version duration_s duration "
-        "dropped_at",
-        reason="Reason of the discard, or the outcome that is not trained (`no_result`, `masked`).",
-        dropped_by="Service that discarded the group; `agent` for an outcome.",
-        version="Policy version at which it was discarded, where that matters.",
-        duration_s="Seconds that the run took; those of the longest run of the group where its own are unknown.",
-        duration="Range of `duration_s`: `<1s`, `<10s`, `<1m`, `<10m`, `<1h`, `>=1h`.",
-        dropped_at="When it was dropped, UTC.",
-    ),
+    {
+        "reason": "Reason of the discard, or the outcome that is not trained (`no_result`, `masked`).",
+        "dropped_by": "Service that discarded the group; `agent` for an outcome.",
+        "version": "Policy version at which it was discarded, where that matters.",
+        "duration_s": "Seconds that the run took; those of the longest run of the group where its own are unknown.",
+        "duration": "Range of `duration_s`: `<1s`, `<10s`, `<1m`, `<10m`, `<1h`, `>=1h`.",
+        "dropped_at": "When it was dropped, UTC.",
+    },
     """
         WITH dropped AS (
           SELECT d.project, d.model, d."group" AS group_id, d.branch, unnest(d.trajectories) AS trajectory, d.reason,
@@ -41,19 +39,18 @@ STARVATION = View(
 DEAD = View(
     "dead",
     "Events that no consumer could use, with the reason.",
-    documented(
-        "dead_seq stream stream_seq subject consumer reason detail deliveries payload headers dead_at",
-        dead_seq="Sequence in DEAD, which `journeywork dead` takes.",
-        stream="Stream that the event came from.",
-        stream_seq="Its sequence there.",
-        subject="Its subject there.",
-        consumer="Consumer that gave it up.",
-        reason="`undecodable`, `unstorable`, `max_deliver`, `ended_service`, …",
-        deliveries="How often it was delivered.",
-        payload="The message.",
-        headers="The headers of the message.",
-        dead_at="When it was given up, UTC.",
-    ),
+    {
+        "dead_seq": "Sequence in DEAD, which `journeywork dead` takes.",
+        "stream": "Stream that the event came from.",
+        "stream_seq": "Its sequence there.",
+        "subject": "Its subject there.",
+        "consumer": "Consumer that gave it up.",
+        "reason": "`undecodable`, `unstorable`, `max_deliver`, `ended_service`, …",
+        "deliveries": "How often it was delivered.",
+        "payload": "The message.",
+        "headers": "The headers of the message.",
+        "dead_at": "When it was given up, UTC.",
+    },
     """
         SELECT log_seq AS dead_seq, stream, stream_seq, original_subject AS subject, consumer, reason, detail,
           deliveries, payload, headers, "at" AS dead_at

@@ -4,34 +4,30 @@
 
 from __future__ import annotations
 
-from store.reading.views.view import NEVER, View, documented
+from store.reading.views.view import NEVER, View
 
 TRAJECTORIES = View(
     "trajectories",
     "One row per agent run, open or ended.",
-    documented(
-        "project model trajectory group_id task attempt split outcome reward rewards metrics metadata "
-        "exchanges calls prompt_tokens sampled_tokens calls_s first_step last_step inferred opened_at completed_at "
-        "duration_s paced_s stream_seq "
-        "trace_id",
-        attempt="Number of the attempt, as given by the caller.",
-        outcome="`scored`, `no_result` or `masked`; `open` while the run has not ended.",
-        reward="Reward given by the agent; null where the judge assigns it.",
-        rewards="Named reward components given by the agent.",
-        metrics="Metrics given by the agent.",
-        metadata="Metadata given by the agent, JSON.",
-        exchanges="Number of exchange events; null while open.",
-        calls="Number of model calls.",
-        prompt_tokens="Tokens of all prompts of the run.",
-        sampled_tokens="Sampled tokens of the run.",
-        calls_s="Seconds that its model calls took, added up.",
-        inferred="Whether the gateway inferred where the run began and ended.",
-        opened_at="When the run began, UTC.",
-        completed_at="When the run ended, UTC; null while open.",
-        duration_s="Seconds from `opened_at` to `completed_at`.",
-        paced_s="Seconds that the gateway made the group wait; 0 for all but the first run of a group.",
-        stream_seq="Sequence of its `rollout.completed` in ROLLOUTS.",
-    ),
+    {
+        "attempt": "Number of the attempt, as given by the caller.",
+        "outcome": "`scored`, `no_result` or `masked`; `open` while the run has not ended.",
+        "reward": "Reward given by the agent; null where the judge assigns it.",
+        "rewards": "Named reward components given by the agent.",
+        "metrics": "Metrics given by the agent.",
+        "metadata": "Metadata given by the agent, JSON.",
+        "exchanges": "Number of exchange events; null while open.",
+        "calls": "Number of model calls.",
+        "prompt_tokens": "Tokens of all prompts of the run.",
+        "sampled_tokens": "Sampled tokens of the run.",
+        "calls_s": "Seconds that its model calls took, added up.",
+        "inferred": "Whether the gateway inferred where the run began and ended.",
+        "opened_at": "When the run began, UTC.",
+        "completed_at": "When the run ended, UTC; null while open.",
+        "duration_s": "Seconds from `opened_at` to `completed_at`.",
+        "paced_s": "Seconds that the gateway made the group wait; 0 for all but the first run of a group.",
+        "stream_seq": "Sequence of its `rollout.completed` in ROLLOUTS.",
+    },
     # Two parts in place of a full join, through which no condition on a column would reach the files.
     f"""
         WITH ended AS (
@@ -61,32 +57,29 @@ TRAJECTORIES = View(
 EXCHANGES = View(
     "exchanges",
     "One row per model call and choice, with the exact tokens.",
-    documented(
-        "project model trajectory seq choice group_id policy_version step request response prompt_ids "
-        "sampled_ids logprobs forced prompt_tokens sampled_tokens finish_reason status side_call endpoint "
-        "streamed replica started_at ended_at latency_s first_token_s copied_from stream_seq trace_id",
-        step="Step of that version.",
-        request="Request body, JSON.",
-        response="Reply as the client got it, JSON.",
-        prompt_ids="Prompt token ids.",
-        sampled_ids="Sampled token ids.",
-        logprobs="Logprobs of the sampled tokens under the distribution that they were sampled from.",
-        forced="1 for each token that a grammar left no choice for; empty where there is none.",
-        prompt_tokens="Length of `prompt_ids`.",
-        finish_reason="Why sampling ended.",
-        status="`complete`, `cancelled` or `failed`.",
-        side_call="Whether the call was marked as beside the task; it is kept and not trained.",
-        endpoint="Path of the request.",
-        streamed="Whether the reply was streamed.",
-        replica="Inference server that answered.",
-        started_at="When the request came, UTC.",
-        ended_at="When the reply was complete, UTC.",
-        latency_s="Seconds from `started_at` to `ended_at`.",
-        first_token_s="Seconds to the first token; null where the reply was not streamed.",  # noqa: S106 - no password
-        copied_from="`<trajectory>/<seq>` of the call that this one is a copy of, where a run was made of recorded "
+    {
+        "step": "Step of that version.",
+        "request": "Request body, JSON.",
+        "response": "Reply as the client got it, JSON.",
+        "prompt_ids": "Prompt token ids.",
+        "sampled_ids": "Sampled token ids.",
+        "logprobs": "Logprobs of the sampled tokens under the distribution that they were sampled from.",
+        "forced": "1 for each token that a grammar left no choice for; empty where there is none.",
+        "prompt_tokens": "Length of `prompt_ids`.",
+        "finish_reason": "Why sampling ended.",
+        "status": "`complete`, `cancelled` or `failed`.",
+        "side_call": "Whether the call was marked as beside the task; it is kept and not trained.",
+        "endpoint": "Path of the request.",
+        "streamed": "Whether the reply was streamed.",
+        "replica": "Inference server that answered.",
+        "started_at": "When the request came, UTC.",
+        "ended_at": "When the reply was complete, UTC.",
+        "latency_s": "Seconds from `started_at` to `ended_at`.",
+        "first_token_s": "Seconds to the first token; null where the reply was not streamed.",
+        "copied_from": "`<trajectory>/<seq>` of the call that this one is a copy of, where a run was made of recorded "
         "calls; null where the call was made in this run.",
-        stream_seq="Sequence in ROLLOUTS.",
-    ),
+        "stream_seq": "Sequence in ROLLOUTS.",
+    },
     f"""
         SELECT project, model, trajectory, seq, choice, "group" AS group_id, policy_version, step, request, response,
           prompt_ids, sampled_ids, logprobs, forced, len(prompt_ids) AS prompt_tokens,
@@ -103,16 +96,14 @@ EXCHANGES = View(
 MESSAGES = View(
     "messages",
     "One row per chat message of a call: those that were sent, then the reply.",
-    documented(
-        "project model trajectory seq choice position role content tool_calls is_reply policy_version "
-        "ended_at",
-        position="Place in the call's conversation, from 0; the reply is last.",
-        role="`system`, `user`, `assistant` or `tool`.",
-        content="Text; JSON where it has parts.",
-        tool_calls="Tool calls, JSON; null where there are none.",
-        is_reply="Whether it is the reply.",
-        ended_at="When the call ended, UTC.",
-    ),
+    {
+        "position": "Place in the call's conversation, from 0; the reply is last.",
+        "role": "`system`, `user`, `assistant` or `tool`.",
+        "content": "Text; JSON where it has parts.",
+        "tool_calls": "Tool calls, JSON; null where there are none.",
+        "is_reply": "Whether it is the reply.",
+        "ended_at": "When the call ended, UTC.",
+    },
     """
         WITH sent AS (
           SELECT project, model, trajectory, seq, choice, policy_version, "at", response,

@@ -4,24 +4,22 @@
 
 from __future__ import annotations
 
-from store.reading.views.view import NEVER, View, documented
+from store.reading.views.view import NEVER, View
 
 CHECKPOINTS = View(
     "checkpoints",
     "One row per published policy version.",
-    documented(
-        "project model version step parent branch batch_id groups group_seqs config_hash base_model adapter "
-        "adapter_sha256 adapter_bytes files metrics started_at published_at",
-        groups="Ids of the groups that it learned from.",
-        group_seqs="Sequences of these groups in GROUPS.",
-        config_hash="Hash of the training settings.",
-        base_model="Base model of the adapter.",
-        adapter="Name of the adapter in the object store.",
-        adapter_sha256="SHA-256 of the adapter.",
-        adapter_bytes="Size of the adapter.",
-        files="SHA-256 of each file, by name.",
-        started_at="When the step began, UTC.",
-    ),
+    {
+        "groups": "Ids of the groups that it learned from.",
+        "group_seqs": "Sequences of these groups in GROUPS.",
+        "config_hash": "Hash of the training settings.",
+        "base_model": "Base model of the adapter.",
+        "adapter": "Name of the adapter in the object store.",
+        "adapter_sha256": "SHA-256 of the adapter.",
+        "adapter_bytes": "Size of the adapter.",
+        "files": "SHA-256 of each file, by name.",
+        "started_at": "When the step began, UTC.",
+    },
     f"""
         SELECT project, model, version, step, parent, branch, batch_id, groups, group_seqs, config_hash, base_model,
           adapter, adapter_sha256, adapter_bytes, files, metrics, nullif(started_at, {NEVER}) AS started_at,
@@ -34,20 +32,18 @@ ADAPTERS = View(
     "adapters",
     "Delivery: one row per version and replica that loaded it. A version that no replica loaded has one row without a "
     "replica.",
-    documented(
-        "project model version step replica gateway published_at loaded_at delay_s load_s probe_delta "
-        "digest_matches incarnation",
-        replica="Inference server that loaded it; null where none has.",
-        gateway="Gateway that asked for it.",
-        published_at="When the checkpoint was published, UTC; null for a version that this log did not publish.",
-        loaded_at="When the replica could serve it, UTC.",
-        delay_s="Seconds from `published_at` to `loaded_at`.",
-        load_s="Seconds that the loading took.",
-        probe_delta="Largest difference of a probe's logprobs to the base model; 0 means that the adapter changes "
+    {
+        "replica": "Inference server that loaded it; null where none has.",
+        "gateway": "Gateway that asked for it.",
+        "published_at": "When the checkpoint was published, UTC; null for a version that this log did not publish.",
+        "loaded_at": "When the replica could serve it, UTC.",
+        "delay_s": "Seconds from `published_at` to `loaded_at`.",
+        "load_s": "Seconds that the loading took.",
+        "probe_delta": "Largest difference of a probe's logprobs to the base model; 0 means that the adapter changes "
         "nothing.",
-        digest_matches="Whether the loaded adapter is the published one.",
-        incarnation="Identifies one run of the replica's process.",
-    ),
+        "digest_matches": "Whether the loaded adapter is the published one.",
+        "incarnation": "Identifies one run of the replica's process.",
+    },
     """
         SELECT coalesce(l.project, c.project) AS project, coalesce(l.model, c.model) AS model,
           coalesce(l.version, c.version) AS version, coalesce(l.step, c.step) AS step, l.replica, l.gateway,
@@ -79,17 +75,15 @@ their groups."""
 LINEAGE = View(
     "lineage",
     "From a checkpoint to its groups, trajectories, exchanges and verdicts: one row per exchange that it learned from.",
-    documented(
-        "project model version step parent batch_id published_at group_id group_seq branch judge trajectory "
-        "outcome reward verdicts seq choice policy_version staleness sampled_tokens exchange_seq",
-        version="Checkpoint.",
-        group_id="Group that it learned from.",
-        group_seq="Sequence of the group in GROUPS.",
-        verdicts="What each judge said of the run: judge_model, rubric, score, explanation.",
-        seq="Number of the call in its run; null where its exchanges are not in the store.",
-        staleness="Steps between the version that sampled and the one that was trained from.",
-        exchange_seq="Sequence of the exchange in ROLLOUTS.",
-    ),
+    {
+        "version": "Checkpoint.",
+        "group_id": "Group that it learned from.",
+        "group_seq": "Sequence of the group in GROUPS.",
+        "verdicts": "What each judge said of the run: judge_model, rubric, score, explanation.",
+        "seq": "Number of the call in its run; null where its exchanges are not in the store.",
+        "staleness": "Steps between the version that sampled and the one that was trained from.",
+        "exchange_seq": "Sequence of the exchange in ROLLOUTS.",
+    },
     f"""
         {_MEMBERS.strip()}
         SELECT m.project, m.model, m.version, m.step, m.parent, m.batch_id, m.at AS published_at, m.group_id,
@@ -114,14 +108,12 @@ LINEAGE = View(
 STALENESS = View(
     "staleness",
     "The age of what a step learned from: one row per trained trajectory and checkpoint.",
-    documented(
-        "project model version step branch group_id trajectory reward staleness_min staleness_max wait_s "
-        "scored_at",
-        version="Checkpoint.",
-        staleness_min="Steps between the newest version that sampled in the run and the one that was trained from.",
-        staleness_max="Steps between the oldest version that sampled in the run and the one that was trained from.",
-        wait_s="Seconds from the group's scoring to the checkpoint.",
-    ),
+    {
+        "version": "Checkpoint.",
+        "staleness_min": "Steps between the newest version that sampled in the run and the one that was trained from.",
+        "staleness_max": "Steps between the oldest version that sampled in the run and the one that was trained from.",
+        "wait_s": "Seconds from the group's scoring to the checkpoint.",
+    },
     f"""
         {_MEMBERS.strip()}
         SELECT project, model, version, step, branch, group_id, m.trajectory AS trajectory, m.reward AS reward,
@@ -134,19 +126,18 @@ STALENESS = View(
 STEPS = View(
     "steps",
     "One row per optimizer step: its batch and its results.",
-    documented(
-        "project model version step branch groups trajectories reward_mean reward_mean_all mean_staleness "
-        "duration_s metrics published_at",
-        version="Version that the step made.",
-        groups="Number of groups.",
-        trajectories="Number of scored trajectories.",
-        reward_mean="Mean reward of these trajectories.",
-        reward_mean_all="Mean reward of all training runs that were scored after the newest group of the step before, "
-        "up to the newest of this step. It includes groups that were not trained because their rewards were equal.",
-        mean_staleness="Mean over the trajectories of the steps between the oldest version that sampled and the one "
+    {
+        "version": "Version that the step made.",
+        "groups": "Number of groups.",
+        "trajectories": "Number of scored trajectories.",
+        "reward_mean": "Mean reward of these trajectories.",
+        "reward_mean_all": "Mean reward of all training runs that were scored after the newest group of the step "
+        "before, up to the newest of this step. It includes groups that were not trained because their rewards were "
+        "equal.",
+        "mean_staleness": "Mean over the trajectories of the steps between the oldest version that sampled and the one "
         "that was trained from.",
-        duration_s="Seconds from the step's begin to its publishing.",
-    ),
+        "duration_s": "Seconds from the step's begin to its publishing.",
+    },
     """
         WITH stepped AS (
           SELECT c.project, c.model, c.version, any_value(c.step) AS step, c.branch,

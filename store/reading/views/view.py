@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import duckdb
+
 NEVER = "TIMESTAMP '1970-01-01'"
 """A time that was not recorded."""
 
@@ -46,13 +48,11 @@ class View:
 
     name: str
     purpose: str
-    columns: dict[str, str]
-    """Name to meaning, in order."""
+    meanings: dict[str, str]
+    """Of the columns whose meaning is not a common one."""
     sql: str
 
-
-def documented(names: str, **meanings: str) -> dict[str, str]:
-    """The columns `names`, separated by spaces, with their meanings: those given here, else the common ones.
-
-    Raises `KeyError` where a column has no meaning."""
-    return {name: meanings.get(name) or _COMMON[name] for name in names.split()}
+    def columns(self, connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
+        """Return the meaning of each column, in order. Raises `KeyError` where a column has no meaning."""
+        names = connection.view(self.name).columns
+        return {name: self.meanings.get(name) or _COMMON[name] for name in names}

@@ -42,17 +42,17 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("view", VIEWS, ids=lambda v: v.name)
 @pytest.mark.parametrize("filled", [False, True])
-def test_each_view_has_its_documented_columns(view: Any, filled: bool, tmp_path: Path) -> None:
+def test_each_view_has_its_documented_columns(filled: bool, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     if filled:
         fill(tmp_path, run_of_one_step())
     with sql.connect(tmp_path) as connection:
-        result = connection.sql(f"FROM {view.name}")
-        assert result.columns == list(view.columns)
-        assert bool(result.fetchall()) == filled
-        assert [str(t) for t in result.types].count('"NULL"') == 0
+        for view in VIEWS:
+            result = connection.sql(f"FROM {view.name}")
+            assert set(view.meanings) <= set(view.columns(connection)) == set(result.columns), view.name
+            assert bool(result.fetchall()) == filled, view.name
+            assert [str(t) for t in result.types].count('"NULL"') == 0, view.name
 
 
 def test_a_column_has_the_same_type_in_an_empty_store_and_a_full_one(
