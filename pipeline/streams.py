@@ -53,7 +53,8 @@ class ConsumerSpec:
     ack_wait_s: float = 10.0
     max_deliver: int = 10
     max_deaths: int = 2
-    """How often a message may end the process that handles it before it becomes a dead letter."""
+    """How often a message may end the process that handles it before it becomes a dead letter. 0: deaths are not
+    counted, and no message is handled alone, because the service finds out itself which one is at fault."""
     max_ack_pending: int = 10_000
     start: Literal["all", "new"] = "all"
 
@@ -115,7 +116,7 @@ CONSUMERS: tuple[ConsumerSpec, ...] = (
     ConsumerSpec("judge", "ROLLOUTS", ("rollout.completed.>",), "groups and scores", max_deliver=50,
                  max_ack_pending=100_000),
     ConsumerSpec("judge-timers", "TIMERS", (f"{TIMER_DUE}.>",), "closes groups whose time is up", max_deliver=50),
-    ConsumerSpec("trainer", "GROUPS", ("group.scored.>",), "takes optimizer steps", max_deliver=50),
+    ConsumerSpec("trainer", "GROUPS", ("group.scored.>",), "takes optimizer steps", max_deliver=50, max_deaths=0),
     ConsumerSpec("store-rollouts", "ROLLOUTS", ("rollout.>",), "Parquet", max_ack_pending=200_000),
     ConsumerSpec("store-groups", "GROUPS", ("group.>",), "Parquet", max_ack_pending=200_000),
     ConsumerSpec("store-policy", "POLICY", ("policy.>",), "Parquet", max_ack_pending=200_000),

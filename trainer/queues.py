@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import anyio
+
 from pipeline.config import TrainerConfig
 from pipeline.events import DeadLettered, GroupDiscarded, GroupScored, TrainingBatch
 from pipeline.log.broker import Broker
@@ -25,6 +27,8 @@ class RequestedBatch:
     """Those that wait, in stream order."""
     settled: set[str] = field(default_factory=set)
     """Names of the groups that wait or were discarded."""
+    changed: float = field(default_factory=anyio.current_time)
+    """When the last of its groups began to wait or was discarded, in the event loop's time."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -92,6 +96,7 @@ class ModelQueue:
         batch = self.requested[request.owner, request.id]
         batch.groups.insert(_index(batch.groups, group), group)
         batch.settled.add(group.event.group)
+        batch.changed = anyio.current_time()
 
     async def expect(self, event: GroupScored, broker: Broker, consumer: str) -> None:
         """Begin the requested batch of a group, if it is the first one of it here. Groups of the batch that were
@@ -119,13 +124,14 @@ class ModelQueue:
         if batch is None:
             return
         batch.settled.add(event.group)
+        batch.changed = anyio.current_time()
         batch.groups = [group for group in batch.groups if group.event.group != event.group]
         if not batch.groups:
             del self.requested[batch.key]  # the next group of it, if there is one, begins it again
 
-    def incomplete(self) -> list[TrainingGroup]:
-        """Return the groups of the requested batches that are not complete."""
-        return [group for b in self.requested.values() if not b.complete for group in b.groups]
+    def incomplete(self) -> list[RequestedBatch]:
+        """Return the requested batches that are not complete, oldest first."""
+        return [batch for batch in self.requested.values() if not batch.complete]
 
     def next_requested(self) -> bool:
         """Make the first complete requested batch the batch of the next step. Returns whether there is one."""

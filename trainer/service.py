@@ -13,6 +13,7 @@ acknowledged. After a crash between any two of them, the next start compares dis
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -40,7 +41,7 @@ from trainer.checkpoints.retention import Retention
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import UntrainableError
 from trainer.learner import Learner, PendingStep, make_learners
-from trainer.queues import ModelQueue
+from trainer.queues import ModelQueue, RequestedBatch
 from trainer.recovery import recover, unacknowledged
 
 log = get_logger("trainer")
@@ -134,6 +135,7 @@ class Trainer:
                     await delivery.ack()
                 self._redeliveries -= delivery.deliveries > 1
             self._redelivered.set()
+            await self._end_incomplete_batches()
             if len(self._consumed) > _CONSUMED_KEPT:
                 info = await self.broker.consumer_info(self._consumer)
                 self._consumed.forget(int(info.ack_floor.stream_seq) if info.ack_floor else 0)
@@ -284,9 +286,39 @@ class Trainer:
     async def _refuse_stale_batches(self, queue: ModelQueue) -> None:
         """Discard the groups of incomplete requested batches that became too old. Their agent may have died before it
         completed the others."""
-        for group in queue.incomplete():
+        for group in [group for batch in queue.incomplete() for group in batch.groups]:
             if refusal := group.refuse(queue.step, queue.settings):
                 await self._discard(queue, group, refusal)
+
+    async def _end_incomplete_batches(self) -> None:
+        """Discard the groups of requested batches to which nothing came for `trainer.batch_timeout_s`.
+
+        At most half of the groups that the log delivers without an acknowledgement may wait for others of their batch:
+        with all of them, the log would deliver no more. Beyond that, the owner with most of them loses the oldest."""
+        now = anyio.current_time()
+        batches = [(queue, batch) for queue in self.queues.values() for batch in queue.incomplete()]
+        waiting: dict[str, deque[tuple[ModelQueue, RequestedBatch]]] = {}
+        for queue, batch in batches:
+            timeout_s = queue.settings.batch_timeout_s
+            if now - batch.changed < timeout_s:
+                waiting.setdefault(batch.request.owner, deque()).append((queue, batch))
+                continue
+            why = f"no group of batch {batch.request.id} was scored or discarded for {timeout_s:g} s"
+            await self._end_batch(queue, batch, why)
+        bound = self._consumer.max_ack_pending // 2
+        counts = Counter(
+            {owner: sum(len(b.groups) for _, b in of_owner) for owner, of_owner in waiting.items()}
+        )
+        while counts.total() > bound:
+            owner, count = counts.most_common(1)[0]
+            queue, batch = waiting[owner].popleft()
+            counts[owner] -= len(batch.groups)
+            why = f"{count} groups of key {owner!r} wait for others of their batches, of {bound} for all keys"
+            await self._end_batch(queue, batch, why)
+
+    async def _end_batch(self, queue: ModelQueue, batch: RequestedBatch, why: str) -> None:
+        for group in list(batch.groups):
+            await self._discard(queue, group, Refusal("incomplete", why))
 
     async def _step(self, queue: ModelQueue) -> None:
         """Train the batch and commit the step. A batch that can't be trained loses the groups at fault; what is left of

@@ -168,6 +168,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     max_staleness: Natural = 2
     """Tokens that were sampled more than this many steps ago are not trained. A group without younger tokens is
     discarded."""
+    batch_timeout_s: Positive = 3600.0
+    """A batch that an agent requested ends if none of its groups was scored or discarded for this time. Its groups that
+    wait are discarded as `incomplete`."""
     processes: SmallCount = 1
     """Processes, one per GPU, that share the passes of a step. `journeywork up` starts them by `accelerate launch`."""
     threads: SmallCount = 1

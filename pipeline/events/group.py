@@ -113,9 +113,10 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
         "validation",
         "repeated",
         "too_large",
+        "incomplete",
     ]
     """`too_large`: a sequence of these trajectories does not fit into the trainer's memory, even alone. The rest of
-    the group was trained, in `version`."""
+    the group was trained, in `version`. `incomplete`: the batch that the group's agent requested lacks other groups."""
     by: str
     """Service that discarded them."""
     detail: str = ""

@@ -8,6 +8,9 @@ ended the process that held it, so it is handed out alone: until it is acknowled
 `ALONE_S`, its consumer hands out nothing else. If the process dies in that time, by an exception or an exit, the log
 knows which message it was (`pipeline.log.deaths`). An exception of a handler (`handling`) is counted
 whenever it comes. A message that has ended its process `ConsumerSpec.max_deaths` times becomes a dead letter.
+
+The trainer holds hundreds of groups until their steps are committed, so nobody knows by the log which of them ended it.
+It finds that out itself (`trainer.learner.Learner.faults`); its consumer counts no deaths.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from pipeline.telemetry.logs import get_logger
 log = get_logger("pipeline.log.consumer")
 
 ALONE_S = 1.0
-"""Longest time that a message which was delivered again is handled alone. A trainer holds its groups for longer."""
+"""Longest time that a message which was delivered again is handled alone. A judge may score a group for longer."""
 _TOGETHER_S = 0.01
 """A batch ends when no message came for this long. The server sends what it has at once."""
 
@@ -189,7 +192,7 @@ class Consumption:
             self._backoff.reset()
             reconnects = self._puller.reconnects
             for message in messages:
-                if parse_ack_subject(message.reply)[0] > 1:
+                if self.spec.max_deaths and parse_ack_subject(message.reply)[0] > 1:
                     self._redelivered.append(_Redelivery(message, reconnects))
                     continue
                 event = await self._admit(message, self.spec)

@@ -175,7 +175,7 @@ STARVATION = Alarm(
 ), dropped AS (
   SELECT project, unnest(trajectories) AS trajectory FROM group_discarded
   WHERE "at" > $now - to_seconds($window_s) AND branch = 'main'
-    AND reason IN ('too_small', 'late', 'unscored', 'stale', 'history_gone', 'too_large')
+    AND reason IN ('too_small', 'late', 'unscored', 'stale', 'history_gone', 'too_large', 'incomplete')
 ), counted AS (
   SELECT project, model, trajectory IN (SELECT trajectory FROM dropped)::INTEGER AS is_dropped
   FROM ended WHERE quarter = 4

@@ -81,6 +81,7 @@ NAMES = {
     "late": "came too late", "unscored": "not scored", "no_variance": "equal rewards", "stale": "too old",
     "history_gone": "calls no longer on the log", "over_budget": "over the budget",
     "validation": "held-out, never trained", "repeated": "trained before", "too_large": "too long for memory",
+    "incomplete": "its batch lacks groups",
     "side_call": "a call beside the task", "cancelled": "the agent went away before the reply was complete",
     "failed": "the inference server broke off", "truncated": "cut off at the length limit",
     "greedy": "chosen greedily", "unsupported": "sampled under settings that the trainer can't compute",

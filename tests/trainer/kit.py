@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import msgspec
 import numpy as np
+import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -34,6 +35,7 @@ from pipeline.log.messages import Place
 from trainer.batches.groups import Example, TrainingGroup
 from trainer.batches.sequences import TokenSequence
 from trainer.engine.engine import Engine
+from trainer.engine.state import TrainState
 
 VOCAB = 32
 MODEL = "tiny"
@@ -306,3 +308,15 @@ async def dead_letters(broker: Broker) -> AsyncIterator[DeadLettered]:
     for recorded in await broker.read(DeadLettered):
         if isinstance(recorded.event, DeadLettered):
             yield recorded.event
+
+
+def dies_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a step over trajectories of this group raise, as if the process had died."""
+    original = Engine.step
+
+    def step(self: Engine, state: TrainState, examples: Any, groups: Any) -> Any:
+        if any(e.sequence.trajectory.startswith(name) for e in examples):
+            raise SystemError("as if the process had died")
+        return original(self, state, examples, groups)
+
+    monkeypatch.setattr(Engine, "step", step)

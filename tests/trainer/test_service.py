@@ -25,6 +25,7 @@ from tests.trainer.kit import (
     all_acked,
     checkpoints,
     dead_letters,
+    dies_of,
     discards,
     running,
     steps_reach,
@@ -36,9 +37,7 @@ from trainer.batches.packing import Layout
 from trainer.batches.sequences import build
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.commits import TrainerError
-from trainer.engine.engine import Engine
 from trainer.engine.model import PolicyModel
-from trainer.engine.state import TrainState
 
 pytestmark = pytest.mark.anyio
 
@@ -392,18 +391,6 @@ async def test_only_the_group_with_tokens_of_another_model_goes_to_the_dead_lett
         (dead,) = await broker.read(DeadLettered)
         assert isinstance(dead.event, DeadLettered)
         assert "vocabulary" in dead.event.detail
-
-
-def dies_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a step over trajectories of this group raise, as if the process had died."""
-    original = Engine.step
-
-    def step(self: Engine, state: TrainState, examples: Any, groups: Any) -> Any:
-        if any(e.sequence.trajectory.startswith(name) for e in examples):
-            raise SystemError("as if the process had died")
-        return original(self, state, examples, groups)
-
-    monkeypatch.setattr(Engine, "step", step)
 
 
 async def test_a_batch_during_which_the_trainer_dies_ten_times_goes_to_the_dead_letters(

@@ -23,7 +23,9 @@ from trainer.batches.sequences import TokenSequence
 
 _STD_FLOOR = 1e-4
 
-Reason = Literal["too_small", "no_variance", "stale", "history_gone", "validation", "repeated", "too_large"]
+Reason = Literal[
+    "too_small", "no_variance", "stale", "history_gone", "validation", "repeated", "too_large", "incomplete"
+]
 
 
 @dataclass(frozen=True)
