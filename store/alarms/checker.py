@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 import anyio
 import anyio.to_thread
 import duckdb
+import msgspec
 import nats.errors
 import nats.js.errors
 
@@ -24,7 +25,7 @@ from pipeline.log.health import Fill, disk_fill, fills
 from pipeline.log.unwritten import Unwritten, UnwrittenEvents
 from pipeline.telemetry.logs import get_logger
 from store.alarms import reading
-from store.alarms.reading import Found
+from store.alarms.reading import Condition
 from store.alarms.table import ALARMS, by_name
 from store.lake.lake import open_lake
 from store.lake.storage import StoreError
@@ -73,14 +74,14 @@ class Checker:
                 began = anyio.current_time()
                 # A thread can't be stopped: a cancellation waits for the end of the round.
                 with anyio.CancelScope(shield=True):
-                    found, unknown = await self._check(connection)
+                    conditions, unknown = await self._check(connection)
                 took_s = anyio.current_time() - began
                 try:
                     await self._catch_up()
                 except BrokerError as error:
                     log.warning("the raised alarms could not be read from the log", why=str(error))
                     continue
-                await self._apply(found, unknown)
+                await self._apply(conditions, unknown)
 
     async def _catch_up(self) -> None:
         """Read the changes on the log, and call `tell` for those that this checker published. Raises `BrokerError`."""
@@ -107,7 +108,7 @@ class Checker:
             self._mine |= self._raised.keys()
             self._started = True
 
-    async def _check(self, connection: duckdb.DuckDBPyConnection) -> tuple[list[Found], set[str]]:
+    async def _check(self, connection: duckdb.DuckDBPyConnection) -> tuple[list[Condition], set[str]]:
         """Run all queries. Return the conditions that are met, and the names of the alarms that could not be
         checked."""
         measured, complete = await self._fills()
@@ -118,27 +119,27 @@ class Checker:
         except (BrokerError, nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             log.warning("the store's lag could not be read", why=str(error) or type(error).__name__)
             unknown.add("store_behind")
-        found, failed = await anyio.to_thread.run_sync(self._query, connection, measured, unwritten)
-        return found, failed | unknown
+        conditions, failed = await anyio.to_thread.run_sync(self._query, connection, measured, unwritten)
+        return conditions, failed | unknown
 
     def _query(
         self, connection: duckdb.DuckDBPyConnection, measured: list[Fill], unwritten: list[Unwritten]
-    ) -> tuple[list[Found], set[str]]:
+    ) -> tuple[list[Condition], set[str]]:
         try:
             sql.define_views(connection, self._lake, self._shown)
             reading.measured_tables(connection, self._config, measured, unwritten)
         except (StoreError, duckdb.Error, OSError) as error:
             log.warning("the alarms were not checked", why=str(error))
             return [], {alarm.name for alarm in ALARMS}
-        found: list[Found] = []
+        conditions: list[Condition] = []
         failed: set[str] = set()
         for alarm in ALARMS:
             try:
-                found += reading.evaluate(connection, self._config, alarm)
+                conditions += reading.evaluate(connection, self._config, alarm)
             except duckdb.Error as error:  # such as a file that compaction removed meanwhile
                 log.warning("an alarm was not checked", alarm=alarm.name, why=str(error))
                 failed.add(alarm.name)
-        return found, failed
+        return conditions, failed
 
     async def _fills(self) -> tuple[list[Fill], bool]:
         """Return the fill of the disk and of the log's streams and buckets, and whether the log's could be read."""
@@ -149,19 +150,19 @@ class Checker:
             log.warning("the log's size is not known", why=str(error))
             return [disk], False
 
-    async def _apply(self, found: Iterable[Found], unknown: set[str]) -> None:
+    async def _apply(self, conditions: Iterable[Condition], unknown: set[str]) -> None:
         """Publish the alarms that are raised or cleared. Alarms named in `unknown` do not change. If another store has
         published first, or the log does not answer, the next check tries again."""
-        present = {one.key: one for one in found}
-        for key, one in present.items():
+        present = {condition.key: condition for condition in conditions}
+        for key, met in present.items():
             self._absent.pop(key, None)
             self._mine.add(key)
             if key not in self._raised:
                 at = now_us()
                 event = AlarmChanged(
-                    project=one.project, alarm=one.alarm, state="raised", model=one.model, about=one.about,
-                    value=one.value, threshold=one.threshold, detail=one.detail,
-                    action=by_name()[one.alarm].action, since=at, at=at,
+                    project=met.project, alarm=met.alarm, state="raised", model=met.model, about=met.about,
+                    value=met.value, threshold=met.threshold, detail=met.detail,
+                    action=by_name()[met.alarm].action, since=at, at=at,
                 )  # fmt: skip
                 await self._publish(event)
         for key, event in list(self._raised.items()):
@@ -169,7 +170,7 @@ class Checker:
                 continue
             self._absent[key] = self._absent.get(key, 0) + 1
             if self._absent[key] >= _CLEAR_AFTER:
-                await self._publish(_cleared(event))
+                await self._publish(msgspec.structs.replace(event, state="cleared", at=now_us()))
 
     async def _publish(self, event: AlarmChanged) -> None:
         """Publish a change, unless another store has published one on its subject since this one read the log."""
@@ -183,11 +184,3 @@ class Checker:
 
 def _key(event: AlarmChanged) -> Key:
     return event.alarm, event.project, event.model, event.about
-
-
-def _cleared(event: AlarmChanged) -> AlarmChanged:
-    return AlarmChanged(
-        project=event.project, alarm=event.alarm, state="cleared", model=event.model, about=event.about,
-        value=event.value, threshold=event.threshold, detail=event.detail,
-        action=event.action, since=event.since,
-    )  # fmt: skip

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A thing that an alarm holds for."""
+class Condition:
+    """A condition that is met: what an alarm holds for."""
 
     alarm: str
     project: str
@@ -49,28 +49,23 @@ def measured_tables(
     unwritten: Sequence[Unwritten] = (),
 ) -> None:
     """Create the tables `fills`, `unwritten` and `replicas`, which hold what no event says."""
-    connection.execute(
-        'CREATE OR REPLACE TEMP TABLE fills (name VARCHAR, kind VARCHAR, bytes BIGINT, "limit" BIGINT)'
-    )
-    for fill in fills:
-        if not fill.limit:
-            continue
-        connection.execute(
-            "INSERT INTO fills VALUES (?, ?, ?, ?)", [fill.name, fill.kind, fill.bytes, fill.limit]
-        )
-    connection.execute(
-        "CREATE OR REPLACE TEMP TABLE unwritten (consumer VARCHAR, share DOUBLE, detail VARCHAR)"
-    )
-    for one in unwritten:
-        connection.execute("INSERT INTO unwritten VALUES (?, ?, ?)", [one.consumer, one.share, one.detail])
-    connection.execute("CREATE OR REPLACE TEMP TABLE replicas (replica VARCHAR)")
-    for url in config.sampler.advertise or config.vllm.urls:
-        connection.execute("INSERT INTO replicas VALUES (?)", [url.partition("://")[2].rstrip("/")])
+    urls = config.sampler.advertise or config.vllm.urls
+    for name, columns, rows in (
+        ("fills", 'name VARCHAR, kind VARCHAR, bytes BIGINT, "limit" BIGINT',
+         [(fill.name, fill.kind, fill.bytes, fill.limit) for fill in fills if fill.limit]),
+        ("unwritten", "consumer VARCHAR, share DOUBLE, detail VARCHAR",
+         [(waiting.consumer, waiting.share, waiting.detail) for waiting in unwritten]),
+        ("replicas", "replica VARCHAR", [(url.partition("://")[2].rstrip("/"),) for url in urls]),
+    ):  # fmt: skip
+        connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} ({columns})")
+        if rows:
+            places = ", ".join("?" * len(rows[0]))
+            connection.executemany(f"INSERT INTO {name} VALUES ({places})", rows)  # noqa: S608 - no one's text
 
 
 def evaluate(
     connection: duckdb.DuckDBPyConnection, config: Config, alarm: Alarm, now: datetime | None = None
-) -> list[Found]:
+) -> list[Condition]:
     """Run the query of `alarm`. `connection` has the store's views and the tables of `measured_tables`; `now` is a time
     in UTC, the present if it is `None`. Raises `duckdb.Error`."""
     compared = threshold(config, alarm)
@@ -84,14 +79,14 @@ def evaluate(
     used = set(PARAMETER.findall(alarm.sql))
     rows = connection.execute(alarm.sql, {n: v for n, v in values.items() if n in used}).fetchall()
     return [
-        Found(alarm.name, project or config.project, model, about, _finite(value), compared, detail)
+        Condition(alarm.name, project or config.project, model, about, _finite(value), compared, detail)
         for project, model, about, value, detail in rows
     ]
 
 
-def evaluate_all(connection: duckdb.DuckDBPyConnection, config: Config) -> list[Found]:
+def evaluate_all(connection: duckdb.DuckDBPyConnection, config: Config) -> list[Condition]:
     """Run the queries of all alarms. Raises `duckdb.Error`."""
-    return [found for alarm in ALARMS for found in evaluate(connection, config, alarm)]
+    return [condition for alarm in ALARMS for condition in evaluate(connection, config, alarm)]
 
 
 def _finite(value: float | None) -> float:

@@ -134,15 +134,6 @@ def why_unstorable(event: AnyEvent) -> str:
     return ""
 
 
-def conform(tag: str, table: pa.Table) -> pa.Table:
-    """Return the rows of an older file with the columns of the current schema. Columns that the file lacks are null."""
-    arrays = [
-        table[f.name].cast(f.type) if f.name in table.column_names else pa.nulls(table.num_rows, f.type)
-        for f in arrow_schema(tag)
-    ]
-    return pa.Table.from_arrays(arrays, schema=arrow_schema(tag))
-
-
 def split_columns(tag: str) -> tuple[list[str], list[str]]:
     """Return the Parquet leaf paths to encode as byte-stream-split (packed numbers) and as dictionary (short text)."""
     split, dictionary = [], []

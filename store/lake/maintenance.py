@@ -191,15 +191,13 @@ def _checkpoint_files(storage: Storage, tag: str) -> list[str]:
 
 
 def _rows(table: EventTable, names: list[str]) -> Iterator[pa.Table]:
-    """Yield all rows of the files, in tables of about 64 MiB to bound memory."""
-    waiting: list[pa.Table] = []
-    size = 0
+    """Yield all rows of the files, in tables of about 64 MiB to bound memory. Columns that a file lacks are null."""
+    empty = columns.arrow_schema(table.tag).empty_table()
+    waiting, size = [empty], 0
     for name in names:
-        rows = columns.conform(table.tag, table.storage.read(table.tag, name))
+        rows = table.storage.read(table.tag, name)
         waiting.append(rows)
         size += rows.nbytes
-        if size >= _GROUP_BYTES:
-            yield pa.concat_tables(waiting)
-            waiting, size = [], 0
-    if waiting:
-        yield pa.concat_tables(waiting)
+        if size >= _GROUP_BYTES or name == names[-1]:
+            yield pa.concat_tables(waiting, promote_options="permissive")
+            waiting, size = [empty], 0

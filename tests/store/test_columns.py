@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -54,17 +53,3 @@ def test_json_that_is_not_utf8_stays_readable() -> None:
 def test_an_integer_beyond_64_bits_is_unstorable_not_fatal() -> None:
     with pytest.raises(columns.UnstorableError):
         columns.table("rollout.exchange", [exchange("t", step=2**63)], [1], [0], [""])
-
-
-def test_rows_of_an_older_version_take_todays_shape_inside_structs_too() -> None:
-    event = next(e for e in run_of_one_step() if wire_name(e) == "group.scored")
-    today = columns.table("group.scored", [event], [1], [1], [""])  # type: ignore[list-item]
-    older = pa.list_(pa.struct([("trajectory", pa.string()), ("reward", pa.float64())]))
-    members = [[{"trajectory": m.trajectory, "reward": m.reward} for m in event.members]]  # type: ignore[union-attr]
-    i = today.column_names.index("members")
-    then = today.set_column(i, "members", pa.array(members, older)).drop_columns(["origin"])
-    now = columns.conform("group.scored", then)
-    assert now.schema.equals(today.schema)
-    assert now["members"].to_pylist()[0][0]["reward"] == 1.0
-    assert now["members"].to_pylist()[0][0]["split"] is None
-    assert now["origin"].to_pylist() == [None]

@@ -23,11 +23,18 @@ COMMANDS = [
 QUESTIONS = (docs.FOLDER / "questions.md").read_text("utf-8")
 
 
-def test_the_views_page_says_what_the_code_says() -> None:
-    page = (docs.FOLDER / "store.md").read_text("utf-8")
-    assert docs.store_page(page) == page, "run `python -m store.docs`"
-    with pytest.raises(ValueError, match="marks"):
-        docs.store_page("nothing")
+@pytest.mark.parametrize("name", docs.SECTIONS)
+def test_a_page_says_what_the_code_says(name: str) -> None:
+    assert docs.current_page(name) == (docs.FOLDER / name).read_text("utf-8"), "run `python -m store.docs`"
+
+
+def test_a_page_without_the_comments_around_its_section_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docs, "FOLDER", tmp_path)
+    (tmp_path / "store.md").write_text("nothing")
+    with pytest.raises(ValueError, match="comments"):
+        docs.current_page("store.md")
 
 
 def test_there_are_ten_questions_with_answers() -> None:

@@ -12,7 +12,7 @@ from pipeline.events import AlarmChanged
 from pipeline.log.broker import Broker
 from pipeline.log.unwritten import Unwritten
 from store.alarms.checker import Checker
-from store.alarms.reading import Found
+from store.alarms.reading import Condition
 from store.reading import sql
 from tests.store.alarms.kit import changes, letters, steps
 from tests.store.kit import StoreProcess, publish
@@ -71,7 +71,7 @@ async def test_what_could_not_be_checked_neither_begins_nor_ends(
     async with Broker.connect(nats_config) as broker:
         checker = Checker(Config(run_dir=str(tmp_path)), broker, told.append)
         await checker._catch_up()
-        found = [Found("kl_rise", "p", "m", "", 3.0, 2.0, "far")]
+        found = [Condition("kl_rise", "p", "m", "", 3.0, 2.0, "far")]
         await checker._apply(found, set())
         for _ in range(3):
             await checker._apply([], {"kl_rise"})
@@ -87,11 +87,11 @@ async def test_what_could_not_be_checked_neither_begins_nor_ends(
 async def test_two_stores_raise_and_end_an_alarm_once(nats_config: NatsConfig, tmp_path: Path) -> None:
     """Both look at the same moment, each with a run directory of its own."""
     told: list[AlarmChanged] = []
-    found = [Found("kl_rise", "p", "m", "", 3.0, 2.0, "far")]
+    found = [Condition("kl_rise", "p", "m", "", 3.0, 2.0, "far")]
     async with Broker.connect(nats_config) as broker:
         checkers = [Checker(Config(run_dir=str(tmp_path / name)), broker, told.append) for name in "ab"]
 
-        async def at_once(present: list[Found]) -> list[str]:
+        async def at_once(present: list[Condition]) -> list[str]:
             for checker in checkers:
                 await checker._catch_up()
             async with anyio.create_task_group() as tg:
@@ -113,7 +113,7 @@ async def test_a_store_leaves_an_alarm_that_only_another_store_finds(
 ) -> None:
     """Such as that of the other one's disk."""
     told: list[AlarmChanged] = []
-    found = [Found("log_full", "p", "", "disk", 0.95, 0.9, "full")]
+    found = [Condition("log_full", "p", "", "disk", 0.95, 0.9, "full")]
     async with Broker.connect(nats_config) as broker:
         here, there = (Checker(Config(run_dir=str(tmp_path)), broker, told.append) for _ in range(2))
         await here._catch_up()
