@@ -4,7 +4,6 @@
     pages          seconds of each page over `--trajectories` trajectories of four calls: `first` after the start, and
                    `again`, the median of five further requests, each for another thing where a page shows one thing
     peak_rss_mb    peak resident memory of the process over all of them, each page also three times at once
-    demo           `first_page_s` of the overview of the run `--demo` after the start, and of the data of its curves
 
 `--run-dir` keeps the made history in a folder, or takes one that an earlier call made there.
 """
@@ -226,36 +225,23 @@ def measure(run_dir: Path, trajectories: int) -> dict[str, Any]:
         return {"ready_s": round(ready_s, 2), "pages": timed, "peak_rss_mb": peak_mb(pid)}
 
 
-def measure_demo(run_dir: Path) -> dict[str, float]:
-    """The overview of a run of the demo."""
-    with running(run_dir) as (client, _, ready_s):
-        first, data = get(client, "overview"), get(client, "overview.json")
-    return {"ready_s": round(ready_s, 2), "first_page_s": round(first, 3), "curves_s": round(data, 3)}
-
-
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dashboard")
     parser.add_argument("--trajectories", type=int, default=1_000_000)
     parser.add_argument("--run-dir", type=Path, help="folder of the made history")
-    parser.add_argument("--demo", type=Path, default=Path("runs/demo"), help="a run of `make demo`")
-    parser.add_argument("--make-only", action="store_true", help="make the history and measure nothing")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = args.run_dir or Path(folder)
         if not (run_dir / "store" / "made").exists():
             make_history(run_dir, args.trajectories)
-        if args.make_only:
-            return
-        found: dict[str, Any] = {
+        report: dict[str, Any] = {
             "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
             "trajectories": int((run_dir / "store" / "made").read_text()),
         }
-        found |= measure(run_dir, found["trajectories"])
-    if args.demo.is_dir():
-        found["demo"] = measure_demo(args.demo)
-    RESULT.write_text(json.dumps(found, indent=1) + "\n")
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        report |= measure(run_dir, report["trajectories"])
+    RESULT.write_text(json.dumps(report, indent=1) + "\n")
+    sys.stdout.write(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -176,10 +176,40 @@ def measure(shape: str, base: str, threads: int, rounds: int) -> dict[str, list[
     return steps
 
 
+def padded_rows(part: list[Any], total: int) -> dict[str, Any]:
+    """Return examples as TRL's tensors: prompts padded on the left, completions on the right. `total`: trained tokens
+    of the whole step."""
+    import numpy as np
+    import torch
+
+    starts = [int(np.flatnonzero(e.sequence.loss_mask)[0]) for e in part]
+    width = max(starts)
+    length = max(len(e.sequence.ids) - s for e, s in zip(part, starts, strict=True))
+    out = {
+        name: torch.zeros(len(part), n, dtype=torch.long)
+        for name, n in (("prompt_ids", width), ("prompt_mask", width), ("completion_ids", length),
+                        ("completion_mask", length), ("tool_mask", length))
+    }  # fmt: skip
+    for i, (e, start) in enumerate(zip(part, starts, strict=True)):
+        ids = torch.from_numpy(e.sequence.ids.astype(np.int64))
+        n = len(ids) - start
+        out["prompt_ids"][i, width - start :] = ids[:start]
+        out["prompt_mask"][i, width - start :] = 1
+        out["completion_ids"][i, :n] = ids[start:]
+        out["completion_mask"][i, :n] = 1
+        out["tool_mask"][i, :n] = torch.from_numpy(e.sequence.loss_mask[start:].astype(np.int64))
+    out["sampled"] = torch.zeros(len(part), length)
+    for i, (e, start) in enumerate(zip(part, starts, strict=True)):
+        known = np.nan_to_num(e.sequence.logprobs[start:])
+        out["sampled"][i, : len(known)] = torch.from_numpy(known)
+    out["advantages"] = torch.tensor([e.advantage for e in part])
+    out["num_items_in_batch"] = torch.tensor(float(total))
+    return out
+
+
 def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_a_pass: int = 8) -> Any:
     """TRL's step over rows padded to the longest of a pass: prompts on the left, completions on the right. On a GPU
     the logprobs are computed by TRL's own code with its fused LM head."""
-    import numpy as np
     import torch
     from datasets import Dataset
 
@@ -233,31 +263,6 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
     engine.model.peft.train()
     total = sum(e.sequence.trained_tokens for e in examples)
 
-    def rows(part: list[Any]) -> dict[str, Any]:
-        starts = [int(np.flatnonzero(e.sequence.loss_mask)[0]) for e in part]
-        width = max(starts)
-        length = max(len(e.sequence.ids) - s for e, s in zip(part, starts, strict=True))
-        out = {
-            name: torch.zeros(len(part), n, dtype=torch.long)
-            for name, n in (("prompt_ids", width), ("prompt_mask", width), ("completion_ids", length),
-                            ("completion_mask", length), ("tool_mask", length))
-        }  # fmt: skip
-        for i, (e, start) in enumerate(zip(part, starts, strict=True)):
-            ids = torch.from_numpy(e.sequence.ids.astype(np.int64))
-            n = len(ids) - start
-            out["prompt_ids"][i, width - start :] = ids[:start]
-            out["prompt_mask"][i, width - start :] = 1
-            out["completion_ids"][i, :n] = ids[start:]
-            out["completion_mask"][i, :n] = 1
-            out["tool_mask"][i, :n] = torch.from_numpy(e.sequence.loss_mask[start:].astype(np.int64))
-        out["sampled"] = torch.zeros(len(part), length)
-        for i, (e, start) in enumerate(zip(part, starts, strict=True)):
-            known = np.nan_to_num(e.sequence.logprobs[start:])
-            out["sampled"][i, : len(known)] = torch.from_numpy(known)
-        out["advantages"] = torch.tensor([e.advantage for e in part])
-        out["num_items_in_batch"] = torch.tensor(float(total))
-        return {name: tensor.to(engine.model.device) for name, tensor in out.items()}
-
     fresh = engine.model.weights()
 
     def step() -> dict[str, float]:
@@ -268,7 +273,9 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
         optimizer.zero_grad()
         loss_sum = 0.0
         for first in range(0, len(examples), rows_a_pass):
-            loss = trainer.compute_loss(engine.model.peft, rows(examples[first : first + rows_a_pass]))
+            rows = padded_rows(examples[first : first + rows_a_pass], total)
+            tensors = {name: tensor.to(engine.model.device) for name, tensor in rows.items()}
+            loss = trainer.compute_loss(engine.model.peft, tensors)
             loss.backward()
             loss_sum += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(engine.model.parameters, config.optimizer.max_grad_norm)

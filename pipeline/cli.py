@@ -81,9 +81,6 @@ SUBCOMMANDS = {
 OWN = ("up", "status", "provision", "exec")
 """Commands of this module."""
 
-_PORT_TRIES = 3
-"""How often an installation is started with other ports if another process took a chosen one."""
-
 console = Console(highlight=False)
 
 
@@ -188,20 +185,9 @@ def _up(args: argparse.Namespace) -> None:
     with run_lock.hold(Path(config.run_dir)) as lock:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as sink:
-            for left in reversed(range(_PORT_TRIES)):
-                terminal = Terminal(console, planned.run_dir, view="store" in services and not args.plain)
-                supervisor = Supervisor(planned, specs, on_change=partial(_report, terminal), inherit=(lock,))
-                try:
-                    _hold_up(planned, services, supervisor, terminal, sink)
-                    break
-                except SupervisorError as error:
-                    # Another process may take a port between its choice and the server's start.
-                    planned, specs = make_plan(config, services)
-                    taken = "address already in use" in str(error).lower()
-                    taken &= not any(f":{port}: " in str(error) for port in _ports(config) if port)
-                    if not (left and taken and _ports(planned) != _ports(supervisor.config)):
-                        raise
-                    console.print("another process took a chosen port; starting again with other ports")
+            terminal = Terminal(console, planned.run_dir, view="store" in services and not args.plain)
+            supervisor = Supervisor(planned, specs, on_change=partial(_report, terminal), inherit=(lock,))
+            _hold_up(planned, services, supervisor, terminal, sink)
 
 
 def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> None:
@@ -221,7 +207,7 @@ def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> Non
             if module == "trainer" or spec.service:
                 continue  # `load` checked all that can be checked without loading a model; or another process checks it
             argv = [sys.executable, "-m", module, "--config", str(file), "--check"]
-            env = environment.of(config, spec.name, os.environ)
+            env = environment.environment_of(config, spec.name, os.environ)
             done = subprocess.run(argv, env=env, capture_output=True, text=True)
             if done.returncode:
                 refused.append(f"{spec.name}: {done.stderr.strip()}")
@@ -245,10 +231,6 @@ def _hold_up(
         log.configure("supervisor", config.log_level)
 
 
-def _ports(config: Config) -> tuple[int, ...]:
-    return config.nats.port, config.vllm.port, config.gateway.port, config.ui.port
-
-
 def _messages(error: BaseException) -> list[str]:
     """Return the messages of all errors in nested exception groups."""
     if isinstance(error, BaseExceptionGroup):
@@ -268,7 +250,7 @@ def _exec(args: argparse.Namespace) -> None:
     if spec.prepare is not None:
         spec.prepare()
     secret = {name: path.read_text("utf-8").strip() for name, path in spec.secret_env.items()}
-    env = {**environment.of(config, spec.name, os.environ), **spec.env, **secret}
+    env = {**environment.environment_of(config, spec.name, os.environ), **spec.env, **secret}
     os.execve(spec.argv[0], list(spec.argv), env)  # noqa: S606 - no shell on purpose
 
 

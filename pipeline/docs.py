@@ -59,15 +59,15 @@ def _fields(struct: type[msgspec.Struct]) -> str:
 
 def _structs() -> list[type[msgspec.Struct]]:
     """Structs that events hold lists of."""
-    found: dict[str, type[msgspec.Struct]] = {}
+    structs: dict[str, type[msgspec.Struct]] = {}
     waiting: list[type[msgspec.Struct]] = list(events.EVENTS)
     while waiting:
         for hint in typing.get_type_hints(waiting.pop()).values():
             for arg in (hint, *typing.get_args(hint)):
-                if isinstance(arg, type) and issubclass(arg, msgspec.Struct) and arg.__name__ not in found:
-                    found[arg.__name__] = arg
+                if isinstance(arg, type) and issubclass(arg, msgspec.Struct) and arg.__name__ not in structs:
+                    structs[arg.__name__] = arg
                     waiting.append(arg)
-    return sorted(found.values(), key=lambda s: s.__name__)
+    return sorted(structs.values(), key=lambda s: s.__name__)
 
 
 def events_page() -> str:
@@ -153,7 +153,7 @@ def streams_page() -> str:
         "connects to a server of your own "
         "(`nats.provision`). A change of the table changes the limits of an existing stream; its events stay, "
         "except those that a shorter age deletes. No byte limit is set below what a stream holds. At 80 % of a "
-        "limit the supervisor logs an alarm, which `journeywork status` shows. Each stream also takes "
+        "limit the alarm `log_full` is raised. Each stream also takes "
         "`alive.<stream>`: probes of supervisor and gateways, which are deleted after a minute and which no "
         "consumer reads.\n",
         _table(
@@ -227,8 +227,8 @@ def _limits(hint: object) -> str:
     parts = [hint, *typing.get_args(hint)]
     metas = [m for part in parts for m in getattr(part, "__metadata__", ()) if isinstance(m, msgspec.Meta)]
     limits = ((sign, getattr(meta, name)) for meta in metas for name, sign in words.items())
-    found = {f", {sign} {value:,}" for sign, value in limits if value is not None}
-    return "".join(sorted(found, reverse=True))
+    texts = {f", {sign} {value:,}" for sign, value in limits if value is not None}
+    return "".join(sorted(texts, reverse=True))
 
 
 def _setting_rows(prefix: str, cls: type[config.Section]) -> Iterator[tuple[str, ...]]:

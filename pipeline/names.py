@@ -87,9 +87,9 @@ def new_dated_id(prefix: str) -> str:
 
 def time_of_id(name: str) -> float:
     """Return the time that an id of `new_dated_id` carries, in Unix seconds; 0 for any other name."""
-    found = _DATED.fullmatch(name)
+    match = _DATED.fullmatch(name)
     try:
-        return calendar.timegm(time.strptime(found[1], _DATE)) if found else 0.0
+        return calendar.timegm(time.strptime(match[1], _DATE)) if match else 0.0
     except ValueError:
         return 0.0
 

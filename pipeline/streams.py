@@ -197,7 +197,7 @@ def claims_bucket(stream: str) -> str:
     return f"CLAIMS_{stream}"
 
 
-def kept(rollouts_max_age_s: float = 0.0) -> tuple[StreamSpec, ...]:
+def streams_with_ages(rollouts_max_age_s: float = 0.0) -> tuple[StreamSpec, ...]:
     """Return the streams of events with `nats.rollouts_max_age_h` as the age of ROLLOUTS, in seconds; 0: that of the
     table."""
     return tuple(

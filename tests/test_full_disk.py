@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.conftest import VllmServer
+from tests.kits.disk import small_disk
 from tests.kits.installation import SMALL, Up, up
 
 GROUP = 2
@@ -23,15 +24,8 @@ GROUPS = 4
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 192 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=192m", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"this machine mounts nothing: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with small_disk(tmp_path / "disk", 192) as folder:
+        yield folder
 
 
 def write_for_ever(file: int, data: bytes) -> None:
@@ -50,15 +44,10 @@ def fill(disk: Path) -> Path:
 
 
 def run_groups(url: str, name: str, count: int, finished: list[str]) -> None:
-    """Have agents run groups, and add the ids of the runs that the gateway said were complete to `finished`."""
-    for i in range(count):
-        run_group(url, f"{name}-{i}", finished)
-
-
-def run_group(url: str, group: str, finished: list[str]) -> None:
-    """Have two agents make a call each and finish with different rewards."""
+    """Have two agents of each group make a call and finish with different rewards. Add the ids of the runs that the
+    gateway said were complete to `finished`."""
     with httpx.Client(base_url=url, timeout=60) as client:
-        for attempt in range(GROUP):
+        for group, attempt in itertools.product((f"{name}-{i}" for i in range(count)), range(GROUP)):
             opening = {"model": "tictactoe", "group": group, "attempt": attempt}
             run = client.post("/v1/trajectories", json=opening).raise_for_status().json()
             call = {

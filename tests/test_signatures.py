@@ -12,7 +12,7 @@ from pipeline.config import ConfigError, NatsConfig, SigningConfig, load
 from pipeline.events import CheckpointPublished, DeadLettered, decode, encode
 from pipeline.log.broker import Broker
 from pipeline.running.plan import make_plan
-from pipeline.running.status import of_log
+from pipeline.running.status import read_log
 from pipeline.security import nkey, signing
 from rollout_gateway.serving.policies import Policies
 from tests.trainer import kit
@@ -133,7 +133,7 @@ async def test_forged_checkpoints_are_skipped(
         assert policies.names() == ["tiny", "tiny@0", "tiny@1"]
         said = await letters(broker)
         assert [s.partition("tiny@")[2][:1] for s in said] == ["7", "9", "8"], said
-        status = await of_log(nats_config, trust, 0.8)
+        status = await read_log(nats_config, trust)
         assert status["policies"] == {"tiny": "tiny@1"}
         assert set(checkpoint.unpack(await fetch_adapter(config, kit.MODEL, 1))) == set(
             checkpoint.ADAPTER_FILES

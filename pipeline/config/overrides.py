@@ -148,9 +148,9 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _named(message: str, tree: Any, root: Any, where: str) -> str:
     """Return msgspec's error `message` with the dotted key of the setting in front."""
     keys: list[str] = []
-    if found := _AT.fullmatch(message):
-        message = found[1]
-        keys = re.findall(r"\w+|\.\.\.", found[2])
+    if located := _AT.fullmatch(message):
+        message = located[1]
+        keys = re.findall(r"\w+|\.\.\.", located[2])
     while "..." in keys:
         _name_value(keys, tree, root)
     section = [where] if where else []

@@ -113,7 +113,7 @@ def continue_from(base: Base, exchange: ExchangeRecorded) -> Continuation | None
     head, tail = _common_ends(base.request, request)
     if tokens + head + tail < _LEAST_SAVED:
         return None
-    middle, pieces = _cut_out(request[head : len(request) - tail], base.response)
+    middle, pieces = _without_reply(request[head : len(request) - tail], base.response)
     return Continuation(
         exchange=msgspec.structs.replace(exchange, prompt_ids=prompt[tokens:], request=middle),
         seq=base.key.seq, choice=base.key.choice, at=base.key.at, check=base.check,
@@ -132,22 +132,22 @@ def _common_ends(base: bytes, request: bytes) -> tuple[int, int]:
     return head, min(tail, most - head)
 
 
-def _cut_out(middle: bytes, response: bytes) -> tuple[bytes, tuple[Piece, ...]]:
+def _without_reply(middle: bytes, response: bytes) -> tuple[bytes, tuple[Piece, ...]]:
     """Return `middle` without what `response` said in it, and what has to be inserted again."""
     if len(middle) < _LEAST_PIECE:
         return middle, ()
-    kept: list[bytes] = []
+    parts: list[bytes] = []
     pieces: list[Piece] = []
-    done = held = 0
-    for found in _SAID.finditer(response):
-        text = found[1]
+    done = length = 0
+    for match in _SAID.finditer(response):
+        text = match[1]
         at = middle.find(text, done) if len(text) >= _LEAST_PIECE else -1
         if at >= 0:
-            kept.append(middle[done:at])
-            held += at - done
-            pieces.append(Piece(held, found.start(1), len(text)))
+            parts.append(middle[done:at])
+            length += at - done
+            pieces.append(Piece(length, match.start(1), len(text)))
             done = at + len(text)
-    return (b"".join((*kept, middle[done:])), tuple(pieces)) if pieces else (middle, ())
+    return (b"".join((*parts, middle[done:])), tuple(pieces)) if pieces else (middle, ())
 
 
 def restore(base: Base, form: Continuation) -> ExchangeRecorded:
@@ -182,13 +182,13 @@ def key_of(form: Form) -> Key:
     return Key(exchange.seq, exchange.choice, exchange.at)
 
 
-def find_base(form: Continuation, held: Mapping[Key, Form]) -> Base:
-    """Return what `form` continues, through as many continuations as lie in between. `held` are the exchanges of the
+def find_base(form: Continuation, forms: Mapping[Key, Form]) -> Base:
+    """Return what `form` continues, through as many continuations as lie in between. `forms` are the exchanges of the
     trajectory. Raises `BrokenChainError` if one of them is missing."""
     chain: list[Form] = [form]
     while isinstance(last := chain[-1], Continuation):
-        earlier = held.get(base_of(last))
-        if earlier is None or len(chain) > len(held) + 1:
+        earlier = forms.get(base_of(last))
+        if earlier is None or len(chain) > len(forms) + 1:
             raise BrokenChainError(
                 f"exchange {last.seq}.{last.choice}, which {_name(last.exchange)} continues, is no longer in the log"
             )

@@ -15,7 +15,6 @@
 | `deaths` | how often a message ended the process that handled it |
 | `pulling` | messages of consumers in bulk |
 | `fast_client` | nats-py's client with a short way for publishes and bulk delivery |
-| `connections` | the connections of this process, for a change of `nats.url` |
 | `provision` | create and update streams, consumers and buckets |
 | `health` | whether the log takes writes, and how full it is |
 | `memory` | bounds the memory of the NATS server by deleting the oldest events |

@@ -32,8 +32,8 @@ from pipeline.errors import HistoryGoneError as HistoryGoneError
 from pipeline.events import AnyEvent, ClaimCheck, DeadLettered, Event, decode, encode, wire_name
 from pipeline.events.codec import decode_error
 from pipeline.events.continuation import Form
-from pipeline.log import connections, objects, provision, retry
 from pipeline.log import credentials as access
+from pipeline.log import objects, provision, retry
 from pipeline.log.consumer import Consumption as Consumption
 from pipeline.log.consumer import Delivery as Delivery
 from pipeline.log.consumer import keep_alive
@@ -103,7 +103,7 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
         if connecting.cancelled_caught:
             raise TimeoutError
     except (nats.errors.Error, OSError) as error:  # a TimeoutError is an OSError
-        await connections.close(client)
+        await _close(client)
         if refused:
             raise BrokerUnavailableError(
                 f"the NATS server at {config.address} does not take this connection ({refused}): check nats.users, "
@@ -113,6 +113,19 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
             f"no NATS server answers at {config.address}: start it, or correct nats.url"
         ) from error
     return client
+
+
+async def _close(client: FastClient) -> None:
+    """Close a connection in any state."""
+    with anyio.move_on_after(2, shield=True):
+        try:
+            if client.is_connected:
+                await client.flush(timeout=1)
+            await client.close()
+        except (nats.errors.Error, OSError) as error:
+            log.warning("the connection was not closed cleanly", error=retry.reason(error))
+    client.stop_publishing()
+    client.close_socket()
 
 
 class Broker(Reader):
@@ -147,7 +160,7 @@ class Broker(Reader):
                 await broker.provision()
             yield broker
         finally:
-            await connections.close(client)
+            await _close(client)
 
     async def provision(self) -> None:
         """Create or update streams, consumers and buckets as `pipeline.streams` says; messages are never touched."""
@@ -236,11 +249,13 @@ class Broker(Reader):
     async def _existing(
         self, subject: str, payload: bytes, headers: dict[str, str], replace_undecodable: bool
     ) -> Ack | None:
-        """Return an acknowledgement of the message that was on the subject before ours: our own, if an earlier attempt
-        arrived, whatever others published after it. None if there is none that counts: then the expected last
-        sequence in `headers` is corrected, and the publish can be repeated."""
+        """Return what a publish gets whose condition does not hold: an `Ack` with `duplicate=True` and the sequence of
+        the event itself if an earlier attempt published it, else that of the conflicting message.
+
+        Return None if no message conflicts any more: it was deleted, or is no event. The expected last sequence in
+        `headers` is corrected then, and the publish can be repeated."""
         stream, expected = streams.stream_of_subject(subject), int(headers[_EXPECTED_LAST_SEQ])
-        found: int | None = None
+        conflicting: int | None = None
         last = expected
         async for message in self.messages(stream, expected + 1, subject=subject):
             last = message.seq
@@ -249,9 +264,9 @@ class Broker(Reader):
             if replace_undecodable and (why := decode_error(message.payload)):
                 await self.skip_undecodable(stream, message, why)
             else:
-                found = message.seq
-        if found is not None:
-            return Ack(stream, found, duplicate=True)
+                conflicting = message.seq
+        if conflicting is not None:
+            return Ack(stream, conflicting, duplicate=True)
         if last == expected:  # the expected message was deleted, or retention removed it
             before = await self.leader_get(stream, {"last_by_subj": subject})
             last = before.seq if before is not None else 0
@@ -363,10 +378,10 @@ class Broker(Reader):
             await self.dead_letter(message, spec, "max_deliver", why)
             return None
         try:
-            found = decode(message.data)
-            if isinstance(found, ClaimCheck):
-                message.size = found.size
-            event = await self.event_of(found)
+            form = decode(message.data)
+            if isinstance(form, ClaimCheck):
+                message.size = form.size
+            event = await self.event_of(form)
         except (msgspec.DecodeError, HistoryGoneError) as error:
             await self.dead_letter(message, spec, "undecodable", str(error))
             return None

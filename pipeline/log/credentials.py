@@ -51,18 +51,18 @@ def options(config: NatsConfig, name: str) -> dict[str, Any]:
         raise ConfigError(
             "nats.url: an address must not hold a user name, password or token; use nats.credentials"
         )
-    found: dict[str, Any] = {"inbox_prefix": inbox_prefix(config, name)}
+    arguments: dict[str, Any] = {"inbox_prefix": inbox_prefix(config, name)}
     seed = config.nkey_seed
     if config.users:
         seed = str(users.seed_file(Path(config.users), users.user(name).name))
     if seed:
         nkey.load(seed)  # checked here: nats-py would print the content of a file that is no seed
-        found["nkeys_seed"] = seed
+        arguments["nkeys_seed"] = seed
     elif config.credentials:
-        found["user_credentials"] = _credentials(config.credentials)
+        arguments["user_credentials"] = _credentials(config.credentials)
     if uses_tls(config):
-        found["tls"] = tls_context(config)
-    return found
+        arguments["tls"] = tls_context(config)
+    return arguments
 
 
 def is_authentication_error(error: Exception) -> bool:

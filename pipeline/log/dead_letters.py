@@ -45,11 +45,11 @@ Letter = Recorded[DeadLettered]
 
 async def find(broker: Broker, seqs: Sequence[int]) -> list[Letter]:
     """Return the letters with these sequences. Raises `DeadLetterError` naming the first that does not exist."""
-    found = {letter.seq: letter for letter in await broker.read(DeadLettered)}
+    letters = {letter.seq: letter for letter in await broker.read(DeadLettered)}
     for seq in seqs:
-        if seq not in found:
+        if seq not in letters:
             raise DeadLetterError(f"there is no dead letter {seq}; see `journeywork dead list`")
-    return [found[seq] for seq in seqs]
+    return [letters[seq] for seq in seqs]
 
 
 async def retry(broker: Broker, letter: Letter) -> None:
@@ -161,10 +161,10 @@ async def _run(args: argparse.Namespace) -> None:
                     f"name the letters (journeywork dead {args.command} SEQ ...) or give --all, not both"
                 )
             act = retry if args.command == "retry" else drop
-            chosen = await broker.read(DeadLettered) if args.all else await find(broker, args.seqs)
-            for letter in chosen:
+            letters = await broker.read(DeadLettered) if args.all else await find(broker, args.seqs)
+            for letter in letters:
                 await act(broker, letter)
-            out.print(f"{len(chosen)} {'delivered again' if act is retry else 'dropped'}")
+            out.print(f"{len(letters)} {'delivered again' if act is retry else 'dropped'}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -104,7 +104,7 @@ class RememberedExchanges:
             self.bytes -= ends.pop(0).size
         while self.bytes > self._max_bytes:
             _, forgotten = self._ends.popitem(last=False)
-            self.bytes -= sum(one.size for one in forgotten)
+            self.bytes -= sum(base.size for base in forgotten)
 
 
 def _is_small(exchange: ExchangeRecorded) -> bool:
@@ -120,7 +120,7 @@ async def make_whole(reader: StreamReader, remembered: RememberedExchanges, form
     base = remembered.find(exchange.project, exchange.trajectory, base_of(form))
     try:
         if base is None:
-            base = find_base(form, await _held(reader, exchange))
+            base = find_base(form, await _forms_of_trajectory(reader, exchange))
         whole = restore(base, form)
     except BrokenChainError as error:
         raise ExchangeNotWholeError(form, str(error)) from error
@@ -128,10 +128,10 @@ async def make_whole(reader: StreamReader, remembered: RememberedExchanges, form
     return whole
 
 
-async def _held(reader: StreamReader, exchange: ExchangeRecorded) -> dict[Key, Form]:
+async def _forms_of_trajectory(reader: StreamReader, exchange: ExchangeRecorded) -> dict[Key, Form]:
     """Return the exchanges of a trajectory as the log holds them."""
     subject = subject_filter(ExchangeRecorded, project=exchange.project, trajectory=exchange.trajectory)
-    held: dict[Key, Form] = {}
+    forms: dict[Key, Form] = {}
     async with aclosing(reader.messages(stream_of(ExchangeRecorded), subject=subject)) as messages:
         async for message in messages:
             try:
@@ -141,7 +141,7 @@ async def _held(reader: StreamReader, exchange: ExchangeRecorded) -> dict[Key, F
             except (msgspec.DecodeError, HistoryGoneError):
                 continue  # what continues it can't be made whole
             if isinstance(form, ExchangeRecorded):
-                held[key_of(form)] = form
+                forms[key_of(form)] = form
             elif isinstance(form, Continuation):
-                held.setdefault(key_of(form), form)  # a whole one was put back from the store
-    return held
+                forms.setdefault(key_of(form), form)  # a whole one was put back from the store
+    return forms

@@ -66,7 +66,7 @@ class Pulled:
         self.size = len(data)  # that of the event, if a claim check takes its place
 
     @classmethod
-    def of(cls, message: Msg) -> Pulled:
+    def from_message(cls, message: Msg) -> Pulled:
         """Return a message that came through nats-py as one of this class."""
         lines = [f"{name}: {value}\r\n" for name, value in (message.headers or {}).items()]
         return cls(
@@ -116,13 +116,13 @@ class _Parser(Parser):  # type: ignore[misc]  # nats-py is untyped
         self.nc.watch_socket()
         if not self._pending and (not self.handlers or not self.is_between_commands()):
             if self.is_between_commands():
-                data = data[self.cut(data, 0) :]
+                data = data[self.extract(data, 0) :]
             await super().parse(data)
             return
         pending, resets, at = self._pending, self._resets, 0
         pending += data
         while at < len(pending):
-            at = self.cut(pending, at)
+            at = self.extract(pending, at)
             end = _end_of_command(pending, at)
             if end < 0:
                 break
@@ -132,7 +132,7 @@ class _Parser(Parser):  # type: ignore[misc]  # nats-py is untyped
             at = end
         del pending[:at]
 
-    def cut(self, data: bytes | bytearray, at: int) -> int:
+    def extract(self, data: bytes | bytearray, at: int) -> int:
         """Deal with acknowledgements and pulled messages from `at` on. Return where the first other or incomplete
         command begins."""
         prefix, resolve, handlers, size = self.nc.ack_prefix, self.nc.resolve_ack, self.handlers, len(data)
@@ -235,13 +235,13 @@ class FastClient(Client):  # type: ignore[misc]
         self._reader = reader
         feed, buffered, parser = reader.feed_data, reader._buffer, self._ps
 
-        def cut_and_feed(data: bytes) -> None:
-            if not buffered and parser.is_between_commands() and (at := parser.cut(data, 0)):
+        def extract_and_feed(data: bytes) -> None:
+            if not buffered and parser.is_between_commands() and (at := parser.extract(data, 0)):
                 data = data[at:]
             if data:
                 feed(data)
 
-        reader.feed_data = cut_and_feed
+        reader.feed_data = extract_and_feed
 
     # -- publishing ----------------------------------------------------------------------------------------------
 
@@ -315,17 +315,17 @@ class FastClient(Client):  # type: ignore[misc]
 
     def resolve_ack(self, token: bytes, answer: bytes) -> None:
         """End the wait for an acknowledgement."""
-        found = self._waiting.get(token)
-        if found is not None and not found[0].done():
-            found[0].set_result(answer)
+        waiting = self._waiting.get(token)
+        if waiting is not None and not waiting[0].done():
+            waiting[0].set_result(answer)
 
     async def _on_ack(self, message: Msg) -> None:
         """Take an acknowledgement that came through nats-py, or the server's word that no stream takes the message."""
         token = message.subject.encode()[len(self._inbox) :]
         if message.headers and message.headers.get(api.Header.STATUS) == "503":
-            found = self._waiting.get(token)
-            if found is not None and not found[0].done():
-                found[0].set_exception(nats.js.errors.NoStreamResponseError())
+            waiting = self._waiting.get(token)
+            if waiting is not None and not waiting[0].done():
+                waiting[0].set_exception(nats.js.errors.NoStreamResponseError())
         else:
             self.resolve_ack(token, message.data)
 

@@ -130,8 +130,8 @@ async def _create_consumer(
 
 async def _place_of(reader: StreamReader, stream: str, seq: int) -> Place:
     """Return the place of a message that the caller read; its time is unknown if retention removed it."""
-    found = await reader.leader_get(stream, {"seq": seq}) if seq > 0 else None
-    return found.place if found is not None else Place(max(seq, 0), 0)
+    message = await reader.leader_get(stream, {"seq": seq}) if seq > 0 else None
+    return message.place if message is not None else Place(max(seq, 0), 0)
 
 
 async def _lost(reader: StreamReader, stream: str, last: Place) -> bool:
@@ -139,9 +139,9 @@ async def _lost(reader: StreamReader, stream: str, last: Place) -> bool:
     sequences after them stay in use."""
     if not last.seq:
         return False
-    found = await reader.leader_get(stream, {"seq": last.seq})
-    if found is not None:
-        return not last.matches(found.place)
+    message = await reader.leader_get(stream, {"seq": last.seq})
+    if message is not None:
+        return not last.matches(message.place)
     return int((await reader.stream_info(stream)).state.last_seq) < last.seq
 
 

@@ -31,8 +31,6 @@ E = TypeVar("E", bound=Event)
 
 _YIELD_BYTES = 1024 * 1024
 """Bytes that are decoded before other tasks get a turn: about a millisecond."""
-_SKIPPED_AT_ONCE = 64
-"""Undecodable messages that are put among the dead letters at the same time."""
 
 
 class Reader(StreamReader):
@@ -75,29 +73,28 @@ class Reader(StreamReader):
 
         One that comes while the classes are read, one after the other, is left for the next call."""
         end = (await self.stream_info(stream_of(events[0]))).state.last_seq
-        found = [r for event in events for r in await self.read(event, start_seq=start_seq, **keys)]
-        return sorted((r for r in found if r.seq <= end), key=lambda r: r.seq)
+        recorded = [r for event in events for r in await self.read(event, start_seq=start_seq, **keys)]
+        return sorted((r for r in recorded if r.seq <= end), key=lambda r: r.seq)
 
     async def _page(
         self, event: type[E], stream: str, subject: str, start_seq: int, at_least: int
     ) -> Page[E]:
-        found, more = await self.message_page(stream, subject, start_seq)
-        last = found[-1].seq if found else start_seq - 1
-        if not more and not 0 < at_least <= len(found):
-            found += await self.next_of_leader(stream, subject, last + 1)
-            more = bool(found) and found[-1].seq > last
+        messages, more = await self.message_page(stream, subject, start_seq)
+        last = messages[-1].seq if messages else start_seq - 1
+        if not more and not 0 < at_least <= len(messages):
+            messages += await self.next_of_leader(stream, subject, last + 1)
+            more = bool(messages) and messages[-1].seq > last
         out: list[Recorded[E]] = []
-        undecodable: list[tuple[StoredMessage, str]] = []
         not_whole: list[int] = []
         decoded = 0
-        for message in found:
+        for message in messages:
             try:
                 recorded = await self._recorded(stream, message)
             except ExchangeNotWholeError as error:
                 log.error("exchange not read", why=str(error))
                 not_whole.append(error.seq)
             except (msgspec.DecodeError, HistoryGoneError) as error:
-                undecodable.append((message, str(error)))
+                await self.skip_undecodable(stream, message, str(error))
             else:
                 out += _of_class(recorded, event)
             last = message.seq
@@ -105,17 +102,7 @@ class Reader(StreamReader):
             if decoded > _YIELD_BYTES:
                 decoded = 0
                 await asyncio.sleep(0)
-        await self._skip_all(stream, undecodable)
         return Page(out, last, more, not_whole)
-
-    async def _skip_all(self, stream: str, undecodable: list[tuple[StoredMessage, str]]) -> None:
-        # Several at once: each waits for an acknowledgement, and the start of a service may meet hundreds.
-        for i in range(0, len(undecodable), _SKIPPED_AT_ONCE):
-            some = undecodable[i : i + _SKIPPED_AT_ONCE]
-            calls = (self.skip_undecodable(stream, message, why) for message, why in some)
-            for error in await asyncio.gather(*calls, return_exceptions=True):
-                if error is not None:
-                    raise error
 
     async def count(self, event: type[Event], **keys: Any) -> int:
         """Return how many events a subject holds, without reading them; `keys` must name the whole subject."""
@@ -129,8 +116,8 @@ class Reader(StreamReader):
         if message is None:
             return None
         recorded = await self.recorded(stream_of(event), message)
-        if found := _of_class(recorded, event):
-            return found[0]
+        for newest in _of_class(recorded, event):
+            return newest
         before = await self.read(event, **keys)
         return before[-1] if before else None
 
@@ -147,8 +134,8 @@ class Reader(StreamReader):
         recorded = await self._recorded_or_skipped(stream, message)
         if recorded is None:
             raise UndecodableError(stream, seq)
-        for found in _of_class(recorded, event):
-            return found
+        for at_seq in _of_class(recorded, event):
+            return at_seq
         raise OtherEventError(stream, seq, event.__name__)
 
     async def recorded(self, stream: str, message: StoredMessage) -> Recorded[AnyEvent] | None:
@@ -184,13 +171,13 @@ class Reader(StreamReader):
         can't be made whole."""
         return await self.event_of(decode(payload))
 
-    async def event_of(self, found: AnyEvent | ClaimCheck | Continuation) -> AnyEvent:
+    async def event_of(self, form: AnyEvent | ClaimCheck | Continuation) -> AnyEvent:
         """Return the event that a decoded payload stands for. Raises as `decode` does."""
-        if isinstance(found, ClaimCheck):
-            found = await self._claimed(found)
-        if isinstance(found, ExchangeRecorded | Continuation):
-            return await make_whole(self, self.exchanges, found)
-        return found
+        if isinstance(form, ClaimCheck):
+            form = await self._claimed(form)
+        if isinstance(form, ExchangeRecorded | Continuation):
+            return await make_whole(self, self.exchanges, form)
+        return form
 
     async def _claimed(self, claim: ClaimCheck) -> AnyEvent | Continuation:
         event = decode(await self.get_object(claim.bucket, claim.object))

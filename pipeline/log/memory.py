@@ -33,13 +33,13 @@ def most_subjects(max_memory: int, stream: str) -> int:
 
 def retention(nats: NatsConfig) -> str:
     """Return how long the log keeps runs, as a sentence for the operator."""
-    kept = f"the log keeps runs for {nats.rollouts_max_age_h:g} h"
+    retained = f"the log keeps runs for {nats.rollouts_max_age_h:g} h"
     if not nats.max_memory:
-        return f"{kept}, whatever memory its server needs for that (nats.max_memory is not set)"
+        return f"{retained}, whatever memory its server needs for that (nats.max_memory is not set)"
     runs = most_subjects(nats.max_memory, "ROLLOUTS") // SUBJECTS_OF_RUN
     rate = runs / nats.rollouts_max_age_s
     return (
-        f"{kept} at up to {rate:,.1f} runs a second, and for less time at more: the newest {runs:,} runs, in "
+        f"{retained} at up to {rate:,.1f} runs a second, and for less time at more: the newest {runs:,} runs, in "
         f"{nats.max_memory / 1e9:,.1f} GB of memory (nats.max_memory)"
     )
 

@@ -124,8 +124,8 @@ async def _info(log: StreamReader, bucket: str, name: str) -> _Info | None:
     """Return the description of an object, by the leader; None if there is no such object."""
     encoded = base64.urlsafe_b64encode(name.encode()).decode()
     subject = f"$O.{bucket}.M.{encoded}"
-    found = await log.leader_get(streams.bucket_stream(bucket), {"last_by_subj": subject})
-    info = _decode_info(found.payload) if found is not None and found.payload else None
+    described = await log.leader_get(streams.bucket_stream(bucket), {"last_by_subj": subject})
+    info = _decode_info(described.payload) if described is not None and described.payload else None
     return None if info is None or info.deleted else info
 
 

@@ -38,7 +38,7 @@ async def provision(log: StreamReader) -> None:
     not answer."""
 
     async def once() -> None:
-        specs = [await _stream(log, s) for s in streams.kept(log.config.rollouts_max_age_s)]
+        specs = [await _stream(log, s) for s in streams.streams_with_ages(log.config.rollouts_max_age_s)]
         await _stream(log, streams.DETECTED)
         await _stream(log, streams.TIMERS)
         for consumer in streams.CONSUMERS:
@@ -176,8 +176,8 @@ async def oldest_unread(log: StreamReader, spec: streams.ConsumerSpec) -> Place 
     if not (info.num_pending or info.num_ack_pending):
         return None
     after = int(info.ack_floor.stream_seq) if info.ack_floor is not None else 0
-    found = await log.leader_get(spec.stream, {"seq": after + 1, "next_by_subj": spec.subjects[0]})
-    return found.place if found is not None else None
+    oldest = await log.leader_get(spec.stream, {"seq": after + 1, "next_by_subj": spec.subjects[0]})
+    return oldest.place if oldest is not None else None
 
 
 async def _key_value(log: StreamReader, spec: streams.KeyValueSpec) -> None:

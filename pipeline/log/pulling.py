@@ -27,37 +27,14 @@ class ConsumerGoneError(Exception):
     """The consumer, or its stream, was deleted, or does not answer."""
 
 
-class _News:
-    """Wakes who waits for any of several pullers."""
-
-    def __init__(self) -> None:
-        self._event = anyio.Event()
-
-    def set(self) -> None:
-        self._event.set()
-
-    def clear(self) -> None:
-        self._event = anyio.Event()
-
-    async def wait(self) -> None:
-        await self._event.wait()
-
-
 class Puller:
     """Made by `pulling`."""
 
-    def __init__(
-        self,
-        client: FastClient,
-        stream: str,
-        consumer: str,
-        inbox: str,
-        ahead: int,
-        news: _News | None = None,
-    ) -> None:
+    def __init__(self, client: FastClient, stream: str, consumer: str, inbox: str, ahead: int) -> None:
         self._client, self._inbox, self._ahead = client, inbox, ahead
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        self._news = news or _News()
+        self._news = anyio.Event()
+        """Set when a message or the end of a request has come."""
         self._outstanding = 0
         """Messages that the open request may still bring."""
         self._requested_at = 0.0
@@ -89,7 +66,7 @@ class Puller:
     async def on_message(self, message: Msg) -> None:
         """Take what came through nats-py: the status of a request, seldom a delivery."""
         if message.reply:
-            self.on_delivery(Pulled.of(message))
+            self.on_delivery(Pulled.from_message(message))
             return
         if message.subject != self._reply:
             return  # of an earlier request: the server reports a full batch after the batch
@@ -131,7 +108,7 @@ class Puller:
                 if self.gone:
                     gone, self.gone = self.gone, ""
                     raise ConsumerGoneError(gone)
-                self._news.clear()
+                self._news = anyio.Event()
                 if self._client.is_connected:
                     await self.request(size, expires_s)
                 if not self.gone:
@@ -149,13 +126,11 @@ class Puller:
 
 
 @asynccontextmanager
-async def pulling(
-    client: FastClient, stream: str, consumer: str, *, ahead: int = 0, news: _News | None = None
-) -> AsyncIterator[Puller]:
+async def pulling(client: FastClient, stream: str, consumer: str, *, ahead: int = 0) -> AsyncIterator[Puller]:
     """Pull a consumer, in requests of up to 16 MiB. `ahead`: how many messages each request asks for, also before the
-    next `take`; 0: each `take` asks for what it wants. `news`: what several pullers wake."""
+    next `take`; 0: each `take` asks for what it wants."""
     inbox = client.new_inbox()
-    puller = Puller(client, stream, consumer, inbox, ahead, news)
+    puller = Puller(client, stream, consumer, inbox, ahead)
     subscription = await client.subscribe(
         f"{inbox}.*", cb=puller.on_message, pending_msgs_limit=-1, pending_bytes_limit=-1
     )

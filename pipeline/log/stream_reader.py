@@ -89,13 +89,13 @@ class StreamReader:
             if error.err_code == _NO_STREAM:
                 raise StreamMissingError(stream) from error
             raise BrokerError(f"a read of {stream} failed: {error.description}") from error
-        found = _decode_answer(data).message
-        if found is None:
+        stored = _decode_answer(data).message
+        if stored is None:
             raise BrokerError(f"a read of {stream} was answered without a message")
-        headers = _parse_headers(base64.b64decode(found.hdrs)) | server_headers(
-            found.seq, found.subject, found.time
+        headers = _parse_headers(base64.b64decode(stored.hdrs)) | server_headers(
+            stored.seq, stored.subject, stored.time
         )
-        return StoredMessage(found.seq, found.subject, headers, base64.b64decode(found.data))
+        return StoredMessage(stored.seq, stored.subject, headers, base64.b64decode(stored.data))
 
     async def direct_get(self, stream: str, seq: int) -> StoredMessage | None:
         """Return the message at `seq` from any replica, and from the leader if that replica does not hold it."""
@@ -104,8 +104,8 @@ class StreamReader:
 
     async def holds(self, stream: str, place: Place) -> bool:
         """Return whether the message at `place` is in the stream, by its leader. False if retention removed it, too."""
-        found = await self.leader_get(stream, {"seq": place.seq})
-        return found is not None and place.matches(found.place)
+        message = await self.leader_get(stream, {"seq": place.seq})
+        return message is not None and place.matches(message.place)
 
     async def delete(self, stream: str, seq: int) -> bool:
         """Delete one message; one that is not there is deleted already. Returns whether this call deleted it; false,
@@ -158,23 +158,23 @@ class StreamReader:
         They are as one replica holds them: it may lag, but what it holds has no gaps. So if the result holds a certain
         message, it holds everything before that message."""
         request: dict[str, Any] = {"multi_last": list(subjects), "batch": _BATCH, "max_bytes": _PAGE_BYTES}
-        found: list[StoredMessage] = []
+        newest: list[StoredMessage] = []
         more = True
         try:
             while more:
-                first = found[-1].seq + 1 if found else 1
+                first = newest[-1].seq + 1 if newest else 1
                 page, more = await self._direct_get(stream, request | {"seq": first})
-                found += page
+                newest += page
         except _TooManySubjectsError:
-            found = [m for subject in subjects async for m in self.messages(stream, subject=subject)]
-            found.sort(key=lambda m: m.seq)
-        return found
+            newest = [m for subject in subjects async for m in self.messages(stream, subject=subject)]
+            newest.sort(key=lambda m: m.seq)
+        return newest
 
     async def next_of_leader(self, stream: str, subject: str, first: int) -> list[StoredMessage]:
         """Return the first message that the leader holds on `subject` from sequence `first` on, as a list of at most
         one."""
-        found = await self.leader_get(stream, {"seq": first, "next_by_subj": subject})
-        return [] if found is None else [found]
+        message = await self.leader_get(stream, {"seq": first, "next_by_subj": subject})
+        return [] if message is None else [message]
 
     async def _direct_get(self, stream: str, request: dict[str, Any]) -> tuple[list[StoredMessage], bool]:
         """Send the server's direct get, batched if `request` says so; return messages and whether there are more.

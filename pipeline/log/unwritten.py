@@ -1,8 +1,7 @@
 """Events that the store has not written yet, and how soon the log deletes them.
 
-A stream with a limit of age deletes its oldest events whether consumers have read them or not. The supervisor looks at
-every check of the log, and each store at every check of the alarms, so that an operator hears of a store that is behind
-long before, and of every loss.
+A stream with a limit of age deletes its oldest events whether consumers have read them or not. Each store looks at
+every check of the alarms, so that an operator hears of a store that is behind long before, and of every loss.
 """
 
 from __future__ import annotations
@@ -37,30 +36,30 @@ class UnwrittenEvents:
         self._lost: dict[str, int] = {}
         """Sequence of the first event that was deleted before it was written, by consumer."""
 
-    async def found(self, broker: Broker) -> list[Unwritten]:
+    async def check(self, broker: Broker) -> list[Unwritten]:
         """Return what is wrong now. A loss stays. Raises nats-py's errors and `BrokerError`."""
         out = []
         for spec in streams.CONSUMERS:
             if spec.name.startswith("store-"):
-                out += await self._of(broker, spec)
+                out += await self._of_consumer(broker, spec)
         return out
 
-    async def _of(self, broker: Broker, spec: streams.ConsumerSpec) -> list[Unwritten]:
+    async def _of_consumer(self, broker: Broker, spec: streams.ConsumerSpec) -> list[Unwritten]:
         oldest, before = await oldest_unread(broker, spec), self._oldest.pop(spec.name, None)
         if before is not None and (oldest is None or oldest.seq > before.seq):
             await self._check_for_loss(broker, spec, before)
         if oldest is None:
-            return self._told(spec)
+            return self._losses(spec)
         self._oldest[spec.name] = oldest
         limit_s = (await broker.stream_info(spec.stream)).config.max_age or 0.0
         age_s = time.time() - oldest.at / 1e6
         if not limit_s or age_s < self._share * limit_s:
-            return self._told(spec)
+            return self._losses(spec)
         detail = (
             f"{spec.name} has not written an event of {spec.stream} that is {age_s / 3600:.1f} h old; the log deletes "
             f"events at {limit_s / 3600:g} h. Start the store, or raise nats.rollouts_max_age_h until it has caught up"
         )
-        return [*self._told(spec), Unwritten(spec.name, age_s / limit_s, detail)]
+        return [*self._losses(spec), Unwritten(spec.name, age_s / limit_s, detail)]
 
     async def _check_for_loss(self, broker: Broker, spec: streams.ConsumerSpec, before: Place) -> None:
         """Note that the event at `before` is gone although the store did not acknowledge it."""
@@ -70,7 +69,7 @@ class UnwrittenEvents:
         if floor is None or int(floor.stream_seq) < before.seq:
             self._lost.setdefault(spec.name, before.seq)
 
-    def _told(self, spec: streams.ConsumerSpec) -> list[Unwritten]:
+    def _losses(self, spec: streams.ConsumerSpec) -> list[Unwritten]:
         if spec.name not in self._lost:
             return []
         detail = (

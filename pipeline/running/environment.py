@@ -112,7 +112,7 @@ def _provider(model: str) -> tuple[str, ...]:
     return _PROVIDERS.get(provider, (f"{provider.upper()}_*",))
 
 
-def of(config: Config, process: str, environ: Mapping[str, str]) -> dict[str, str]:
+def environment_of(config: Config, process: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `environ` that `process` gets."""
     wanted = names(config, process)
     exact = {n for n in wanted if not n.endswith("*")}

@@ -58,10 +58,10 @@ def tool_parser(base: str) -> str:
     if file is None:
         return ""
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=_Configuration)
+        configuration = msgspec.json.decode(file.read_bytes(), type=_Configuration)
     except (OSError, msgspec.DecodeError):
         return ""  # vLLM reports what is wrong with it
-    return TOOL_PARSERS.get(found.model_type, "")
+    return TOOL_PARSERS.get(configuration.model_type, "")
 
 
 def _configuration(base: str) -> Path | None:

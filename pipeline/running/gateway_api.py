@@ -80,15 +80,17 @@ class GatewayApi:
             # The environment's proxies are for the internet, not for the gateway.
             with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
                 answer = client.request(method, self.url + path, json=body, headers=self._headers)
-            found = answer.json()
+            body_of_answer = answer.json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise GatewayError(
                 f"the gateway at {self.url} does not answer ({type(error).__name__}): is `journeywork up` running?"
             ) from error
         if answer.is_error:
-            told = found.get("error", {}).get("message") if isinstance(found, dict) else None
-            message = told or f"the gateway answered {answer.status_code}"
+            reason = (
+                body_of_answer.get("error", {}).get("message") if isinstance(body_of_answer, dict) else None
+            )
+            message = reason or f"the gateway answered {answer.status_code}"
             if answer.status_code == 401:
                 message += f" Give an operator's key with --key or {KEY_VARIABLE}."
             raise GatewayError(message, answer.status_code)
-        return dict(found)
+        return dict(body_of_answer)

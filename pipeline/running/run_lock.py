@@ -48,10 +48,10 @@ def for_server(run_dir: Path, server: str) -> None:
     os.set_inheritable(share(run_dir), True)
     if server != "nats":
         return
-    held = _open(run_dir / _NATS)
-    if not _try(held, fcntl.LOCK_EX):
+    lock = _open(run_dir / _NATS)
+    if not _try(lock, fcntl.LOCK_EX):
         raise RunInUseError(_refusal(run_dir, _NATS, "journeywork exec nats"))
-    os.set_inheritable(held, True)
+    os.set_inheritable(lock, True)
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def _refusal(run_dir: Path, lock: str, what: str) -> str:
 
 def _holders(path: Path) -> list[int]:
     """Return the other processes that have the file open, as far as this user may see them."""
-    wanted, found = path.stat(), []
+    wanted, holders = path.stat(), []
     for folder in Path("/proc").glob("[0-9]*"):
         if int(folder.name) == os.getpid():
             continue
@@ -111,9 +111,9 @@ def _holders(path: Path) -> list[int]:
             for link in (folder / "fd").iterdir():
                 with suppress(OSError):
                     if os.path.samestat(link.stat(), wanted):
-                        found.append(int(folder.name))
+                        holders.append(int(folder.name))
                         break
-    return found
+    return holders
 
 
 def _end_leftovers(run_dir: Path, fd: int) -> None:

@@ -41,14 +41,14 @@ class _Report:
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
-        self._told = False
+        self._reported = False
         self._ready = anyio.Event()
 
     def __call__(self, **facts: str | int | float) -> None:
         line = msgspec.json.encode({"ready": True, **facts}) + b"\n"
-        if self._fd is not None and not self._told:
+        if self._fd is not None and not self._reported:
             os.write(self._fd, line)
-        self._told = True
+        self._reported = True
         self._ready.set()
         log.get_logger("pipeline.running.service").info("ready", **facts)
 

@@ -15,7 +15,6 @@ from pipeline import streams
 from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import AlarmChanged, CheckpointPublished
 from pipeline.log.broker import Broker, BrokerError
-from pipeline.log.health import fills
 from pipeline.printing import with_code
 from pipeline.running.runs import log_of, run_settings
 from pipeline.running.state import read_state
@@ -35,14 +34,13 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
         state["log"] = "it was stopped with the run"  # another run's log may have its port now
     else:
         try:
-            config = run_settings(run_dir, sections=("nats", "signing", "alarms"))
-            state |= anyio.run(of_log, log_of(config), Trust(config.signing), config.alarms.full_share)
+            config = run_settings(run_dir, sections=("nats", "signing"))
+            state |= anyio.run(read_log, log_of(config), Trust(config.signing))
         except BrokerError as error:
             state["log"] = str(error)
     running = {n for n, s in state["services"].items() if s["state"] not in ("stopped", "gone")}
-    if (
-        "lag" in state
-    ):  # a consumer's name begins with the service that takes from it; one that is off isn't behind
+    if "lag" in state:
+        # A consumer's name begins with the service that takes from it. One that is off isn't behind.
         rows = [(row["consumer"].partition("-")[0], row) for row in state["lag"]]
         state["lag"] = [row | {"off": name not in running} for name, row in rows if name in state["services"]]
     if as_json:
@@ -53,16 +51,15 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
         raise SystemExit(1)
 
 
-async def of_log(nats: NatsConfig, trust: Trust, full_share: float) -> dict[str, Any]:
-    """What the log tells: streams, lag, policy versions, alarms. `full_share`: `alarms.full_share`. Raises
-    `BrokerError`."""
+async def read_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
+    """Return what the log tells: streams, lag, policy versions, alarms. Raises `BrokerError`."""
     nats = msgspec.structs.replace(nats, publish_deadline_s=min(nats.publish_deadline_s, 10.0))
     async with Broker.connect(nats, name="status", provision=False) as broker:
-        held = []
+        sizes = []
         for spec in streams.STREAMS:
             info = await broker.stream_info(spec.name)
             probes = await broker.count_messages(spec.name, streams.alive_subject(spec.name))
-            held.append(
+            sizes.append(
                 {"stream": spec.name, "messages": info.state.messages - probes, "bytes": info.state.bytes}
             )
         lag = [
@@ -72,8 +69,6 @@ async def of_log(nats: NatsConfig, trust: Trust, full_share: float) -> dict[str,
         for recorded in await broker.read(CheckpointPublished):
             if not trust.objection(recorded.event):
                 policies[recorded.event.model] = recorded.event.version
-        # The supervisor's alarms are in its state. These are computed if none runs.
-        alarms = [alarm for fill in await fills(broker) if (alarm := fill.alarm(full_share))]
         raised: dict[tuple[str, str, str], AlarmChanged] = {}
         for change in await broker.read(AlarmChanged):
             event = change.event
@@ -82,11 +77,10 @@ async def of_log(nats: NatsConfig, trust: Trust, full_share: float) -> dict[str,
             if event.state == "raised":
                 raised[key] = event
         return {
-            "streams": held,
+            "streams": sizes,
             "lag": lag,
             "policies": policies,
-            "full": alarms,
-            # The store service's (docs/alarms.md).
+            # The store service's (docs/alarms.md). The supervisor's are in its state.
             "raised": [
                 {
                     name: getattr(a, name)
@@ -112,12 +106,12 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
     for name, service in state["services"].items():
         table.add_row(name, service["state"], str(service["pid"]), str(service["restarts"]))
     console.print(table)
-    for alarm in dict.fromkeys((*state.get("alarms", ()), *state.get("full", ()))):
+    for alarm in state["alarms"]:
         console.print(f"[bold red]alarm[/] {alarm}", soft_wrap=True)
-    for one in state.get("raised", ()):
-        of = f" of {one['model']}" if one["model"] else ""
-        told = with_code(f"{one['alarm']}{of}: {one['detail']}. {one['action']}".strip())
-        console.print(Text("alarm ", "bold red"), told, sep="", soft_wrap=True)
+    for alarm in state.get("raised", ()):
+        model = f" of {alarm['model']}" if alarm["model"] else ""
+        text = with_code(f"{alarm['alarm']}{model}: {alarm['detail']}. {alarm['action']}".strip())
+        console.print(Text("alarm ", "bold red"), text, sep="", soft_wrap=True)
     if "streams" not in state:
         console.print(f"log: {state['log']}", soft_wrap=True)
         return

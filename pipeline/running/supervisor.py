@@ -161,7 +161,7 @@ class Supervisor:
         if spec.prepare is not None:
             spec.prepare()
         env = {
-            **environment.of(self.config, spec.kind, os.environ),
+            **environment.environment_of(self.config, spec.kind, os.environ),
             **spec.env,
             **{name: path.read_text("utf-8").strip() for name, path in spec.secret_env.items()},
             "PYTHONUNBUFFERED": "1",

@@ -22,13 +22,13 @@ _DOMAIN = b"journeywork.checkpoint.1\n"
 
 def _defaults() -> dict[str, Any]:
     """Return the default value of each field whose default is always the same."""
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for field in msgspec.structs.fields(CheckpointPublished):
         if field.default is not msgspec.NODEFAULT:
-            found[field.name] = msgspec.to_builtins(field.default)
+            defaults[field.name] = msgspec.to_builtins(field.default)
         elif field.default_factory is dict:
-            found[field.name] = {}
-    return found
+            defaults[field.name] = {}
+    return defaults
 
 
 _DEFAULTS = _defaults()
@@ -41,12 +41,12 @@ def signed_bytes(event: CheckpointPublished) -> bytes:
     A field with its default value is left out, so that the signature of an event from before the field was added
     stays valid."""
     fields = msgspec.to_builtins(event)
-    kept = {
+    signed = {
         name: value
         for name, value in fields.items()
         if name not in ("signature", "signer") and (name not in _DEFAULTS or value != _DEFAULTS[name])
     }
-    return _DOMAIN + msgspec.json.encode(kept, order="sorted")
+    return _DOMAIN + msgspec.json.encode(signed, order="sorted")
 
 
 class Signer:

@@ -7,7 +7,7 @@ so a new event or consumer needs one entry in the table. The server refuses ever
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,17 +153,11 @@ def rights(user: User) -> Rights:
     consumed = [streams.consumer(name) for name in user.consumes]
     if user.sets_timers:
         publish.append(f"{streams.TIMER_SET}.>")
-    # Streams that it reads, and buckets whose objects it reads (`fetched`) and writes (`stored`).
-    read = {*user.reads, *(c.stream for c in consumed if c.stream in EVENT_STREAMS)}
-    fetched = {*user.fetches, *user.stores, *(streams.claims_bucket(s) for s in read)}
-    stored = {*user.stores, *(streams.claims_bucket(streams.stream_of_subject(s)) for s in user.publishes)}
     if not user.provisions:
         # It publishes dead letters in its own name, and checks first whether the letter exists.
         for name in sorted({user.name, READER, *user.consumes}):
             publish += [f"dead.*.{name}", f"dead.*.{name}.*"]
-        read.add("DEAD")
-        fetched.add(streams.claims_bucket("DEAD"))
-        stored.add(streams.claims_bucket("DEAD"))
+    read, fetched, stored = _streams_and_buckets(user)
     publish += [f"{api}STREAM.MSG.DELETE.{stream}" for stream in user.trims]
     for bucket in sorted(stored):
         publish += [f"$O.{bucket}.>", f"{api}STREAM.PURGE.OBJ_{bucket}"]
@@ -179,8 +173,12 @@ def rights(user: User) -> Rights:
         ]
     publish += [f"{api}STREAM.INFO.{streams.bucket_stream(bucket)}" for bucket in user.inspects]
     for spec in consumed:
-        of = f"{spec.stream}.{spec.name}"
-        publish += [f"{api}CONSUMER.INFO.{of}", f"{api}CONSUMER.MSG.NEXT.{of}", f"$JS.ACK.{of}.>"]
+        consumer = f"{spec.stream}.{spec.name}"
+        publish += [
+            f"{api}CONSUMER.INFO.{consumer}",
+            f"{api}CONSUMER.MSG.NEXT.{consumer}",
+            f"$JS.ACK.{consumer}.>",
+        ]
     counted = [streams.deaths_key(name) for name in (*user.consumes, *("*" for _ in user.branches))]
     if counted:  # how often a message ended the process that handled it (`pipeline.log.deaths`)
         publish += [streams.key_subject(streams.FLEET.name, f"{key}.>") for key in counted]
@@ -192,14 +190,9 @@ def rights(user: User) -> Rights:
         publish += [f"{api}STREAM.INFO.{bucket}", f"{api}STREAM.MSG.GET.{bucket}"]
         followed.append(bucket)
     for stream in (*followed, *user.branches):
-        verbs = ["CONSUMER.CREATE", "CONSUMER.INFO", "CONSUMER.MSG.NEXT"]
-        verbs += ["CONSUMER.DURABLE.CREATE"] if stream in user.branches else []
-        publish += [f"{api}{verb}.{stream}.*" for verb in verbs]
-        for spec in streams.CONSUMERS:
-            if spec.stream == stream and spec not in consumed:
-                deny += [f"{api}{verb}.{stream}.{spec.name}" for verb in verbs]
-                deny += [f"$JS.ACK.{stream}.{spec.name}.>"] if stream in user.branches else []
-        publish += [f"$JS.ACK.{stream}.*.>"] if stream in user.branches else []
+        allowed, denied = _rights_to_make_consumers(stream, consumed, durable=stream in user.branches)
+        publish += allowed
+        deny += denied
     if user.provisions:
         publish += [f"{api}STREAM.{verb}.*" for verb in ("CREATE", "UPDATE", "INFO")]
         publish += [f"{api}CONSUMER.{verb}.*.>" for verb in ("CREATE", "DURABLE.CREATE", "INFO")]
@@ -208,6 +201,39 @@ def rights(user: User) -> Rights:
             *(f"{api}STREAM.PURGE.{s}" for s in streams.MEMORY_SHARES),
         ]
     return Rights(tuple(publish), tuple(deny), (f"{inbox_prefix(user.name)}.>",))
+
+
+def _streams_and_buckets(user: User) -> tuple[set[str], set[str], set[str]]:
+    """Return the streams that a user reads, and the buckets whose objects it reads and writes."""
+    read = {*user.reads, *(streams.consumer(name).stream for name in user.consumes)} & {*EVENT_STREAMS}
+    written = {streams.stream_of_subject(subject) for subject in user.publishes}
+    if not user.provisions:  # its dead letters
+        read.add("DEAD")
+        written.add("DEAD")
+    stored = {*user.stores, *map(streams.claims_bucket, written)}
+    return read, {*user.fetches, *user.stores, *map(streams.claims_bucket, read)}, stored
+
+
+def _rights_to_make_consumers(
+    stream: str, own: Sequence[streams.ConsumerSpec], *, durable: bool
+) -> tuple[list[str], list[str]]:
+    """Return what a user must be allowed, and denied, that makes consumers of a stream, ephemeral or `durable`: those
+    of `pipeline.streams` that are not its `own` stay out of its reach."""
+    verbs = [
+        "CONSUMER.CREATE",
+        "CONSUMER.INFO",
+        "CONSUMER.MSG.NEXT",
+        *(["CONSUMER.DURABLE.CREATE"] if durable else []),
+    ]
+    allowed = [f"$JS.API.{verb}.{stream}.*" for verb in verbs] + (
+        [f"$JS.ACK.{stream}.*.>"] if durable else []
+    )
+    denied: list[str] = []
+    for spec in streams.CONSUMERS:
+        if spec.stream == stream and spec not in own:
+            denied += [f"$JS.API.{verb}.{stream}.{spec.name}" for verb in verbs]
+            denied += [f"$JS.ACK.{stream}.{spec.name}.>"] if durable else []
+    return allowed, denied
 
 
 def seed_file(folder: Path, name: str) -> Path:

@@ -59,10 +59,10 @@ class Content:
 def document(body: bytes) -> Json:
     """Return a JSON object; empty if the bytes are none."""
     try:
-        found = msgspec.json.decode(body)
+        value = msgspec.json.decode(body)
     except msgspec.DecodeError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def request_input(request: Json) -> Any:
@@ -104,21 +104,21 @@ def _named(function: Json) -> Json:
     return {"name": function.get("name", ""), "arguments": parsed or arguments}
 
 
-def messages(of: Any) -> list[Json]:
+def messages(asked: Any) -> list[Json]:
     """Return chat messages (or a prompt) as the GenAI conventions' input messages."""
-    if isinstance(of, str):
-        return [{"role": "user", "parts": [{"type": "text", "content": of}]}]
-    found = of if isinstance(of, list) else []
-    return [{"role": m.get("role", "user"), "parts": _parts(m)} for m in found if isinstance(m, dict)]
+    if isinstance(asked, str):
+        return [{"role": "user", "parts": [{"type": "text", "content": asked}]}]
+    chat = asked if isinstance(asked, list) else []
+    return [{"role": m.get("role", "user"), "parts": _parts(m)} for m in chat if isinstance(m, dict)]
 
 
 def conversation(request: Json) -> list[Json]:
     """Return what a request says as chat messages: its messages (of a chat completion, or of Anthropic's API), the
     items of OpenAI's Responses API, or its prompt. What a message holds beyond text and tools is left as it is."""
-    found = request.get("messages", request.get("input", request.get("prompt")))
-    if isinstance(found, str):
-        found = [{"role": "user", "content": found}]
-    items = [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+    asked = request.get("messages", request.get("input", request.get("prompt")))
+    if isinstance(asked, str):
+        asked = [{"role": "user", "content": asked}]
+    items = [item for item in asked if isinstance(item, dict)] if isinstance(asked, list) else []
     said = [message for item in items for message in _as_chat(item)]
     instructions = request.get("instructions", request.get("system"))
     return [{"role": "system", "content": instructions}, *said] if instructions else said

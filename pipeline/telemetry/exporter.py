@@ -100,7 +100,7 @@ class SpanMaker:
         return last.event if last else None
 
     async def _learned_from(self, event: CheckpointPublished) -> list[Run]:
-        found = []
+        runs = []
         seqs = unpack_seqs(event.group_seqs).tolist()
         times = unpack_seqs(event.group_times).tolist() or [0] * len(seqs)
         for seq, at in zip(seqs, times, strict=True):
@@ -110,11 +110,11 @@ class SpanMaker:
                 continue  # retention deleted the group
             # After a power cut, another group may have this sequence.
             if recorded.place.matches(Place(seq, at)) and recorded.event.group in event.groups:
-                found += [
+                runs += [
                     await self._run(event.project, m.trajectory, recorded.event.group, event.model)
                     for m in recorded.event.members
                 ]
-        return found
+        return runs
 
     async def _run(
         self,
@@ -132,8 +132,8 @@ class SpanMaker:
             context = context or caller(
                 project, trajectory, await self._first_headers(project, trajectory, call)
             )
-            found = opened.event if opened else None
-            run = make_run(project, trajectory, group, model, found, context, self._content)
+            event = opened.event if opened else None
+            run = make_run(project, trajectory, group, model, event, context, self._content)
             _remember(self._runs, key, run)
         return self._runs[key]
 

@@ -48,11 +48,11 @@ class LogCollector(Collector):
 
 def registry() -> CollectorRegistry:
     """Return the metrics of this process: the log, CPU time, memory, open files, garbage collection."""
-    found = CollectorRegistry()
-    found.register(LogCollector())
-    ProcessCollector(registry=found)
-    GCCollector(registry=found)
-    return found
+    metrics = CollectorRegistry()
+    metrics.register(LogCollector())
+    ProcessCollector(registry=metrics)
+    GCCollector(registry=metrics)
+    return metrics
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def verdict_scores(event: GroupScored, member: Member, run: Run, content: Conten
             if said.trajectory != member.trajectory or verdict.judge_model == "agent":
                 continue
             name = f"{branch}judge.{verdict.rubric or 'default'}"
-            told = {
+            metadata = {
                 **common,
                 "judge_model": verdict.judge_model,
                 "rubric_hash": verdict.rubric_hash,
@@ -66,7 +66,7 @@ def verdict_scores(event: GroupScored, member: Member, run: Run, content: Conten
             }
             out.append(
                 _score(
-                    (*identity, str(number)), run, name, said.score, event.at, metadata=told,
+                    (*identity, str(number)), run, name, said.score, event.at, metadata=metadata,
                     observation_id=f"{verdict_span_id(event, member.trajectory):016x}",
                     comment=content.text(said.explanation),
                 )

@@ -128,7 +128,7 @@ def _usage(prompt: int, sampled: int) -> str:
 
 def _parameters(request: Json) -> Attributes:
     """Return the settings of a call, by the conventions' names."""
-    found: Attributes = {
+    attributes: Attributes = {
         f"gen_ai.request.{name}": request[name]
         for name in _NUMBERS
         if isinstance(request.get(name), int | float) and not isinstance(request[name], bool)
@@ -137,26 +137,26 @@ def _parameters(request: Json) -> Attributes:
     if isinstance(stop, str):
         stop = [stop]
     if isinstance(stop, list) and stop:
-        found["gen_ai.request.stop_sequences"] = tuple(str(s) for s in stop)
+        attributes["gen_ai.request.stop_sequences"] = tuple(str(s) for s in stop)
     if isinstance(request.get("n"), int) and request["n"] > 1:
-        found["gen_ai.request.choice.count"] = request["n"]
+        attributes["gen_ai.request.choice.count"] = request["n"]
     if request.get("stream") is True:
-        found["gen_ai.request.stream"] = True
-    return found
+        attributes["gen_ai.request.stream"] = True
+    return attributes
 
 
 def _said(request: Json, response: Json, finish_reason: str, content: Content) -> Attributes:
     asked, answer = request_input(request), reply(response)
     said = [{**m, "finish_reason": finish_reason} for m in messages([answer] if answer else [])]
-    found: Attributes = {
+    attributes: Attributes = {
         "langfuse.observation.input": content.json(asked),
         "langfuse.observation.output": content.json(answer or response),
         "gen_ai.input.messages": content.json(messages(conversation(request))),
         "gen_ai.output.messages": content.json(said),
     }
     if isinstance(request.get("tools"), list):
-        found["gen_ai.tool.definitions"] = content.json(request["tools"])
-    return found
+        attributes["gen_ai.tool.definitions"] = content.json(request["tools"])
+    return attributes
 
 
 def _tool_spans(

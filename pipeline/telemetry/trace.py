@@ -60,8 +60,8 @@ def caller(project: str, trajectory: str, headers: Mapping[str, str]) -> tuple[i
     match = _TRACEPARENT.match(headers.get("traceparent", ""))
     if match is None or not int(match[1], 16) or not int(match[2], 16):
         return None
-    found = int(match[1], 16), int(match[2], 16)
-    return None if found[1] == root_span_id(project, trajectory) else found
+    context = int(match[1], 16), int(match[2], 16)
+    return None if context[1] == root_span_id(project, trajectory) else context
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,8 +87,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     def attributes(self, kind: str, version: str) -> Attributes:
         """What every span carries: Langfuse filters by the attributes of each span, not of the trace."""
-        found: Attributes = {f"langfuse.trace.metadata.{key}": value for key, value in self.metadata.items()}
-        found |= {
+        attributes: Attributes = {
+            f"langfuse.trace.metadata.{key}": value for key, value in self.metadata.items()
+        }
+        attributes |= {
             "session.id": self.session,
             "gen_ai.conversation.id": self.trajectory,
             "langfuse.observation.type": kind,
@@ -99,10 +101,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             "langfuse.trace.metadata.group": self.group,
         }
         if self.user:
-            found["user.id"] = self.user
+            attributes["user.id"] = self.user
         if version:
-            found["langfuse.version"] = version
-        return found | deployment()
+            attributes["langfuse.version"] = version
+        return attributes | deployment()
 
 
 def deployment() -> Attributes:

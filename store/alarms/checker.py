@@ -115,7 +115,7 @@ class Checker:
         unwritten: list[Unwritten] = []
         unknown = set() if complete else {"log_full"}
         try:
-            unwritten = await self._unwritten.found(self._broker)
+            unwritten = await self._unwritten.check(self._broker)
         except (BrokerError, nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             log.warning("the store's lag could not be read", why=str(error) or type(error).__name__)
             unknown.add("store_behind")

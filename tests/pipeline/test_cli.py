@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,9 @@ import pytest
 
 from pipeline import cli
 from pipeline.cli import OWN, SUBCOMMANDS, main
-from pipeline.config import Config, NatsConfig, load
+from pipeline.config import NatsConfig, load
 from pipeline.events import AlarmChanged, CheckpointPublished
 from pipeline.log.broker import Broker, BrokerError
-from pipeline.running import plan
-from pipeline.running.supervisor import Supervisor
 from pipeline.streams import alive_subject
 
 
@@ -237,37 +233,6 @@ def test_what_is_not_there_is_told_without_log_lines_and_tracebacks(
     said = (done.stdout + done.stderr).splitlines()
     assert not [line for line in said if line.startswith(("{", "Traceback"))]
     assert len(said) == 1 or "no NATS server answers" in said[-1]
-
-
-@pytest.mark.timeout(240)
-def test_a_chosen_port_that_another_takes_is_chosen_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first choice is taken by the time the NATS server starts; the second works, and the store then runs on it."""
-    choose, chosen = plan.free_port, list[int]()
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        taken = other.getsockname()[1]
-
-        def free_port(host: str = "127.0.0.1") -> int:
-            chosen.append(taken if not chosen else choose(host))
-            return chosen[-1]
-
-        async def supervise(
-            config: Config, services: Sequence[str], supervisor: Supervisor, terminal: object
-        ) -> None:
-            async with anyio.create_task_group() as tg:
-                await tg.start(supervisor.run)
-                supervisor.stop()
-
-        monkeypatch.setattr(plan, "free_port", free_port)
-        monkeypatch.setattr(cli, "_supervise", supervise)
-        main(["up", "--services", "store", "--run-dir", str(tmp_path), "--set", "gateway.port=8080"])
-    assert chosen[0] == taken
-    url = json.loads((tmp_path / "state.json").read_text())["urls"]["nats"]
-    assert url != f"nats://127.0.0.1:{taken}"
-    assert url in {f"nats://127.0.0.1:{port}" for port in chosen}
-    assert f"127.0.0.1:{taken}: bind: address already in use" in (tmp_path / "logs" / "nats.log").read_text()
 
 
 @pytest.mark.timeout(300)

@@ -19,20 +19,20 @@ async def test_a_store_that_is_behind_raises_an_alarm_and_a_loss_another(nats_co
     short = msgspec.structs.replace(nats_config, rollouts_max_age_h=2 / 3600)
     watched = UnwrittenEvents(0.5)
     async with Broker.connect(short) as broker:
-        assert await watched.found(broker) == []
+        assert await watched.check(broker) == []
         await broker.publish(exchange())
         with anyio.fail_after(60):
-            while not (found := await watched.found(broker)):
+            while not (found := await watched.check(broker)):
                 await anyio.sleep(0.05)
-            while not any(one.detail.startswith("ROLLOUTS deleted events") for one in found):
-                assert any(one.detail.startswith("store-rollouts has not written") for one in found)
-                assert min(one.share for one in found) >= 0.5
+            while not any(loss.detail.startswith("ROLLOUTS deleted events") for loss in found):
+                assert any(loss.detail.startswith("store-rollouts has not written") for loss in found)
+                assert min(loss.share for loss in found) >= 0.5
                 await anyio.sleep(0.05)
-                found = await watched.found(broker)
+                found = await watched.check(broker)
         (lost,) = found
         assert lost == Unwritten("store-rollouts", 1.0, lost.detail)
         assert "from message 1 on" in lost.detail
-        assert await watched.found(broker) == found  # a loss is not forgotten
+        assert await watched.check(broker) == found  # a loss is not forgotten
 
 
 async def test_events_that_the_store_wrote_raise_no_alarm(nats_config: NatsConfig) -> None:
@@ -40,11 +40,11 @@ async def test_events_that_the_store_wrote_raise_no_alarm(nats_config: NatsConfi
     watched = UnwrittenEvents(0.5)
     async with Broker.connect(short) as broker:
         await broker.publish(exchange())
-        await watched.found(broker)
+        await watched.check(broker)
         async with broker.consume(streams.consumer("store-rollouts")) as messages:
             (held,) = await messages.batch(1)
             await held.ack(confirmed=True)
         with anyio.fail_after(60):
             while (await broker.js.stream_info("ROLLOUTS")).state.messages:
                 await anyio.sleep(0.05)
-        assert await watched.found(broker) == []
+        assert await watched.check(broker) == []

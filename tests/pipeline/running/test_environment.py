@@ -15,7 +15,7 @@ SECRETS = {
 
 def seen(process: str, *settings: str) -> set[str]:
     given = dict.fromkeys((*SECRETS, "PATH", "HOME", "LC_ALL", "PYTHONPATH"), "x")
-    return set(environment.of(load(None, settings), process, given))
+    return set(environment.environment_of(load(None, settings), process, given))
 
 
 @pytest.mark.parametrize(

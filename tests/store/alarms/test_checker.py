@@ -136,7 +136,7 @@ async def test_events_that_wait_long_for_the_store_are_an_alarm(
     async def waiting(*_: object) -> list[Unwritten]:
         return [Unwritten("store-rollouts", 0.75, "it waits")]
 
-    monkeypatch.setattr("pipeline.log.unwritten.UnwrittenEvents.found", waiting)
+    monkeypatch.setattr("pipeline.log.unwritten.UnwrittenEvents.check", waiting)
     async with Broker.connect(nats_config) as broker, running_store(OFTEN):
         (behind,) = await changes(broker, 1)
     assert (behind.alarm, behind.about, behind.detail) == ("store_behind", "store-rollouts", "it waits")

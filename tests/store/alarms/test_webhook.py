@@ -135,8 +135,8 @@ def test_many_changes_that_wait_are_bounded() -> None:
 
 def test_a_secret_of_the_address_stays_out_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings("https://example.com/${HOOK}")
-    assert environment.of(config, "store", {"HOOK": "s3cret", "OTHER": "x"}) == {"HOOK": "s3cret"}
-    assert environment.of(config, "gateway", {"HOOK": "s3cret"}) == {}
+    assert environment.environment_of(config, "store", {"HOOK": "s3cret", "OTHER": "x"}) == {"HOOK": "s3cret"}
+    assert environment.environment_of(config, "gateway", {"HOOK": "s3cret"}) == {}
     with pytest.raises(ConfigError, match="HOOK is not set"):
         webhook_url(config)
     monkeypatch.setenv("HOOK", "s3cret")
