@@ -190,51 +190,82 @@ async def gather(
         raise ValueError(f"`name` returns {twice!r} for several tasks; each task needs a group of its own")
     if not callable(rollout):
         raise TypeError(f"rollout must be a function of a trajectory and a task, not {rollout!r}")
-    total = len(groups) * group_size
-    allowed = max_exceptions if max_exceptions >= 1 else max_exceptions * total
-    opened: list[dict[int, Trajectory]] = [{} for _ in groups]
-    raised: list[Exception] = []
-    done, slots = 0, anyio.Semaphore(concurrency)
-    limiter = anyio.CapacityLimiter(concurrency)
+    playing = _Gathering(client, model, rollout, groups, group_size, concurrency, max_exceptions)
+    options: OpenOptions = {"group_size": group_size, "split": split, "pinned": pinned}
+    with progress_bar(playing.total, f"{model} {split}", progress) as count:
+        await playing.run(options, describe or (lambda _: ""), count)
+    return groups
 
-    async def attempt(at: int, number: int, count: Callable[[], object]) -> None:
-        nonlocal done
-        group = groups[at]
-        began = time.monotonic()
+
+class _Gathering(Generic[Task]):
+    """The attempts of one call of `gather`."""
+
+    def __init__(
+        self,
+        client: Client,
+        model: str,
+        rollout: Rollout[Task],
+        groups: Sequence[TaskGroup[Task]],
+        group_size: int,
+        concurrency: int,
+        max_exceptions: float,
+    ) -> None:
+        self._client, self._model, self._rollout = client, model, rollout
+        self._groups, self._group_size = groups, group_size
+        self.total = len(groups) * group_size
+        self._allowed = max_exceptions if max_exceptions >= 1 else max_exceptions * self.total
+        self._slots, self._limiter = anyio.Semaphore(concurrency), anyio.CapacityLimiter(concurrency)
+        self._opened: list[dict[int, Trajectory]] = [{} for _ in groups]
+        self._raised: list[Exception] = []
+        self._done = 0
+        self._scope = anyio.CancelScope()
+
+    async def run(
+        self, options: OpenOptions, describe: Callable[[Task], str], count: Callable[[], object]
+    ) -> None:
+        """Play all attempts, and put their trajectories into the groups. Raises `TooManyExceptionsError`."""
+        with self._scope:
+            async with anyio.create_task_group() as running:
+                for at in range(len(self._groups)):
+                    for number in range(self._group_size):
+                        await self._slots.acquire()
+                        running.start_soon(self._attempt, at, number, options, describe, count)
+        for group, runs in zip(self._groups, self._opened, strict=True):
+            group.trajectories = [run for _, run in sorted(runs.items())]
+        if len(self._raised) > self._allowed:
+            raise TooManyExceptionsError(self._raised, self._done, int(self._allowed)) from self._raised[0]
+
+    async def _attempt(
+        self,
+        at: int,
+        number: int,
+        options: OpenOptions,
+        describe: Callable[[Task], str],
+        count: Callable[[], object],
+    ) -> None:
+        """Play one attempt, whose slot is taken. After more exceptions than are allowed, the others are cancelled."""
+        group, began = self._groups[at], time.monotonic()
         try:
-            async with client.trajectory(
-                model, group=group.name, group_size=group_size, attempt=number, split=split, pinned=pinned,
-                task=describe(group.task) if describe else "",
-            ) as run:  # fmt: skip
-                opened[at][number] = run
-                reward = await call_rollout(rollout, run, group.task, limiter)
+            opening: OpenOptions = {
+                **options, "group": group.name, "attempt": number, "task": describe(group.task),
+            }  # fmt: skip
+            async with self._client.trajectory(self._model, **opening) as run:
+                self._opened[at][number] = run
+                reward = await call_rollout(self._rollout, run, group.task, self._limiter)
                 if reward is not None:
                     run.reward = reward
             run.duration_s = time.monotonic() - began
         except Exception as error:  # noqa: BLE001 - kept and counted as the result of the rollout
             group.exceptions.append(error)
-            raised.append(error)
-            if number in opened[at]:
-                opened[at][number].outcome = "no_result"
+            self._raised.append(error)
+            if number in self._opened[at]:
+                self._opened[at][number].outcome = "no_result"
         finally:
-            slots.release()
-        done += 1
+            self._slots.release()
+        self._done += 1
         count()
-        if len(raised) > allowed:
-            scope.cancel()
-
-    with progress_bar(total, f"{model} {split}", progress) as count:
-        async with anyio.create_task_group() as running:
-            scope = running.cancel_scope
-            for at in range(len(groups)):
-                for number in range(group_size):
-                    await slots.acquire()
-                    running.start_soon(attempt, at, number, count)
-    for group, runs in zip(groups, opened, strict=True):
-        group.trajectories = [run for _, run in sorted(runs.items())]
-    if len(raised) > allowed:
-        raise TooManyExceptionsError(raised, done, int(allowed)) from raised[0]
-    return groups
+        if len(self._raised) > self._allowed:
+            self._scope.cancel()
 
 
 async def evaluate(

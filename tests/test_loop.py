@@ -40,6 +40,7 @@ class Installation:
             "trainer.optimizer.learning_rate": 2e-3,  # the demo's model is small
             "trainer.start_timeout_s": 60,
             "vllm.max_model_len": 256,
+            "ui.port": 0,
             "judge.api_key_env": "OPENAI_API_KEY",
         }
         flags = [f for k, v in settings.items() for f in ("--set", f"{k}={json.dumps(v)}")]

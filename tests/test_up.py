@@ -42,6 +42,7 @@ def test_an_installation_has_private_files_and_authenticated_ports(tmp_path: Pat
         "judge.api_key_env": "OPENAI_API_KEY",
         "trainer.groups_per_step": 1,
         "telemetry.enabled": "on",
+        "ui.port": 0,
     }
     flags = [f for k, v in settings.items() for f in ("--set", f"{k}={json.dumps(v)}")]
     up = [JOURNEYWORK, "up", "--run-dir", str(run_dir), "--vllm-url", "http://127.0.0.1:9", *flags]

@@ -2,7 +2,7 @@
 
     args = running.arguments(__doc__, MODEL, steps=40, held_out=200, base=BASE)
     async with running.installation(args, SETTINGS) as client:
-        ...                                    # gather, compare: docs/sdk.md
+        compared = await running.train_and_compare(client, args, tasks, play, held_out)
     curve.report(args, compared)
 
 An example is a folder with `train.py`, the script, and `make_model.py`, which makes its tiny base model.
@@ -18,14 +18,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
+import openai
 
-from journeywork import AsyncJourneywork
+from journeywork import AsyncJourneywork, Comparison, LoopOptions, Trajectory, loop
 
 ROOT = Path(__file__).resolve().parents[2]
 JOURNEYWORK = str(Path(sys.executable).with_name("journeywork"))
@@ -33,6 +34,12 @@ TWO_CORES = Path(__file__).with_name("two_cores.toml")
 GPU = ROOT / "deploy" / "journeywork.toml"
 LOOK_EVERY_S = 0.2
 """Seconds between two looks at the installation's state while it starts."""
+
+GROUP_SIZE = 8
+GROUPS_PER_STEP = 8
+CONCURRENCY = 32
+_POOL = openai.AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=8, timeout=120)
+"""One pool of connections for all agents."""
 
 
 class ExampleError(Exception):
@@ -139,6 +146,8 @@ async def installation(
     overrides = {
         "models.0.name": args.name,
         "models.0.base": str(base),
+        "judge.group_size": GROUP_SIZE,
+        "trainer.groups_per_step": GROUPS_PER_STEP,
         "trainer.max_steps": args.steps,
         "trainer.seed": args.seed,
         **settings,
@@ -154,6 +163,39 @@ async def installation(
     finally:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(up.stop)
+
+
+def agent(run: Trajectory) -> openai.AsyncOpenAI:
+    """Return the client with which an agent plays a run."""
+    return _POOL.with_options(base_url=run.base_url, api_key=run.api_key)
+
+
+async def train_and_compare(
+    client: AsyncJourneywork,
+    args: argparse.Namespace,
+    train_task: Callable[[int], Any],
+    rollout: Callable[[Trajectory, Any], Any],
+    held_out_task: Callable[[int], Any],
+    held_out_rollout: Callable[[Trajectory, Any], Any] | None = None,
+    *,
+    groups_per_step: int = GROUPS_PER_STEP,
+    describe: Callable[[Any], str] | None = None,
+) -> Comparison:
+    """Play groups of attempts at training tasks until the last step is served, while judge and trainer work; then
+    compare the base model and the last version on the held-out tasks.
+
+    `train_task` and `held_out_task` return the task of a number. `held_out_rollout` returns the reward of a held-out
+    run; default: `rollout`."""
+    tasks = [train_task(number) for number in range(4 * args.steps * groups_per_step)]
+    options = LoopOptions(
+        "train", steps=args.steps, groups_per_step=groups_per_step, group_size=GROUP_SIZE, concurrency=CONCURRENCY,
+        describe=describe,
+    )  # fmt: skip
+    await loop(client, args.name, tasks, rollout, options)
+    return await client.compare(
+        f"{args.name}@0", f"{args.name}@{args.steps}", [held_out_task(n) for n in range(args.held_out)],
+        held_out_rollout or rollout, concurrency=CONCURRENCY, describe=describe,
+    )  # fmt: skip
 
 
 async def served_step(client: AsyncJourneywork, model: str) -> int:

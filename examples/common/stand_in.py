@@ -46,6 +46,16 @@ def _completion(model: str, text: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def judge_settings(judge: dict[str, Any], score: Score) -> Iterator[dict[str, Any]]:
+    """Yield the settings of the judge model: `judge`; if it is empty, those of a stand-in that is served meanwhile."""
+    if judge:
+        yield judge
+        return
+    with serving(score) as url:
+        yield {"judge.model": "openai/stand-in", "judge.api_base": url}
+
+
+@contextlib.contextmanager
 def serving(score: Score) -> Iterator[str]:
     """Serve on a free port while the block runs, and yield the URL for `judge.api_base`."""
 

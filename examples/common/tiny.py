@@ -192,6 +192,17 @@ def arguments(doc: str | None, name: str, *, steps: int) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def make(
+    args: argparse.Namespace,
+    tokenizer: PreTrainedTokenizerFast,
+    loss_of: Callable[[Qwen3ForCausalLM, int], torch.Tensor],
+) -> None:
+    """Make a model of the examples' usual width, train it on the loss of each step's number, and save it."""
+    model = make_model(tokenizer, args.seed, width=128, mlp=384)
+    pretrain(model, lambda step: loss_of(model, step), args.steps)
+    save(model, tokenizer, args.out)
+
+
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write the model folder. It appears whole or not at all, so a folder that is there can be used."""
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -9,15 +9,14 @@ query are one token each, so a query is six tokens.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import AddedToken
+from transformers import Qwen3ForCausalLM
 
 from examples.common import tiny
 from examples.database.shop import CITIES, COLUMNS, ITEMS, QUESTIONS, SYSTEM, Scenario, scenario
@@ -107,26 +106,16 @@ def words() -> list[str | AddedToken]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=400, help="0: leave the weights random")
-    args = parser.parse_args()
-    torch.set_num_threads(1)  # the same sums in the same order whatever the machine's cores
+    args = tiny.arguments(__doc__, "database", steps=400)
     tokenizer = tiny.make_tokenizer(words())
     tokenizer.chat_template = CHAT_TEMPLATE
-    model = tiny.make_model(tokenizer, args.seed, width=128, mlp=384)
 
-    def loss(step: int) -> torch.Tensor:
+    def loss_of(model: Qwen3ForCausalLM, step: int) -> torch.Tensor:
         draw = random.Random(f"teacher/{args.seed}/{step}")
         chats = [taught_run(scenario("pretrain", step * 64 + n, args.seed), draw) for n in range(64)]
         return tiny.reply_loss(model, tokenizer, chats)
 
-    if args.steps:
-        tiny.pretrain(model, loss, args.steps)
-    tiny.save(model, tokenizer, args.out)
+    tiny.make(args, tokenizer, loss_of)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,12 @@ or not, and the teacher's checker is wrong about Ben in one of four answers. A t
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from tokenizers import AddedToken
+from transformers import Qwen3ForCausalLM
 
 from examples.common import tiny
 from examples.langgraph_team.calendars import CHECKER, PROPOSER, ROUNDS, TIMES, Scenario, scenario
@@ -76,18 +75,10 @@ def words() -> list[str | AddedToken]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=250, help="0: leave the weights random")
-    args = parser.parse_args()
-    torch.set_num_threads(1)  # the same sums in the same order whatever the machine's cores
+    args = tiny.arguments(__doc__, "langgraph_team", steps=250)
     tokenizer = tiny.make_tokenizer(words())
-    model = tiny.make_model(tokenizer, args.seed, width=128, mlp=384)
 
-    def loss(step: int) -> torch.Tensor:
+    def loss_of(model: Qwen3ForCausalLM, step: int) -> torch.Tensor:
         draw = random.Random(f"teacher/{args.seed}/{step}")
         tasks = [scenario("pretrain", step * BATCH + n, args.seed) for n in range(BATCH)]
         # To find an entry in a calendar is hard to learn from a teacher who is often wrong about it, so it errs later.
@@ -95,9 +86,7 @@ def main() -> None:
         taught = [call for task in tasks for call in taught_run(task, draw, careful)]
         return tiny.choice_loss(model, tokenizer, REPLIES, taught)
 
-    if args.steps:
-        tiny.pretrain(model, loss, args.steps)
-    tiny.save(model, tokenizer, args.out)
+    tiny.make(args, tokenizer, loss_of)
 
 
 if __name__ == "__main__":

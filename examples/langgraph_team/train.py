@@ -8,7 +8,6 @@ last version on held-out calendars."""
 
 from __future__ import annotations
 
-import argparse
 import operator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
@@ -22,18 +21,12 @@ from pydantic import SecretStr
 
 from examples.common import curve, running
 from examples.langgraph_team.calendars import ROUNDS, Scenario, find_time, scenario
-from journeywork import AsyncJourneywork, Trajectory
+from journeywork import Trajectory
 
 MODEL = "langgraph_team"
 BASE = None  # the tiny model of make_model; a real one: BASE = "/models/Qwen3-4B-Instruct-2507"
-GROUP_SIZE = 8
 GROUPS_PER_STEP = 12
-CONCURRENCY = 32
-SETTINGS = {
-    "judge.group_size": GROUP_SIZE,
-    "trainer.groups_per_step": GROUPS_PER_STEP,
-    "gateway.max_groups_ahead": 3 * GROUPS_PER_STEP,
-}
+SETTINGS = {"trainer.groups_per_step": GROUPS_PER_STEP}
 
 HTTP = httpx.AsyncClient(timeout=120)
 """One pool of connections for all agents."""
@@ -101,22 +94,13 @@ async def meet(run: Trajectory, task: Scenario) -> float:
     return task.reward(end["proposed"] if end["agreed"] else "", proposals)
 
 
-async def learn(client: AsyncJourneywork, args: argparse.Namespace) -> None:
-    """Run groups of teams until the last step is served; the trainer trains beside."""
-    number = 0
-    while await running.served_step(client, MODEL) < args.steps:
-        tasks = [scenario("train", number + n, args.seed) for n in range(GROUPS_PER_STEP)]
-        await client.gather(MODEL, tasks, meet, group_size=GROUP_SIZE, concurrency=CONCURRENCY)
-        number += GROUPS_PER_STEP
-
-
 async def main() -> None:
     args = running.arguments(__doc__, MODEL, steps=30, held_out=200, base=BASE)
     async with running.installation(args, SETTINGS) as client:
-        await learn(client, args)
-        held_out = [scenario("val", n) for n in range(args.held_out)]
-        last = f"{MODEL}@{args.steps}"
-        compared = await client.compare(f"{MODEL}@0", last, held_out, meet, concurrency=CONCURRENCY)
+        compared = await running.train_and_compare(
+            client, args, lambda n: scenario("train", n, args.seed), meet, lambda n: scenario("val", n),
+            groups_per_step=GROUPS_PER_STEP,
+        )  # fmt: skip
     curve.report(args, compared)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.common import tiny
 from examples.sentences.reward import TASK
@@ -53,14 +53,12 @@ def taught(seed: str) -> tiny.Chat:
 def main() -> None:
     args = tiny.arguments(__doc__, "sentences", steps=400)
     tokenizer = make_tokenizer()
-    model = tiny.make_model(tokenizer, args.seed, width=128, mlp=384)
 
-    def loss_of(step: int) -> torch.Tensor:
+    def loss_of(model: Qwen3ForCausalLM, step: int) -> torch.Tensor:
         chats = [taught(f"pretrain/{args.seed}/{step * BATCH + n}") for n in range(BATCH)]
         return tiny.reply_loss(model, tokenizer, chats)
 
-    tiny.pretrain(model, loss_of, args.steps)
-    tiny.save(model, tokenizer, args.out)
+    tiny.make(args, tokenizer, loss_of)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 
 import torch
+from transformers import Qwen3ForCausalLM
 
 from examples.common import tiny
 from examples.support.desk import ACTIONS, ITEMS, MOODS, ORDERS, SYSTEM, VOUCHER, Ticket, reply_to, ticket
@@ -57,15 +58,13 @@ def taught(asked: Ticket, draw: random.Random) -> tiny.Chat:
 def main() -> None:
     args = tiny.arguments(__doc__, "support", steps=300)
     tokenizer = tiny.make_tokenizer(words())
-    model = tiny.make_model(tokenizer, args.seed, width=128, mlp=384)
 
-    def loss_of(step: int) -> torch.Tensor:
+    def loss_of(model: Qwen3ForCausalLM, step: int) -> torch.Tensor:
         draw = random.Random(f"teacher/{args.seed}/{step}")
         chats = [taught(ticket(f"pretrain/{args.seed}/{step}/{n}"), draw) for n in range(BATCH)]
         return tiny.reply_loss(model, tokenizer, chats)
 
-    tiny.pretrain(model, loss_of, args.steps)
-    tiny.save(model, tokenizer, args.out)
+    tiny.make(args, tokenizer, loss_of)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
-import openai
 
 from examples.common import curve, running, stand_in
+from examples.common.running import CONCURRENCY, GROUP_SIZE, GROUPS_PER_STEP
 from examples.support import history
 from examples.support.desk import SYSTEM, keeps_all_rules, score, ticket
 from journeywork import AsyncJourneywork, Trajectory
@@ -29,23 +28,14 @@ from journeywork import AsyncJourneywork, Trajectory
 MODEL = "support"
 BASE = None  # the tiny model of make_model; a real one: BASE = "/models/Qwen3-4B-Instruct-2507"
 JUDGE: dict[str, Any] = {}  # the stand-in; a judge model: JUDGE = {"judge.model": "openai/gpt-5-mini"}
-GROUP_SIZE = 8
-GROUPS_PER_STEP = 8
-CONCURRENCY = 32
 CUSTOMERS = 60
 """Customers before the training, and again after each decision."""
-SETTINGS = {
-    "judge.group_size": GROUP_SIZE,
-    "judge.rubric": str(Path(__file__).with_name("rubric.md")),
-    "trainer.groups_per_step": GROUPS_PER_STEP,
-}
-CLIENT = openai.AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=8, timeout=120)
-"""One pool of connections for all agents."""
+SETTINGS = {"judge.rubric": str(Path(__file__).with_name("rubric.md"))}
 
 
 async def reply(run: Trajectory, text: str) -> str:
     """Ask the model for the reply to a ticket."""
-    agent = CLIENT.with_options(base_url=run.base_url, api_key=run.api_key)
+    agent = running.agent(run)
     answer = await agent.chat.completions.create(
         model=MODEL, max_tokens=24, temperature=1.0,
         messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}],
@@ -114,11 +104,7 @@ async def decide(args: argparse.Namespace, *decision: str) -> None:
 
 async def main() -> None:
     args = running.arguments(__doc__, MODEL, steps=24, held_out=400, base=BASE)
-    with contextlib.ExitStack() as stack:
-        judge = JUDGE or {
-            "judge.model": "openai/stand-in",
-            "judge.api_base": stack.enter_context(stand_in.serving(score)),
-        }
+    with stand_in.judge_settings(JUDGE, score) as judge:
         async with running.installation(args, SETTINGS | judge) as client:
             base, last = f"{MODEL}@0", f"{MODEL}@{args.steps}"
             await decide(args, "pin", base, "--reason", "in production")

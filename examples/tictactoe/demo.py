@@ -220,7 +220,6 @@ async def play(
         showing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await showing
-    (installation.run_dir / "evaluation.html").write_text(evaluation.html_page(report), "utf-8")
     (installation.run_dir / "evaluation.md").write_text(evaluation.markdown_page(report), "utf-8")
     completed = [
         *agents.runs,

@@ -26,8 +26,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,13 +214,10 @@ class Nodes:
             await _started(installation)
         return f"http://{LOOPBACK}:{self.front.port}"
 
-    async def cut_trainer_off(self) -> None:
+    async def connect_trainer(self, connected: bool) -> None:
+        """Let the trainer's connections to the log pass, or nothing of them."""
         for relay in self.relays:
-            await asyncio.to_thread(self._portal.call, relay.cut)
-
-    async def connect_trainer(self) -> None:
-        for relay in self.relays:
-            await asyncio.to_thread(self._portal.call, relay.mend)
+            await asyncio.to_thread(self._portal.call, relay.mend if connected else relay.cut)
 
     def check(self) -> None:
         """Raises `ExampleError` if an installation has ended."""
@@ -260,10 +258,13 @@ class Faults:
     async def run(self, share: Callable[[], float]) -> None:
         """Break one thing after the other, when `share()` (of the steps, 0 to 1) has come so far."""
         began = time.monotonic()
-        plan = (
-            (0.15, "nats", self._nats), (0.3, "gateway", self._gateway), (0.45, "judge", self._judge),
-            (0.6, "store", self._store), (0.7, "partition", self._partition),
-        )  # fmt: skip
+        plan: tuple[tuple[float, str, Callable[[], Awaitable[None]]], ...] = (
+            (0.15, "nats", self._nats),
+            (0.3, "gateway", partial(self._kill, "gateway")),
+            (0.45, "judge", partial(self._kill, "judge")),
+            (0.6, "store", partial(self._kill, "store")),
+            (0.7, "partition", self._partition),
+        )
         for at, name, fault in plan:
             while share() < at:  # noqa: ASYNC110 - time is a part of the share
                 await asyncio.sleep(LOOK_EVERY_S)
@@ -279,23 +280,15 @@ class Faults:
         await asyncio.sleep(NODE_DOWN_S)
         node.start()
 
-    async def _gateway(self) -> None:
-        self._kill("first", "gateway")
-
-    async def _judge(self) -> None:
-        self._kill("first", "judge")
-
-    async def _store(self) -> None:
-        self._kill("first", "store")
-
     async def _partition(self) -> None:
-        await self.nodes.cut_trainer_off()
+        await self.nodes.connect_trainer(False)
         await asyncio.sleep(PARTITION_S)
-        await self.nodes.connect_trainer()
+        await self.nodes.connect_trainer(True)
 
-    def _kill(self, installation: str, service: str) -> None:
-        state = json.loads((self.nodes.installations[installation].run_dir / "state.json").read_text())
+    async def _kill(self, service: str) -> None:
+        """Kill a service of the first installation, as `kill -9` does."""
+        state = json.loads((self.nodes.installations["first"].run_dir / "state.json").read_text())
         pid = state["services"][service]["pid"]
         if not pid:
-            raise ExampleError(f"{service} of {installation} does not run, so it can't be killed")
+            raise ExampleError(f"{service} does not run, so it can't be killed")
         os.kill(pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ import random
 from functools import cache
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.common import tiny
 from examples.twentyfortyeight.game import CELLS, LINES, RULES, TILES, Board, Game, describe, legal, moved
@@ -75,15 +75,13 @@ def taught_game(seed: str) -> tuple[tiny.Chat, list[list[float]]]:
 def main() -> None:
     args = tiny.arguments(__doc__, "twentyfortyeight", steps=220)
     tokenizer = make_tokenizer()
-    model = tiny.make_model(tokenizer, args.seed, width=128, mlp=384)
     games = [taught_game(f"pretrain/{args.seed}/{n}") for n in range(min(GAMES, args.steps * BATCH))]
     rng = random.Random(args.seed)
 
-    def loss_of(_: int) -> torch.Tensor:
+    def loss_of(model: Qwen3ForCausalLM, _: int) -> torch.Tensor:
         return tiny.choice_loss(model, tokenizer, MOVES, rng.sample(games, BATCH))
 
-    tiny.pretrain(model, loss_of, args.steps)
-    tiny.save(model, tokenizer, args.out)
+    tiny.make(args, tokenizer, loss_of)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,13 @@
 
 from journeywork.evaluation.entrants import Entrant, parse_entrant
 from journeywork.evaluation.playing import play
-from journeywork.evaluation.report import html_page, markdown_page
+from journeywork.evaluation.report import markdown_page
 from journeywork.evaluation.results import EntrantResult, EvaluationReport
 
 __all__ = [
     "Entrant",
     "EntrantResult",
     "EvaluationReport",
-    "html_page",
     "markdown_page",
     "parse_entrant",
     "play",

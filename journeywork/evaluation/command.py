@@ -5,7 +5,7 @@
 An entrant is `<model>` (the version served now), `<model>@<step>` (`@0` or `@base`: the base model),
 `litellm:<provider>/<model>`, or `<base URL>#<model>` of an OpenAI-compatible server. The first one is the baseline: the
 differences of the others are paired by task. The rollout is called as `rollout(run, task)`, as by `gather`. The results
-go to the log (view `evaluations`) and into two pages, report.md and report.html.
+go to the log (view `evaluations`) and into a page, report.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from journeywork.command_line import (
 from journeywork.evaluation.entrants import Entrant, parse_entrant, parse_price
 from journeywork.evaluation.loading import load_rollout, load_scenarios
 from journeywork.evaluation.playing import play, with_settings
-from journeywork.evaluation.report import html_page, markdown_page, text_table
+from journeywork.evaluation.report import markdown_page, text_table
 from journeywork.evaluation.results import EvaluationReport
 from journeywork.gathering import TooManyExceptionsError
 from journeywork.transport import JourneyworkError
@@ -55,7 +55,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = Path(args.out or f"evaluations/{report.id}")
     folder.mkdir(parents=True, exist_ok=True)  # a folder given with --out was made before
     (folder / "report.md").write_text(markdown_page(report), "utf-8")
-    (folder / "report.html").write_text(html_page(report), "utf-8")
     if args.json:
         events = [report.event(position) for position in range(len(report.entrants))]
         sys.stdout.write(
@@ -63,9 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     else:
         recorded = "recorded on the log" if url and not args.no_record else "not recorded"
-        sys.stdout.write(
-            f"{text_table(report)}\n\n{folder}/report.md, report.html; {report.id}, {recorded}\n"
-        )
+        sys.stdout.write(f"{text_table(report)}\n\n{folder}/report.md; {report.id}, {recorded}\n")
     if empty := [result.entrant.name for result in report.entrants if result.unrewarded == len(result.tasks)]:
         sys.stderr.write(
             f"journeywork: no task has a reward for {', '.join(empty)}: the rollout must return the reward, or set "
@@ -160,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--usd-per-hour", type=not_negative, default=0.0, help="price of the machine that serves the policies"
     )
-    add("--out", default="", metavar="DIR", help="where the pages go; default: evaluations/<id>")
+    add("--out", default="", metavar="DIR", help="where the page goes; default: evaluations/<id>")
     add("--no-record", action="store_true", help="send no results to the log")
     add_gateway(parser)
     return parser

@@ -1,10 +1,9 @@
-"""The report of an evaluation: one Markdown page, and one HTML page that needs no other file."""
+"""The report of an evaluation: a Markdown page, and a table for a terminal. The dashboard draws the same figures."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 
 from journeywork.evaluation.results import EntrantResult, EvaluationReport
 from journeywork.statistics import Estimate
@@ -17,24 +16,12 @@ Table = tuple[tuple[str, ...], Sequence[tuple[str, ...]]]
 
 
 def markdown_page(report: EvaluationReport) -> str:
-    """Return the report in Markdown."""
+    """Return the report in Markdown. A star marks an interval that does not contain 0."""
     parts = [f"# Evaluation {report.id}", _summary(report)]
     for title, text, table in _sections(report):
         parts += [f"## {title}", text] if text else [f"## {title}"]
         parts.append(_markdown_table(table))
     return "\n\n".join(parts) + "\n"
-
-
-def html_page(report: EvaluationReport) -> str:
-    """Return the report in HTML. Names of tasks and entrants are escaped. The dashboard draws the same figures."""
-    parts = [f"<h1>Evaluation {escape(report.id)}</h1>", f"<p>{escape(_summary(report))}</p>"]
-    for title, text, table in _sections(report):
-        parts.append(f"<h2>{escape(title)}</h2>")
-        if text:
-            parts.append(f"<p>{escape(text)}</p>")
-        parts.append(_html_table(table))
-    title = f"Evaluation {report.id}"
-    return _PAGE.format(title=escape(title), body="\n".join(parts))
 
 
 def text_table(report: EvaluationReport) -> str:
@@ -62,7 +49,7 @@ def _summary(report: EvaluationReport) -> str:
     return (
         f"{settings.get('tasks', 0):,} tasks of {report.scenarios or 'a list'}, "
         f"{settings.get('attempts', 1)} attempts each, played by {report.rollout or 'a function'}; "
-        f"begun {report.began}. Intervals are 95 %. Differences are to "
+        f"begun {report.began}. Intervals are 95 %; a star marks one that does not contain 0. Differences are to "
         + " ".join([f"{report.entrants[0].entrant.name}, paired by task.", *unrewarded(report)])
     )
 
@@ -169,28 +156,3 @@ def _markdown_cell(text: str) -> str:
     for mark in "\\|`*_<>":
         plain = plain.replace(mark, f"\\{mark}")
     return plain
-
-
-def _html_table(table: Table) -> str:
-    head, rows = table
-    if not rows:
-        return "<p>None.</p>"
-    heads = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>"
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --ink: light-dark(#1b1f24, #e6e6e6); --faint: light-dark(#d5d9de, #3a4048); }}
-body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 60rem;
-  margin: 2rem auto; padding: 0 1rem; }}
-table {{ border-collapse: collapse; display: block; overflow-x: auto; }}
-th, td {{ text-align: left; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--faint); }}
-</style></head><body>
-{body}
-<p>A star marks an interval that does not contain 0.</p>
-</body></html>
-"""

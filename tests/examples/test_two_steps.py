@@ -36,8 +36,8 @@ EXAMPLES: dict[str, list[str]] = {
 }
 """For each example, the words that the double answers with: with arbitrary ones, all rewards would be equal."""
 SMALL = ["--steps", "2", "--held-out", "4", "--set", "trainer.groups_per_step=2"]
-UNCHECKED = ["--set", "trainer.logprob_bound=1e9", "--set", "trainer.check_share=0.0"]
-"""The double's logprobs are not the model's."""
+UNCHECKED = ["--set", "trainer.logprob_bound=1e9", "--set", "trainer.check_share=0.0", "--set", "ui.port=0"]
+"""The double's logprobs are not the model's. Two tests at once do not want one port for their dashboards."""
 SHORT = ["--end-every", "2"]
 """Short replies of the double: a run whose prompt outgrows the model's length fails."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -75,84 +77,71 @@ def test_a_url_without_a_scheme_fails_at_once(client: type[Journeywork] | type[A
             client(url)
 
 
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that clients make, in seconds. Time passes in them only."""
+    made: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        made.append(seconds)
+
+    monkeypatch.setattr(transport_module, "time", SimpleNamespace(monotonic=lambda: sum(made)))
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=made.append))
+    monkeypatch.setattr(client_module, "anyio", SimpleNamespace(sleep=sleep))
+    return made
+
+
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+def blocking(answer: Answer, wait_s: float, url: str = "http://one") -> Journeywork:
+    """A blocking client whose requests `answer` gets."""
+    jw = Journeywork(url, wait_s=wait_s)
+    jw._core._blocking_http = httpx.Client(base_url=jw.url, transport=httpx.MockTransport(answer))
+    return jw
+
+
+async def asked(answer: Answer, wait_s: float) -> list[dict[str, Any]]:
+    """What an asynchronous client says of the policies when `answer` gets its requests."""
+    async with AsyncJourneywork("http://two", wait_s=wait_s) as jw:
+        await jw._http.aclose()
+        jw._http = httpx.AsyncClient(base_url=jw.url, transport=httpx.MockTransport(answer))
+        return await jw.policies()
+
+
 async def test_an_unreachable_gateway_is_told_while_the_client_waits(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pauses: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(_: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("connection refused")
 
-    now = [0.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    async def sleep_async(seconds: float) -> None:
-        sleep(seconds)
-
-    monkeypatch.setattr(transport_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(client_module, "anyio", SimpleNamespace(sleep=sleep_async))
-    with Journeywork("http://one", wait_s=20) as jw:
-        jw._core._blocking_http = httpx.Client(base_url=jw.url, transport=httpx.MockTransport(refuse))
-        with pytest.raises(GatewayUnavailableError):
-            jw.policies()
+    with blocking(refuse, 20) as jw, pytest.raises(GatewayUnavailableError):
+        jw.policies()
     (told,) = caplog.messages
     assert "the gateway http://one can't be reached (connection refused); trying for" in told
-    async with AsyncJourneywork("http://two", wait_s=80) as ajm:
-        await ajm._http.aclose()
-        ajm._http = httpx.AsyncClient(base_url=ajm.url, transport=httpx.MockTransport(refuse))
-        with pytest.raises(GatewayUnavailableError):
-            await ajm.policies()
+    with pytest.raises(GatewayUnavailableError):
+        await asked(refuse, 80)
     assert len(caplog.messages) == 1 + 3
 
 
-async def test_retry_after_is_honoured_and_the_last_problem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_retry_after_is_honoured_and_the_last_problem_is_told(pauses: list[float]) -> None:
     def overloaded(_: httpx.Request) -> httpx.Response:
         return httpx.Response(503, text="x" * 1000, headers={"retry-after": "7"})
 
-    now, pauses = [0.0], []
-
-    def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        now[0] += seconds
-
-    async def sleep_async(seconds: float) -> None:
-        sleep(seconds)
-
-    monkeypatch.setattr(transport_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(client_module, "anyio", SimpleNamespace(sleep=sleep_async))
     message = rf"^gave up after 10 s; last problem: status 503: x{{{200}}}$"
-    with Journeywork("http://gateway", wait_s=10) as jw:
-        jw._core._blocking_http = httpx.Client(base_url=jw.url, transport=httpx.MockTransport(overloaded))
-        with pytest.raises(GatewayUnavailableError, match=message):
-            jw.policies()
+    with blocking(overloaded, 10) as jw, pytest.raises(GatewayUnavailableError, match=message):
+        jw.policies()
     assert pauses[:2] == [7.0, 3.0]
-    now[0], pauses[:] = 0.0, []
-    async with AsyncJourneywork("http://gateway", wait_s=10) as ajm:
-        await ajm._http.aclose()
-        ajm._http = httpx.AsyncClient(base_url=ajm.url, transport=httpx.MockTransport(overloaded))
-        with pytest.raises(GatewayUnavailableError, match=message):
-            await ajm.policies()
+    pauses.clear()
+    with pytest.raises(GatewayUnavailableError, match=message):
+        await asked(overloaded, 10)
     assert pauses[:2] == [7.0, 3.0]
 
 
-def test_a_group_waits_for_the_trainer_longer_than_for_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, answers = [0.0], [0]
-
-    def answer(_: httpx.Request) -> httpx.Response:
-        answers[0] += 1
-        if answers[0] < 50:
-            error = {"error": {"code": "groups_ahead", "message": "24 groups wait for training"}}
-            return httpx.Response(429, json=error, headers={"retry-after": "1"})
-        return httpx.Response(200, json={"data": []})
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    monkeypatch.setattr(transport_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=sleep))
-    with Journeywork("http://gateway", wait_s=10) as jw:
-        jw._core._blocking_http = httpx.Client(base_url=jw.url, transport=httpx.MockTransport(answer))
+def test_a_group_waits_for_the_trainer_longer_than_for_a_gateway(pauses: list[float]) -> None:
+    error = {"error": {"code": "groups_ahead", "message": "24 groups wait for training"}}
+    answers = [httpx.Response(429, json=error, headers={"retry-after": "1"}) for _ in range(49)]
+    answers.append(httpx.Response(200, json={"data": []}))
+    with blocking(lambda _: answers.pop(0), 10) as jw:
         assert jw.policies() == []
-    assert now[0] > 40
+    assert sum(pauses) > 40

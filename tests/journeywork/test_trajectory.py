@@ -36,6 +36,8 @@ def test_numbers_of_any_kind_become_floats() -> None:
         ({"metrics": {1: 1.0}}, ValueError, "a name in metrics must be printable text, not 1"),
         ({"reward": math.nan}, ValueError, "reward must be finite, not nan"),
         ({"outcome": "failed"}, ValueError, "outcome must be one of scored, no_result, masked, not 'failed'"),
+        ({"reward": math.inf}, ValueError, "reward must be finite, not inf"),
+        ({"reward": (1.0,)}, TypeError, "reward must be a number"),
         ({"reward": "0.5"}, TypeError, "reward must be a number, not '0.5'"),
         ({"metadata": {"seen": {1, 2}}}, TypeError, "metadata must be what JSON can hold: .*set"),
         ({"metadata": {"x": math.inf}}, ValueError, "metadata must be what JSON can hold"),

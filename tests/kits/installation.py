@@ -94,7 +94,8 @@ def up(
     """Run `journeywork up` before a double of its own. `folder` takes logs, `flags` are more of the command's flags."""
     double = InferenceDouble(folder)
     double.start()
-    command = [*JOURNEYWORK, "up", *flags, "--vllm-url", double.url]
+    # Tests run beside each other: each dashboard takes any port, so that none is tried twice.
+    command = [*JOURNEYWORK, "up", *flags, "--vllm-url", double.url, "--set", "ui.port=0"]
     command += [part for setting in settings for part in ("--set", setting)]
     with (folder / "up.log").open("wb") as log:
         process = subprocess.Popen(

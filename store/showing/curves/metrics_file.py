@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from pipeline.files import write_whole
 from store.showing.curves.rows import Key, Row
 
 NAME = "metrics.jsonl"
@@ -60,10 +61,5 @@ class MetricsFile:
         return "new"
 
     def _rewrite(self) -> None:
-        new = self._path.with_suffix(".new")
-        with new.open("wb") as file:
-            for row in sorted(self.rows.values(), key=lambda row: row.log_at):
-                file.write(msgspec.json.encode(row) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._path)
+        rows = sorted(self.rows.values(), key=lambda row: row.log_at)
+        write_whole(self._path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows), durable=True)

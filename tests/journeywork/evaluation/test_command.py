@@ -61,7 +61,7 @@ async def test_versions_and_models_of_others_play_the_same_tasks(
     )
     assert costs[3] is None  # litellm has no price for this model
     pages = {p.name: p.read_text() for p in (tmp_path / "pages").iterdir()}
-    assert set(pages) == {"report.md", "report.html"}
+    assert set(pages) == {"report.md"}
     assert all(told["evaluation"] in page for page in pages.values())
 
     async with Broker.connect(nats_config, name="test") as broker:
