@@ -281,7 +281,7 @@ def _run_metrics(members: Sequence[Member]) -> dict[str, float]:
     for member in members:
         for name, value in member.metrics.items():
             values.setdefault(f"run/{name}", []).append(value)
-    return {name: float(np.mean(found)) for name, found in values.items()}
+    return {name: float(np.mean(of_name)) for name, of_name in values.items()}
 
 
 def _too_large(
@@ -289,7 +289,7 @@ def _too_large(
 ) -> tuple[GroupDiscarded, ...]:
     """Return a `too_large` discard for each group with `dropped` sequences. It names the trajectories of these."""
     names = {sequence.trajectory for sequence in dropped}
-    found = [(g, tuple(m.trajectory for m in g.members if m.trajectory in names)) for g in batch]
+    groups = [(g, tuple(m.trajectory for m in g.members if m.trajectory in names)) for g in batch]
     return tuple(
         GroupDiscarded(
             project=g.event.project, group=g.event.group, model=g.event.model, trajectories=trajectories,
@@ -298,7 +298,7 @@ def _too_large(
             "fit into memory; the rest of the group was trained",
             branch=g.event.branch, owner=g.event.owner,
         )
-        for g, trajectories in found if trajectories
+        for g, trajectories in groups if trajectories
     )  # fmt: skip
 
 

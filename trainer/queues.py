@@ -98,7 +98,7 @@ class ModelQueue:
         batch.settled.add(group.event.group)
         batch.changed = anyio.current_time()
 
-    async def expect(self, event: GroupScored, broker: Broker, consumer: str) -> None:
+    async def begin_requested(self, event: GroupScored, broker: Broker, consumer: str) -> None:
         """Begin the requested batch of a group, if it is the first one of it here. Groups of the batch that were
         discarded before, or are dead letters of `consumer`, count as settled."""
         request = event.batch

@@ -29,7 +29,7 @@ from trainer.learner import Learner
 log = get_logger("trainer.recovery")
 
 
-async def recover(commits: Commits, learner: Learner) -> list[CheckpointPublished]:
+async def catch_up(commits: Commits, learner: Learner) -> list[CheckpointPublished]:
     """Bring `learner` to its newest committed step, and publish the checkpoints that only the disk holds. Returns the
     checkpoints of its model on the log, oldest first.
 

@@ -42,7 +42,7 @@ from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import UntrainableError
 from trainer.learner import Learner, PendingStep, make_learners
 from trainer.queues import ModelQueue, RequestedBatch
-from trainer.recovery import recover, unacknowledged
+from trainer.recovery import catch_up, unacknowledged
 
 log = get_logger("trainer")
 
@@ -85,7 +85,7 @@ class Trainer:
         """Bring every model to its newest committed step, and queue the groups that wait for the next ones."""
         state = (await self.broker.stream_info(self._consumer.stream)).state
         for name, queue in self.queues.items():
-            for event in await recover(self.commits, queue.learner):
+            for event in await catch_up(self.commits, queue.learner):
                 self._consumed.add_checkpoint(event, state.first_seq)
             scored = await self.broker.read(
                 GroupScored, project=self.config.project, model=name, branch=self.config.trainer.branch, split="val"
@@ -171,11 +171,12 @@ class Trainer:
             )  # fmt: skip
             return
         for waiting in queue.groups():
-            if waiting.event.subject() == event.subject():
+            # Names first: thousands of groups may wait, and a subject takes time to build.
+            if waiting.event.group == event.group and waiting.event.subject() == event.subject():
                 # The same group: delivered again, or scored again after the log lost its first event.
                 waiting.place, waiting.delivery = place, delivery
                 return
-        await queue.expect(event, self.broker, self._consumer.name)
+        await queue.begin_requested(event, self.broker, self._consumer.name)
         refusal = await self._consumed.refuse_repeated(event, self.broker)
         if refusal is None:
             if place.seq > self._validated_to:

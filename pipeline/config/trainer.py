@@ -138,9 +138,6 @@ class MemoryConfig(Section, frozen=True, kw_only=True):
     packing: Literal["auto", "prefix", "padded"] = "auto"
     """`prefix`: sequences of a group compute their common prefix once. `padded`: one row per sequence. `auto`:
     `prefix` where it takes less computation and the model supports it."""
-    attention: Literal["sdpa", "flex"] = "sdpa"
-    """Attention over shared prefixes. `sdpa` uses a dense mask, which grows with the square of the tree's tokens.
-    `flex` uses PyTorch's FlexAttention, whose mask does not; it needs CUDA."""
 
 
 class UnslothConfig(Section, frozen=True, kw_only=True):

@@ -100,16 +100,16 @@ class TrainingGroup:
         Returns the reason where no token is left. Requires `sequences`."""
         assert self.sequences is not None
         bound = self.staleness_bound(config)
-        kept: list[TokenSequence] = []
+        trained: list[TokenSequence] = []
         for sequence in self.sequences:
             stale = sequence.loss_mask & (step - sequence.steps.astype(np.int64) > bound)
             if stale.any():
                 self.stale_tokens += int(stale.sum())
                 sequence = sequence.masking_out(stale)
             if sequence.loss_mask.any():
-                kept.append(sequence)
-        self.sequences = kept
-        if kept:
+                trained.append(sequence)
+        self.sequences = trained
+        if trained:
             return None
         if self.stale_tokens:
             return Refusal(
@@ -144,8 +144,11 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
             case "none":
                 divisor = 1.0
         advantages = (rewards - rewards.mean()) / divisor
-        of = dict(zip((m.trajectory for m in group.members), advantages.tolist(), strict=True))
-        out += [Example(s, of[s.trajectory], weights.get(s.trajectory, 1.0)) for s in group.sequences or ()]
+        advantage_of = dict(zip((m.trajectory for m in group.members), advantages.tolist(), strict=True))
+        out += [
+            Example(s, advantage_of[s.trajectory], weights.get(s.trajectory, 1.0))
+            for s in group.sequences or ()
+        ]
     return out
 
 

@@ -64,10 +64,10 @@ class Histories:
         if _distinct(exchanges) < member.exchanges <= len(exchanges):
             # Some exchange is there twice, so the count did not show that the answering replica lags: ask the leader.
             exchanges = [r.event for r in await read()]
-        if (held := _distinct(exchanges)) < member.exchanges:
+        if (readable := _distinct(exchanges)) < member.exchanges:
             raise HistoryGoneError(
-                f"the whole history of trajectory {member.trajectory} ({held} of {member.exchanges} exchanges can be "
-                "read)"
+                f"the whole history of trajectory {member.trajectory} ({readable} of {member.exchanges} exchanges "
+                "can be read)"
             )
         return exchanges
 

@@ -30,12 +30,12 @@ def defaults_of(model: Any, arguments: Sequence[str] = ()) -> Defaults:
             known[name] = value
     generation = getattr(model, "generation_config", None)
     ignored = known.get("--generation-config") == "vllm"
-    found = generation.to_diff_dict() if generation is not None and not ignored else {}
+    defaults = generation.to_diff_dict() if generation is not None and not ignored else {}
     if text := known.get("--override-generation-config"):
         override = msgspec.json.decode(text.encode())
     names = Defaults.__struct_fields__
     return msgspec.convert(
-        {k: v for k, v in (found | override).items() if k in names}, Defaults, strict=False
+        {k: v for k, v in (defaults | override).items() if k in names}, Defaults, strict=False
     )
 
 

@@ -2,7 +2,7 @@
 
     <checkpoints>/<project>/<branch>/<model>/step-00000012/
         adapter_config.json  adapter_model.safetensors     PEFT's format: what vLLM loads
-        state.pt                                           optimizer, random state
+        state.pt                                           optimizer, unrounded weights
         manifest.json                                      its event on the log, and the settings it was trained with
     .../<model>/best.json                                  the step with the best validation reward
     .../<model>/log                                        identifies the log that these checkpoints were published on
@@ -129,7 +129,7 @@ def weights_of(files: Mapping[str, bytes]) -> Weights:
 def state_bytes(state: TrainState) -> bytes:
     """The content of `state.pt`."""
     out = io.BytesIO()
-    torch.save({name: getattr(state, name) for name in ("optimizer", "rng", "master")}, out)
+    torch.save({name: getattr(state, name) for name in ("optimizer", "master")}, out)
     return out.getvalue()
 
 
@@ -269,4 +269,4 @@ def state_of(manifest: Manifest, files: Mapping[str, bytes]) -> TrainState:
     """The training state that a checkpoint holds."""
     state = torch.load(io.BytesIO(files[STATE_FILE]), weights_only=True)
     weights, step = weights_of(files), manifest.event.step
-    return TrainState(step, weights, state["optimizer"], state["rng"], {step: weights}, state["master"])
+    return TrainState(step, weights, state["optimizer"], {step: weights}, state["master"])

@@ -265,7 +265,7 @@ class Retention:
                 project=self._project,
                 model=name,
             )
-            kept = {
+            stored = {
                 r.event.version
                 for r in events
                 if isinstance(r.event, CheckpointPublished)
@@ -274,7 +274,7 @@ class Retention:
             for recorded in events:
                 if recorded.place.at >= before_us:
                     continue
-                if recorded.event.version in kept:
+                if recorded.event.version in stored:
                     continue  # the checkpoint of a version that still exists, or a load of it
                 await self._broker.delete(recorded.stream, recorded.seq)
                 deleted += 1

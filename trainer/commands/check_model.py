@@ -61,20 +61,23 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
     return out
 
 
-def report(found: dict[str, Any]) -> str:
+def report(findings: dict[str, Any]) -> str:
     """The findings as text."""
-    lines = [f"{found['model']}: " + (f"refused: {found['refused']}" if found["refused"] else "trains right")]
+    lines = [
+        f"{findings['model']}: "
+        + (f"refused: {findings['refused']}" if findings["refused"] else "trains right")
+    ]
     for name, text in (("padded", "one row a sequence"), ("packed", "prefixes shared")):
-        if (difference := found[f"{name}_difference"]) is not None:
+        if (difference := findings[f"{name}_difference"]) is not None:
             lines.append(f"  {text}: at most {difference:.3g} nats from the model's own logprobs")
-    if found["layout"]:
+    if findings["layout"]:
         how = (
             "prefixes are shared where that costs less"
-            if found["layout"] == "prefix"
+            if findings["layout"] == "prefix"
             else "one row a sequence"
         )
-        because = f" ({found['why_padded']})" if found["why_padded"] else ""
-        lines.append(f"  layout: {how}{because}; attention: {found['attention']}")
+        because = f" ({findings['why_padded']})" if findings["why_padded"] else ""
+        lines.append(f"  layout: {how}{because}; attention: {findings['attention']}")
     return "\n".join(lines) + "\n"
 
 
@@ -95,9 +98,9 @@ def main(argv: list[str] | None = None) -> None:
     def command() -> None:
         config: Config = load(args.config, [*args.overrides, f"models.0.base={json.dumps(args.model)}"])
         check_base(args.model, "model")
-        found = check(args.model, config.trainer_of(config.models[0]))
-        sys.stdout.write(json.dumps(found, indent=2) + "\n" if args.json else report(found))
-        if found["refused"] is not None:
+        findings = check(args.model, config.trainer_of(config.models[0]))
+        sys.stdout.write(json.dumps(findings, indent=2) + "\n" if args.json else report(findings))
+        if findings["refused"] is not None:
             raise SystemExit(1)
 
     cli.run("check-model", command)

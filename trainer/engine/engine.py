@@ -30,8 +30,6 @@ from trainer.engine.state import (
     SamplerMismatchError,
     StepResult,
     TrainState,
-    get_rng,
-    set_rng,
 )
 from trainer.engine.verify import logprob_bound_for
 
@@ -108,7 +106,6 @@ class Engine:
         began = time.perf_counter()
         budget = self.passes.budget
         tokens_before = budget.tokens
-        set_rng(state.rng)
         optimizer = PolicyOptimizer(self.model, state)
         update = self._update(state, optimizer, examples, groups)
         metrics, unchecked_steps = self._measure(state, update)
@@ -117,7 +114,7 @@ class Engine:
         history = {s: w for s, w in state.history.items() if s >= step - self.config.max_staleness - 1}
         history[step] = weights
         after = TrainState(
-            step, weights, optimizer.adamw.state_dict(), get_rng(), history,
+            step, weights, optimizer.adamw.state_dict(), history,
             None if weights is optimizer.master else optimizer.master, unchecked_steps,
         )  # fmt: skip
         metrics |= self._speed(metrics, time.perf_counter() - began)

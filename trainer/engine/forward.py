@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 from pipeline.config import ConfigError
 from trainer.batches.packing import AttentionSpan, Layout
 from trainer.batches.sampling import restrict
-from trainer.engine.attention import make_attention_mask
 
 _FULL = ("full_attention", "attention", "global_attention")
 
@@ -122,13 +121,11 @@ class Forward:
         """The name of the attention implementation in use."""
         return str(self.text._attn_implementation)
 
-    def hidden(self, layout: Layout, *, flex: bool = False) -> torch.Tensor:
-        """Run the trunk over a layout. Returns its last hidden states, [R, L, D].
-
-        `flex` gives FlexAttention's block masks instead of dense ones."""
+    def hidden(self, layout: Layout) -> torch.Tensor:
+        """Run the trunk over a layout. Returns its last hidden states, [R, L, D]."""
         output = self.trunk(
             input_ids=layout.ids_RL,
-            attention_mask=None if layout.ends_RL is None else self._masks(layout, flex),
+            attention_mask=None if layout.ends_RL is None else self._masks(layout),
             position_ids=layout.positions_RL,
             use_cache=False,
         )
@@ -136,18 +133,18 @@ class Forward:
         hidden_RLD: torch.Tensor = output.last_hidden_state
         return hidden_RLD
 
-    def _masks(self, layout: Layout, flex: bool) -> Any:
+    def _masks(self, layout: Layout) -> Any:
         spans = attention_spans(self.text)
         if self.mask_format is None or spans is None:
             raise ValueError(f"{type(self.model).__name__} can't share prefixes: use a padded layout")
-        masks = {span: self._mask(layout, span, flex) for span in set(spans.values())}
+        masks = {span: self._mask(layout, span) for span in set(spans.values())}
         if self.mask_format == "single":
             (mask,) = masks.values()
             return mask
         return {layer_type: masks[span] for layer_type, span in spans.items()}
 
-    def _mask(self, layout: Layout, span: AttentionSpan, flex: bool) -> Any:
-        mask: Any = make_attention_mask(layout, flex, span)
+    def _mask(self, layout: Layout, span: AttentionSpan) -> Any:
+        mask: Any = layout.dense_mask(span)
         if self.attention != "eager":
             return mask
         # Eager attention adds the mask to the attention scores, so true becomes 0 and false the lowest number.

@@ -20,7 +20,6 @@ from transformers.pytorch_utils import Conv1D
 from pipeline.config import ConfigError, TrainerConfig
 from pipeline.config.checks import check_trainer
 from pipeline.telemetry.logs import get_logger
-from trainer.engine.attention import attention_implementation
 from trainer.engine.forward import disable_randomness
 
 log = get_logger("trainer.engine.loading")
@@ -83,9 +82,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
-    model = AutoModelForCausalLM.from_pretrained(
-        base, dtype=dtype_for(config, device), attn_implementation=attention_implementation(config, device)
-    )
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype_for(config, device))
     lora = LoraConfig(
         r=config.lora.rank, lora_alpha=config.lora.alpha, lora_dropout=0.0, bias="none",
         target_modules=find_lora_targets(model, config), task_type="CAUSAL_LM",

@@ -28,8 +28,7 @@ gradient."""
 def fixed_settings(config: TrainerConfig) -> dict[str, object]:
     """The settings that a model is loaded with: policies share an engine where all of them are equal."""
     names = (
-        "engine", "dtype", "unsloth.load_in_4bit", "unsloth.max_seq_length", "memory.attention", "lora.rank",
-        "lora.alpha",
+        "engine", "dtype", "unsloth.load_in_4bit", "unsloth.max_seq_length", "lora.rank", "lora.alpha",
         "lora.targets", "lora.dtype", "seed", "threads", "memory.gradient_checkpointing",
     )  # fmt: skip
     return {name: operator.attrgetter(name)(config) for name in names}
@@ -119,7 +118,7 @@ class PolicyModel:
         """Logprobs and entropies of the trained tokens, [S, K], zero where a sequence has fewer; nats, at the sampling
         temperature."""
         layout = layout.to(self.device)
-        hidden_RLD = self.forward.hidden(layout, flex=self.config.memory.attention == "flex")
+        hidden_RLD = self.forward.hidden(layout)
         logprobs_N, entropies_N = self.forward.scores(
             hidden_RLD[layout.rows_N, layout.cols_N],
             layout.targets_N,

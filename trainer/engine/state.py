@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +41,6 @@ class TrainState:
     """The adapter as it is published, in the published type: what samplers load."""
     optimizer: dict[str, Any] | None = None
     """`None` if nothing was trained yet, or the state was lost."""
-    rng: dict[str, Any] | None = None
     history: dict[int, Weights] = field(default_factory=dict)
     """Published adapters of the newest steps by step, to recompute logprobs at the version that sampled."""
     master: Weights | None = None
@@ -60,18 +58,3 @@ class StepResult:
     metrics: dict[str, float]
     dropped: tuple[TokenSequence, ...] = ()
     """Sequences that were left out because memory does not hold a pass of any of them alone."""
-
-
-def get_rng() -> dict[str, Any]:
-    """Return the state of the random generators that training may draw from."""
-    version, internal, gauss = random.getstate()
-    return {"torch": torch.get_rng_state(), "python": [version, list(internal), gauss]}
-
-
-def set_rng(state: Mapping[str, Any] | None) -> None:
-    """Restore what `get_rng` returned. `None` leaves the generators as they are."""
-    if state is None:
-        return
-    torch.set_rng_state(state["torch"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))

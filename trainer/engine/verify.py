@@ -191,7 +191,7 @@ def _verify(model: PolicyModel) -> Verified:
     patched = config.engine == "unsloth"
     reference = _reference_logprobs(model, samples, eager=not patched)
     rows = _difference(model, padded(samples), samples, reference)
-    if not rows.within_bound(config, model.dtype) and not patched and config.memory.attention == "sdpa":
+    if not rows.within_bound(config, model.dtype) and not patched:
         log.warning(
             "SDPA gives other logprobs than this model's own attention; eager attention is used instead",
             model=model.base, difference=str(rows),

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig, with_values
+from pipeline.config import LoraConfig, MemoryConfig, TrainerConfig
 from tests.trainer.kit import backward, exactly, sequence, stir, tree_of_conversations
 from trainer.batches.packing import (
     AttentionSpan,
@@ -21,7 +20,6 @@ from trainer.batches.packing import (
     sharing_pays,
 )
 from trainer.batches.sequences import TokenSequence
-from trainer.engine.attention import FLEX, make_attention_mask
 from trainer.engine.engine import Engine
 
 
@@ -54,33 +52,6 @@ def test_every_layout_gives_the_logprobs_of_the_sequence_alone(engine: Engine, l
     out = through(engine, made, sequences)
     for row, one in enumerate(sequences):
         np.testing.assert_allclose(out[row, : one.trained_tokens], alone(engine, one), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_flex_attention_gives_the_logprobs_of_the_sequence_alone(tiny_base: str, tmp_path: Path) -> None:
-    """Forward only: FlexAttention has no gradients on CPU, so there the trainer refuses it and the test gives it in
-    its place."""
-    with pytest.raises(ConfigError, match="no gradients on CPU"):
-        Engine(
-            tiny_base, TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(attention="flex")), tmp_path
-        )
-    engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path)
-    engine.model.peft.get_base_model().set_attn_implementation(FLEX)
-    for seed in range(3):
-        sequences, groups = tree_of_conversations(seed)
-        dense = through(engine, prefix_shared(sequences, groups), sequences)
-        engine.model.config = with_values(engine.config, {"memory.attention": "flex"})
-        assert isinstance(make_attention_mask(prefix_shared(sequences, groups), flex=True), BlockMask)
-        out = through(engine, prefix_shared(sequences, groups), sequences)
-        rows = through(engine, padded(sequences), sequences)
-        engine.model.config = with_values(engine.config, {"memory.attention": "sdpa"})
-        # FlexAttention on CPU computes in float32 at most: a logprob is as exact as the largest of the terms it is
-        # made of.
-        near = 100 * float(np.finfo(np.float32).eps) * float(np.abs(dense).max())
-        np.testing.assert_allclose(out, dense, rtol=0, atol=near)
-        np.testing.assert_allclose(out, rows, rtol=0, atol=near)
-        for row, one in enumerate(sequences):
-            np.testing.assert_allclose(out[row, : one.trained_tokens], alone(engine, one), rtol=0, atol=near)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -192,7 +163,3 @@ def test_a_sliding_window_is_measured_along_the_sequence(span: AttentionSpan) ->
         )
         seen = torch.nonzero(dense[row, 0, column]).flatten()
         assert layout.ids_RL[row, seen].tolist() == one.ids[first : at + 1].tolist()
-    flex = make_attention_mask(layout, flex=True, span=span)
-    assert isinstance(flex, BlockMask)
-    rows, length = layout.ids_RL.shape
-    assert torch.equal(create_mask(flex.mask_mod, rows, 1, length, length, device="cpu"), dense)

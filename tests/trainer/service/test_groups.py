@@ -1,0 +1,342 @@
+"""Which groups the service trains, discards, or moves to the dead letters."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from pipeline.config import Config, ConfigError, ModelConfig, NatsConfig
+from pipeline.events import DeadLettered, GroupDiscarded
+from pipeline.log.broker import Broker
+from tests.trainer import kit
+from tests.trainer.kit import (
+    all_acked,
+    checkpoints,
+    dead_letters,
+    discards,
+    running,
+    steps_reach,
+    unacked,
+    until,
+)
+from trainer import service
+from trainer.batches.packing import Layout
+from trainer.batches.sequences import build
+from trainer.checkpoints import checkpoint
+from trainer.engine.model import PolicyModel
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_groups_become_a_checkpoint(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config)
+    async with Broker.connect(nats_config) as broker, running(config) as facts:
+        assert facts == {"step": 0}
+        for i in range(2):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0, 1.0], seed=i)
+        (event,) = await steps_reach(broker, 1)
+        await all_acked(broker)
+        assert (event.version, event.parent, event.groups) == ("tiny@1", "tiny@0", ("g0", "g1"))
+        tar = await broker.get_object("ADAPTERS", event.adapter)
+        assert set(checkpoint.unpack(tar)) == set(checkpoint.ADAPTER_FILES)
+        assert event.metrics["reward_mean"] == pytest.approx(2 / 3)
+        assert event.metrics["tokens"] == 2 * 3 * 6
+        manifest, _ = checkpoint.Checkpoints.of(config, kit.MODEL).read(1)
+        assert manifest.event.batch_id == event.batch_id
+
+
+async def test_groups_that_can_t_train_are_discarded_with_their_reason(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "equal", [0.1] * 8)
+        await kit.publish_group(broker, "single", [0.3])
+        await broker.publish(kit.group("gone", [0.0, 1.0]))
+        await kit.publish_group(broker, "good", [0.0, 1.0], seed=3)
+
+        async def three() -> list[GroupDiscarded]:
+            found = await discards(broker)
+            return found if len(found) == 3 else []
+
+        reasons = {d.group: d.reason for d in await until(three)}
+        assert reasons == {"equal": "no_variance", "single": "too_small", "gone": "history_gone"}
+        assert await checkpoints(broker) == []
+        assert await unacked(broker) == 1  # `good` waits for a second group
+
+
+async def test_a_trajectory_too_large_for_memory_is_discarded_and_the_rest_of_its_group_trains(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: restarts, then the whole batch among the dead letters."""
+    original = PolicyModel.logprobs
+
+    def limited(self: PolicyModel, layout: Layout, *args: Any, **kwargs: Any) -> Any:
+        if layout.ids_RL.shape[1] > 60:
+            raise torch.OutOfMemoryError("too much")
+        return original(self, layout, *args, **kwargs)
+
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, **{"memory.packing": "padded"})
+    async with Broker.connect(nats_config) as broker:
+        async with running(config):
+            monkeypatch.setattr(PolicyModel, "logprobs", limited)
+            for i in range(2):
+                for event in kit.turns(f"g-{i}", i):
+                    await broker.publish(event)
+            long = kit.exchange("g-2", 0, [5] * 80, [6, 7])
+            await broker.publish(long)
+            await broker.publish(kit.exchange("g-2", 1, [5] * 80 + [6, 7, 8], [6, 7]))
+            await broker.publish(kit.group("g", [0.0, 1.0, 0.5]))
+            (event,) = await steps_reach(broker, 1)
+            await all_acked(broker)
+            (told,) = await until(partial(discards, broker))
+        assert (event.metrics["sequences_dropped"], event.metrics["sequences"]) == (1, 2)
+        assert (told.reason, told.trajectories, told.version) == ("too_large", ("g-2",), "tiny@1")
+        assert not [r async for r in dead_letters(broker)]
+
+
+async def test_stale_groups_are_discarded(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, max_staleness=0, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+        await steps_reach(broker, 1)
+        await kit.publish_group(broker, "old", [0.0, 1.0], seed=2, step=0)
+        await kit.publish_group(broker, "new", [0.0, 1.0], seed=3, step=1)
+        events = await steps_reach(broker, 2)
+        assert [e.groups for e in events] == [("g0",), ("new",)]
+        assert [(d.group, d.reason, d.version) for d in await discards(broker)] == [
+            ("old", "stale", "tiny@1")
+        ]
+
+
+async def test_validation_groups_are_scored_and_never_trained(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(
+        tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=1, max_staleness=9,
+        best_min_trajectories=2,
+    )  # fmt: skip
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+        await steps_reach(broker, 1)
+        for step, reward in ((0, 0.1), (1, 0.8)):
+            scored = kit.group(f"val{step}", [reward] * 2, step=step)
+            members = tuple(msgspec.structs.replace(m, split="val") for m in scored.members)
+            await broker.publish(msgspec.structs.replace(scored, members=members, split="val"))
+        await kit.publish_group(broker, "flat", [1.0, 1.0], seed=3, step=1)
+        await kit.publish_group(broker, "g1", [0.0, 1.0], seed=2, step=1)
+        events = await steps_reach(broker, 2)
+        assert [e.groups for e in events] == [("g0",), ("g1",)]
+        assert {(d.group, d.reason, d.split) for d in await discards(broker)} == {
+            ("val0", "validation", "val"), ("val1", "validation", "val"), ("flat", "no_variance", "train"),
+        }  # fmt: skip
+        assert [e.metrics["run/turns"] for e in events] == [0.5, 0.5]
+        # A group that was won as a whole teaches nothing, and is part of how well the policy does.
+        assert [(e.metrics["reward_mean"], e.metrics["reward_mean_all"]) for e in events] == [
+            (0.5, 0.5),
+            (0.5, 0.75),
+        ]
+        assert (events[1].metrics["val_step"], events[1].metrics["val_reward_mean"]) == (
+            1,
+            pytest.approx(0.8),
+        )
+        best = checkpoint.Checkpoints.of(config, kit.MODEL).best()
+        assert best is not None
+        assert (best.step, best.reward, best.trajectories) == (1, pytest.approx(0.8), 2)
+
+
+async def test_two_models_share_a_process_and_take_turns(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    other = ModelConfig(name="other", base=tiny_base)
+    config = msgspec.structs.replace(config, models=(*config.models, other))
+    async with Broker.connect(nats_config) as broker:
+        for i in range(4):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+        for i in range(2):
+            scored = kit.group(f"o{i}", [0.0, 1.0], model="other")
+            for m, member in enumerate(scored.members):
+                for event in kit.turns(member.trajectory, 70 + 10 * i + m):
+                    await broker.publish(event)
+            await broker.publish(scored)
+        async with running(config):
+            events = await steps_reach(broker, 5)
+        # A flood of one model's groups does not hold the other back.
+        assert [e.version for e in events[:4]] == ["tiny@1", "other@1", "tiny@2", "other@2"]
+        assert events[0].adapter_sha256 != events[1].adapter_sha256
+
+
+async def test_a_batch_that_can_not_be_trained_goes_to_the_dead_letters(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(
+        tiny_base, tmp_path, nats_config, groups_per_step=1, **{"loss.advantage_scaling": "none"}
+    )
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "poison", [0.0, 1e100], seed=1)
+        await kit.publish_group(broker, "good", [0.0, 1.0], seed=2)
+        (event,) = await steps_reach(broker, 1)
+        await all_acked(broker)
+        assert event.groups == ("good",)
+        (dead,) = await broker.read(DeadLettered)
+        assert isinstance(dead.event, DeadLettered)
+        assert (dead.event.reason, dead.event.consumer) == ("untrainable", "trainer")
+
+
+async def test_a_batch_that_its_version_did_not_sample_is_refused_and_logged_as_an_error(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, logprob_bound=1e-3)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "wrong", [0.0, 1.0], seed=1)
+
+        async def buried() -> list[Any]:
+            return list(await broker.read(DeadLettered))
+
+        (dead,) = await until(buried)
+        assert isinstance(dead.event, DeadLettered)
+        assert dead.event.reason == "sampler_mismatch"
+        assert "step 1 is not taken: the sampler's logprobs and the trainer's differ" in dead.event.detail
+        await all_acked(broker)
+        assert await checkpoints(broker) == []
+    (said,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert said.getMessage() == "group moved to the dead letters"
+
+
+async def test_a_group_sampled_under_a_penalty_is_discarded_and_says_so(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_calls(broker, "bent", [7, 8, 9], request=b'{"frequency_penalty": 0.5}')
+        (event,) = await until(partial(discards, broker))
+        assert (event.group, event.reason) == ("bent", "no_variance")
+        assert event.detail == "no member has a token to train: 6 tokens were sampled under frequency_penalty"
+
+
+async def test_a_model_may_have_settings_of_its_own(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=2)
+    own = {"groups_per_step": 1, "loss": {"type": "grpo"}, "max_steps": 1}
+    config = msgspec.structs.replace(config, models=(ModelConfig(name="tiny", base=tiny_base, trainer=own),))
+    async with Broker.connect(nats_config) as broker, running(config):
+        for i in range(2):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+        await steps_reach(broker, 1)
+        manifest, _ = checkpoint.Checkpoints.of(config, "tiny").read(1)
+        assert manifest.event.groups == ("g0",)
+        assert manifest.config["loss"]["type"] == "grpo"
+
+
+async def test_a_models_settings_are_checked(tmp_path: Path) -> None:
+    config = Config(models=(ModelConfig(name="m", trainer={"lora_rang": 4}),))
+    with pytest.raises(ConfigError, match="lora_rang"):
+        config.trainer_of(config.models[0])
+
+
+async def test_only_the_group_with_tokens_of_another_model_goes_to_the_dead_letters(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_calls(broker, "foreign", [7, kit.VOCAB])
+        await kit.publish_group(broker, "good", [0.0, 1.0], seed=2)
+        (event,) = await steps_reach(broker, 1)
+        await all_acked(broker)
+        assert event.groups == ("good",)
+        (dead,) = await broker.read(DeadLettered)
+        assert isinstance(dead.event, DeadLettered)
+        assert "vocabulary" in dead.event.detail
+
+
+@pytest.mark.usefixtures("quick_redelivery")
+async def test_groups_of_another_model_or_project_become_dead_letters(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """A trainer that starts under another name meets the groups that wait for the former one."""
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await broker.publish(kit.group("g", [0.0, 1.0], model="former"))
+        await broker.publish(kit.group("g", [0.0, 1.0], project="former"))
+        await broker.publish(kit.group("g", [0.0, 1.0], branch="replay-1"))
+        await all_acked(broker)
+        letters = [letter async for letter in dead_letters(broker)]
+        assert [(d.reason, d.original_subject) for d in letters] == [
+            ("unknown_model", "group.scored.p.former.g.j.main"),
+            ("unknown_model", "group.scored.former.tiny.g.j.main"),
+        ]
+        assert await checkpoints(broker) == []  # a branch has a trainer of its own
+
+
+async def test_groups_with_foreign_logprobs_take_no_healthy_ones_along(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=8, logprob_bound=1e-3)
+    names = ["foreign0", "good0", "good1", "foreign1", "good2", "foreign2", "good3", "good4"]
+    async with Broker.connect(nats_config) as broker, running(config):
+        for seed, name in enumerate(names):
+            logprobs = (
+                None if name.startswith("foreign") else kit.logprobs_of(tiny_base, [5, 6], [7, 8 + seed])
+            )
+            await kit.publish_calls(broker, name, [7, 8 + seed], logprobs=logprobs)
+
+        async def buried() -> list[DeadLettered]:
+            found = [letter async for letter in dead_letters(broker)]
+            return found if len(found) == 3 else []
+
+        letters = await until(buried)
+        assert {d.reason for d in letters} == {"sampler_mismatch"}
+        assert [d.original_subject.split(".")[4] for d in letters] == ["foreign0", "foreign1", "foreign2"]
+        for i in range(3):  # the five healthy ones still wait
+            sampled = [7, 20 + i]
+            await kit.publish_calls(
+                broker, f"more{i}", sampled, logprobs=kit.logprobs_of(tiny_base, [5, 6], sampled)
+            )
+        (event,) = await steps_reach(broker, 1)
+        assert event.groups == ("good0", "good1", "good2", "good3", "good4", "more0", "more1", "more2")
+
+
+async def test_the_best_checkpoint_is_written_in_a_thread(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An fsync on the event loop holds up every heartbeat."""
+    threads: list[threading.Thread] = []
+    original = checkpoint.Checkpoints.set_best
+
+    def noting(self: checkpoint.Checkpoints, best: checkpoint.Best) -> None:
+        threads.append(threading.current_thread())
+        original(self, best)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "set_best", noting)
+    config = kit.settings(tiny_base, tmp_path, nats_config, best_min_trajectories=2)
+    async with Broker.connect(nats_config) as broker, running(config):
+        scored = kit.group("v", [1.0, 1.0], step=1, split="val")
+        members = tuple(msgspec.structs.replace(m, split="val") for m in scored.members)
+        await broker.publish(msgspec.structs.replace(scored, members=members))
+        await all_acked(broker)
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+async def test_rewards_of_groups_discarded_during_a_step_count_in_the_next_one(
+    tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path)
+    learner = service.make_learners(config, tmp_path)["tiny"]
+    batch = [kit.training_group(kit.group("g", [0.0, 1.0]), build("g-1", kit.turns("g-1", 1)))]
+    learner.record_discarded([1.0, 1.0], equal=True)
+    pending = learner.train_step(batch)
+    learner.record_discarded([0.25, 0.25], equal=True)  # while the step's event goes to the log
+    learner.commit(pending)
+    after = learner.train_step(batch).manifest.event.metrics
+    before = pending.manifest.event.metrics
+    assert (before["reward_mean_all"], before["no_variance_share"]) == (0.75, 0.5)
+    assert (after["reward_mean_all"], after["no_variance_share"]) == (0.375, 0.5)

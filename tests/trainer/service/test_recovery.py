@@ -1,0 +1,261 @@
+"""What the service does at its start, and after a log or a process was away."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import pytest
+
+from pipeline import streams
+from pipeline.config import ConfigError, NatsConfig
+from pipeline.events import GroupDiscarded
+from pipeline.log.broker import Broker, Consumption, Delivery
+from tests.conftest import NatsServer
+from tests.trainer import kit
+from tests.trainer.kit import (
+    all_acked,
+    checkpoints,
+    discards,
+    running,
+    steps_reach,
+    until,
+)
+from trainer import service
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.commits import TrainerError
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_restarted_trainer_trains_a_group_with_a_too_large_trajectory(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """A predecessor died holding it. A discard for another reason would mean that it is done with."""
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    spec = streams.trainer_consumer("main")
+    async with Broker.connect(nats_config) as broker:
+        await broker.provision_consumer(spec)
+        for name, reason in (("done", "no_variance"), ("part", "too_large")):
+            await kit.publish_group(broker, name, [0.0, 1.0], seed=1)
+            await broker.publish(
+                GroupDiscarded(
+                    project="p", group=name, model=kit.MODEL, trajectories=(f"{name}-0",), reason=reason, by="trainer"
+                )
+            )  # fmt: skip
+        async with broker.consume(spec) as consumption:
+            assert len(await consumption.batch(2)) == 2
+        async with running(config):
+            (event,) = await steps_reach(broker, 1)
+            assert event.groups == ("part",)
+
+
+@pytest.mark.usefixtures("quick_redelivery")
+async def test_a_restart_resumes_and_skips_what_was_consumed(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=2)
+    async with Broker.connect(nats_config) as broker:
+        for i in range(3):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+        async with running(config):
+            await steps_reach(broker, 2)
+        assert len(await checkpoints(broker)) == 2
+        more = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=3)
+        async with running(more) as facts:
+            assert facts == {"step": 2}
+            events = await steps_reach(broker, 3)
+            await all_acked(broker)
+        assert [e.groups for e in events] == [("g0",), ("g1",), ("g2",)]
+        assert [e.parent for e in events] == ["tiny@0", "tiny@1", "tiny@2"]
+
+
+async def test_the_last_step_after_a_restart_acknowledges_a_group_that_the_server_delivers_again_later(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=1)
+    stepped = anyio.Event()
+    run_steps, batch = service.Trainer.run_steps, Consumption.batch
+
+    async def then_say(self: service.Trainer) -> None:
+        await run_steps(self)
+        stepped.set()
+
+    async def after_the_last_step(self: Consumption, limit: int, wait_s: float = 1.0) -> list[Delivery]:
+        await stepped.wait()
+        return await batch(self, limit, wait_s)
+
+    monkeypatch.setattr(service.Trainer, "run_steps", then_say)
+    monkeypatch.setattr(Consumption, "batch", after_the_last_step)
+    async with Broker.connect(nats_config) as broker:
+        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+        async with broker.consume(streams.consumer("trainer")) as held:
+            assert len(await batch(held, 1, 10.0)) == 1  # the trainer before this one, which stops
+        async with running(config):
+            await steps_reach(broker, 1)
+            await all_acked(broker)
+
+
+async def test_a_lost_disk_is_rebuilt_from_the_log(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path / "a", nats_config, groups_per_step=1)
+    elsewhere = kit.settings(tiny_base, tmp_path / "b", nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker:
+        async with running(config):
+            await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+            await steps_reach(broker, 1)
+        async with running(elsewhere) as facts:
+            assert facts == {"step": 1}
+            await kit.publish_group(broker, "g1", [0.0, 1.0], seed=2, step=1)
+            events = await steps_reach(broker, 2)
+        assert events[1].parent == "tiny@1"
+
+
+async def test_another_logs_checkpoints_are_refused(
+    nats_config: NatsConfig, start_nats: Callable[..., Any], tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        for i in range(2):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+        await steps_reach(broker, 2)
+    fresh = kit.settings(tiny_base, tmp_path, NatsConfig(url=start_nats().url), groups_per_step=1)
+    with pytest.raises(TrainerError, match="checkpoints of another log"):
+        await service.serve(fresh, lambda **_: None)
+
+
+async def test_a_second_trainer_on_the_same_model_is_an_error(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker:
+        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+        learners = service.make_learners(config, tmp_path)
+        trainer = service.Trainer(config, broker, learners)
+        event = kit.checkpoint_event(1)
+        manifest = checkpoint.Manifest(event=event, config={})
+        await trainer.commits.publish(manifest, b"x")
+        await trainer.commits.publish(manifest, b"x")  # a retry of the same
+        another = msgspec.structs.replace(event, adapter_sha256="2")
+        with pytest.raises(TrainerError, match="second trainer"):
+            await trainer.commits.publish(checkpoint.Manifest(event=another, config={}), b"y")
+
+
+async def test_training_continues_after_the_log_was_unavailable(
+    nats_server: NatsServer, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+        await steps_reach(broker, 1)
+        nats_server.kill()
+        await anyio.to_thread.run_sync(nats_server.start)
+        await kit.publish_group(broker, "g1", [0.0, 1.0], seed=2, step=1)
+        events = await steps_reach(broker, 2)
+        assert [e.groups for e in events] == [("g0",), ("g1",)]
+
+
+async def test_a_restart_keeps_the_best_checkpoints_statistics(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """Regression: eight more rewards of the best checkpoint replaced its hundred, and a worse one became the best."""
+    config = kit.settings(tiny_base, tmp_path, nats_config)
+    folder = checkpoint.Checkpoints.of(config, kit.MODEL)
+    async with Broker.connect(nats_config) as broker:
+
+        async def validate(name: str, rewards: list[float], step: int) -> checkpoint.Best | None:
+            scored = kit.group(name, rewards, step=step, split="val")
+            members = tuple(msgspec.structs.replace(m, split="val") for m in scored.members)
+            await broker.publish(msgspec.structs.replace(scored, members=members))
+
+            async def discarded() -> bool:
+                return name in {d.group for d in await discards(broker)}
+
+            await until(discarded)
+            return folder.best()
+
+        async with running(config):
+            before = await validate("hundred", [0.5, 1.0] * 50, 1)
+        async with running(config):
+            after = await validate("eight", [0.0] * 8, 1)
+            worse = await validate("worse", [0.5] * 8, 2)
+    assert before is not None
+    assert after is not None
+    assert worse is not None
+    assert (before.step, before.trajectories, before.reward) == (1, 100, 0.75)
+    assert (after.step, after.trajectories) == (1, 108)
+    assert after.reward == pytest.approx(75 / 108)
+    assert worse.step == 1
+
+
+async def test_two_projects_in_one_run_directory_have_checkpoints_of_their_own(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker:
+        async with running(config):
+            await kit.publish_group(broker, "g", [0.0, 1.0], seed=1)
+            await steps_reach(broker, 1)
+        async with running(msgspec.structs.replace(config, project="other")) as facts:
+            assert facts == {"step": 0}
+
+
+@pytest.mark.parametrize("disk_lost", [False, True])
+async def test_checkpoints_of_another_base_model_of_the_same_shape_are_refused(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, disk_lost: bool
+) -> None:
+    config = kit.settings(tiny_base, tmp_path / "run", nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "g", [0.0, 1.0], seed=1)
+        await steps_reach(broker, 1)
+    if disk_lost:
+        shutil.rmtree(tmp_path / "run")
+    shutil.copytree(tiny_base, tmp_path / "moved")
+    moved = kit.settings(str(tmp_path / "moved"), tmp_path / "run", nats_config)
+    async with running(moved) as facts:  # the same model elsewhere
+        assert facts == {"step": 1}
+    other = kit.settings(kit.make_model(tmp_path / "other", seed=1), tmp_path / "run", nats_config)
+    with pytest.raises(ConfigError, match="base model"):
+        await service.serve(other, lambda **_: None)
+
+
+@pytest.mark.parametrize("disk_lost", [False, True])
+@pytest.mark.parametrize(
+    ("setting", "value"), [("lora.alpha", 4.0), ("lora.rank", 2), ("lora.targets", ("q_proj",))]
+)
+async def test_a_resumed_adapter_keeps_its_scale_rank_and_targets(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, setting: str, value: object, disk_lost: bool
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "g", [0.0, 1.0], seed=1)
+        await steps_reach(broker, 1)
+    if disk_lost:
+        shutil.rmtree(tmp_path / "checkpoints")
+    changed = kit.settings(tiny_base, tmp_path, nats_config, **{setting: value})
+    with pytest.raises(ConfigError, match=f"trainer.{setting}"):
+        await service.serve(changed, lambda **_: None)
+
+
+async def test_a_lost_checkpoint_folder_does_not_restart_the_learning_rates_schedule(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(
+        tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=4, **{"optimizer.schedule": "linear"}
+    )
+    async with Broker.connect(nats_config) as broker:
+        async with running(config):
+            for i in range(2):
+                await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+            await steps_reach(broker, 2)
+        shutil.rmtree(tmp_path / "checkpoints")
+        async with running(config):
+            await kit.publish_group(broker, "g2", [0.0, 1.0], seed=2, step=2)
+            events = await steps_reach(broker, 3)
+    assert [e.metrics["learning_rate"] for e in events] == pytest.approx([1e-2, 0.75e-2, 0.5e-2])

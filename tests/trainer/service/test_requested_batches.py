@@ -1,0 +1,126 @@
+"""Batches that an agent requests."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pipeline import streams
+from pipeline.config import NatsConfig
+from pipeline.events import DeadLettered, TrainingBatch
+from pipeline.log.broker import Broker
+from tests.trainer import kit
+from tests.trainer.kit import (
+    all_acked,
+    checkpoints,
+    dead_letters,
+    discards,
+    running,
+    steps_reach,
+    until,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+def batch_request(*groups: str, rate: float | None = None) -> TrainingBatch:
+    return TrainingBatch(id="b", groups=groups, learning_rate=rate)
+
+
+@pytest.mark.usefixtures("quick_redelivery")
+async def test_a_requested_batch_is_a_step_of_its_own(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """However many groups a step takes otherwise; with its own learning rate; and after a restart."""
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=3)
+    request = batch_request("b0", "equal", "b1", rate=0.125)
+    async with Broker.connect(nats_config) as broker:
+        async with running(config):
+            await kit.publish_group(broker, "plain0", [0.0, 1.0], seed=1)
+            await kit.publish_group(broker, "b0", [0.0, 1.0], seed=2, batch=request)
+            await kit.publish_group(broker, "equal", [0.5, 0.5], seed=3, batch=request)
+            await until(partial(discards, broker))
+            assert await checkpoints(broker) == []
+        async with running(config):
+            await kit.publish_group(broker, "b1", [0.0, 1.0], seed=4, batch=request)
+            (first,) = await steps_reach(broker, 1)
+            assert first.groups == ("b0", "b1")
+            assert first.metrics["learning_rate"] == 0.125
+            for n in (1, 2):
+                await kit.publish_group(broker, f"plain{n}", [0.0, 1.0], seed=4 + n)
+            second = (await steps_reach(broker, 2))[1]
+            await all_acked(broker)
+    assert second.groups == ("plain0", "plain1", "plain2")
+    assert second.metrics["learning_rate"] == config.trainer.optimizer.learning_rate
+    assert first.config_hash != second.config_hash
+
+
+async def test_a_batch_of_another_key_with_the_same_id_is_another_batch(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """It neither takes the learning rate away nor has a group wait for groups that never come."""
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=3)
+    theirs = TrainingBatch(id="b", groups=("b0", "never"), owner="bob")
+    mine = TrainingBatch(id="b", groups=("a0",), learning_rate=0.125, owner="alice")
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=theirs)
+        await kit.publish_group(broker, "a0", [0.0, 1.0], seed=2, batch=mine)
+        (event,) = await steps_reach(broker, 1)
+    assert (event.groups, event.metrics["learning_rate"]) == (("a0",), 0.125)
+
+
+async def test_a_batch_that_trains_nothing_or_stays_incomplete_holds_nothing_up(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_staleness=0)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "equal", [0.5, 0.5], seed=1, batch=batch_request("equal"))
+        await kit.publish_group(
+            broker, "half", [0.0, 1.0], seed=2, batch=TrainingBatch(id="c", groups=("half", "never"))
+        )
+        await kit.publish_group(broker, "plain", [0.0, 1.0], seed=3)
+        (event,) = await steps_reach(broker, 1)
+        await all_acked(broker)
+        reasons = {d.group: d.reason for d in await discards(broker)}
+    assert event.groups == ("plain",)
+    assert reasons == {"equal": "no_variance", "half": "stale"}
+
+
+async def test_a_dead_lettered_group_is_not_queued_again_after_a_restart(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """A predecessor died between the letter and the acknowledgement. One group's batch waits for the other group."""
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    spec = streams.trainer_consumer("main")
+    request = batch_request("bad", "good")
+    async with Broker.connect(nats_config) as broker:
+        await broker.provision_consumer(spec)
+        await kit.publish_group(broker, "bad", [0.0, 1.0], seed=1, batch=request)
+        async with broker.consume(spec) as consumption:
+            (held,) = await consumption.batch(1, 10.0)
+            await broker.publish(
+                DeadLettered(
+                    project="", stream="GROUPS", stream_seq=held.seq, stream_at=held.place.at,
+                    original_subject=held.event.subject(), consumer="trainer", reason="sampler_mismatch",
+                )
+            )  # fmt: skip
+        async with running(config):
+            await kit.publish_group(broker, "good", [0.0, 1.0], seed=2, batch=request)
+            (event,) = await steps_reach(broker, 1)
+            await all_acked(broker)
+    assert event.groups == ("good",)
+
+
+async def test_a_requested_learning_rate_out_of_bounds_goes_to_the_dead_letters(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=batch_request("b0", rate=1e9))
+        await kit.publish_group(broker, "plain", [0.0, 1.0], seed=2)
+        (event,) = await steps_reach(broker, 1)
+        (dead,) = [letter async for letter in dead_letters(broker)]
+    assert event.groups == ("plain",)
+    assert "trainer.optimizer.learning_rate" in dead.detail
