@@ -16,48 +16,32 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+:-]{0,199}")
 _MODEL_NAME = re.compile(rf"(?=.{{1,200}}$){_NAME.pattern}(/{_NAME.pattern})*")
 """Names of models may have parts, as on hubs: `organisation/model`."""
 
-_CREDENTIALS_HINT = {
-    "nats.url": "nats.credentials or nats.nkey_seed",
-    "vllm.urls": "vllm.api_key_file",
-    "sampler.advertise": "vllm.api_key_file",
-    "judge.api_base": "judge.api_key_env",
-    "store.s3_endpoint": "the AWS_* variables",
-    "ui.gateway_url": "the dashboard's page for signing in",
-    "alarms.webhook": 'an environment variable in its place: "${NAME}"',
-}
-
 
 def names_user(addresses: str) -> bool:
     """Return whether one of the comma-separated `addresses` holds a user name, password or token."""
     return any("@" in (a.partition("://")[2] or a).partition("/")[0] for a in addresses.split(","))
 
 
-def _check_urls(config: Config) -> None:
-    """Refuse addresses with a password: states, logs and errors show addresses. The error does not show it."""
-    addresses = {
-        "nats.url": config.nats.servers,
-        "vllm.urls": config.vllm.urls,
-        "sampler.advertise": config.sampler.advertise,
-        "judge.api_base": (config.judge.api_base,),
-        "store.s3_endpoint": (config.store.s3_endpoint,),
-        "ui.gateway_url": (config.ui.gateway_url,),
-        "alarms.webhook": (config.alarms.webhook,),
-    }
-    for name, urls in addresses.items():
-        if any(names_user(url) for url in urls):
+def _check_addresses(config: Config) -> None:
+    """Refuse addresses with a password, because states, logs and errors show addresses (this error does not), and
+    those that no HTTP client can call."""
+    http = (
+        ("vllm.urls", config.vllm.urls, "vllm.api_key_file"),
+        ("judge.api_base", (config.judge.api_base,), "judge.api_key_env"),
+        ("ui.gateway_url", (config.ui.gateway_url,), "the dashboard's page for signing in"),
+    )
+    others = (
+        ("nats.url", config.nats.servers, "nats.credentials or nats.nkey_seed"),
+        ("sampler.advertise", config.sampler.advertise, "vllm.api_key_file"),
+        ("store.s3_endpoint", (config.store.s3_endpoint,), "the AWS_* variables"),
+        ("alarms.webhook", (config.alarms.webhook,), 'an environment variable in its place: "${NAME}"'),
+    )
+    for name, urls, instead in (*http, *others):
+        if any(map(names_user, urls)):
             raise ConfigError(
-                f"{name}: an address must not hold a user name, password or token; use {_CREDENTIALS_HINT[name]}"
+                f"{name}: an address must not hold a user name, password or token; use {instead}"
             )
-
-
-def _check_schemes(config: Config) -> None:
-    """Refuse addresses that no HTTP client can call."""
-    addresses = {
-        "vllm.urls": config.vllm.urls,
-        "judge.api_base": (config.judge.api_base,),
-        "ui.gateway_url": (config.ui.gateway_url,),
-    }
-    for name, urls in addresses.items():
+    for name, urls, _ in http:
         for url in filter(None, urls):
             if not re.match(r"https?://[^/:]", url):
                 raise ConfigError(f"{name}: {url!r} is no HTTP address: write http://<host>:<port>")
@@ -170,8 +154,7 @@ def _check_ranks(config: Config) -> None:
 
 def check(config: Config) -> None:
     """Raise `ConfigError` for settings that have the right type and can't be used, alone or together."""
-    _check_urls(config)
-    _check_schemes(config)
+    _check_addresses(config)
     _check_access(config)
     _check_names(config)
     tables = {

@@ -14,33 +14,35 @@ from pipeline.log.follow import follow_subjects
 from pipeline.log.stream_reader import StreamReader
 
 
-async def put(log: StreamReader, bucket: str, key: str, value: bytes, ttl_s: float) -> None:
+async def put(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s: float) -> None:
     """Write a value, which expires after `ttl_s` seconds, at least 1.
 
     Repeated while the log is unavailable. Raises `BrokerUnavailableError` after `nats.publish_deadline_s`."""
-    await _publish(log, bucket, key, value, {"Nats-TTL": _ttl(ttl_s)})
+    await _publish(reader, bucket, key, value, {"Nats-TTL": _ttl(ttl_s)})
 
 
-async def delete(log: StreamReader, bucket: str, key: str) -> None:
+async def delete(reader: StreamReader, bucket: str, key: str) -> None:
     """Delete a value. Followers of the key learn of it. Raises as `put` does."""
-    await _publish(log, bucket, key, b"", {"KV-Operation": "DEL", "Nats-TTL": _ttl(60)})
+    await _publish(reader, bucket, key, b"", {"KV-Operation": "DEL", "Nats-TTL": _ttl(60)})
 
 
-async def follow(log: StreamReader, bucket: str, keys: str) -> AsyncGenerator[tuple[str, bytes], None]:
+async def follow(reader: StreamReader, bucket: str, keys: str) -> AsyncGenerator[tuple[str, bytes], None]:
     """Yield key and value of each write to `keys` (wildcards allowed), the present values first, for ever.
 
     The value is empty if the key was deleted or its value has expired."""
     prefix = len(streams.key_subject(bucket, ""))
     stream, subject = streams.key_value_stream(bucket), streams.key_subject(bucket, keys)
-    async with aclosing(follow_subjects(log, stream, [subject], lambda: 1)) as messages:
+    async with aclosing(follow_subjects(reader, stream, [subject], lambda: 1)) as messages:
         async for message in messages:
             yield message.subject[prefix:], message.payload
 
 
-async def _publish(log: StreamReader, bucket: str, key: str, value: bytes, headers: dict[str, str]) -> None:
-    subject, timeout_s = streams.key_subject(bucket, key), log.config.ack_timeout_s
-    await log.retry(
-        lambda: log.client.publish_acked(subject, value, headers, timeout_s),
+async def _publish(
+    reader: StreamReader, bucket: str, key: str, value: bytes, headers: dict[str, str]
+) -> None:
+    subject, timeout_s = streams.key_subject(bucket, key), reader.config.ack_timeout_s
+    await reader.retry(
+        lambda: reader.client.publish_acked(subject, value, headers, timeout_s),
         f"{subject} was not acknowledged",
     )
 

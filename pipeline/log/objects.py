@@ -39,36 +39,36 @@ class _Info(msgspec.Struct):
 _decode_info = msgspec.json.Decoder(_Info).decode
 
 
-async def put(log: StreamReader, bucket: str, name: str, data: bytes) -> None:
+async def put(reader: StreamReader, bucket: str, name: str, data: bytes) -> None:
     """Store `data` under `name`; the same name and content again changes nothing but the object's age.
 
     Repeated while the log is unavailable. Raises `BrokerUnavailableError` after `nats.publish_deadline_s`,
     `BrokerError` if the server refuses it, as with a full disk."""
-    chunk = min(_CHUNK, max(1024, log.client.max_payload - _CHUNK_MARGIN))
+    chunk = min(_CHUNK, max(1024, reader.client.max_payload - _CHUNK_MARGIN))
 
     async def once() -> None:
-        store = await log.js.object_store(bucket)
+        store = await reader.js.object_store(bucket)
         crash.point("broker.before_upload")
         meta = api.ObjectMeta(name=name, options=api.ObjectMetaOptions(max_chunk_size=chunk))
         await store.put(name, data, meta)
 
     what = f"object {name} was not stored in {bucket}"
     try:
-        await log.retry(once, what)
+        await reader.retry(once, what)
     except nats.js.errors.Error as error:
         raise BrokerError(f"{what}: the NATS server refused it ({reason(error)})") from error
 
 
-async def get(log: StreamReader, bucket: str, name: str) -> bytes:
+async def get(reader: StreamReader, bucket: str, name: str) -> bytes:
     """Return the object's bytes, digest checked. Raises `HistoryGoneError` if the bucket does not hold it."""
     for _ in range(3):
         try:
-            info = await _info(log, bucket, name)
+            info = await _info(reader, bucket, name)
         except StreamMissingError as error:
             raise HistoryGoneError(f"bucket {bucket}") from error
         if info is None:
             raise HistoryGoneError(f"object {name} of {bucket}")
-        data = await _chunks(log, bucket, info)
+        data = await _chunks(reader, bucket, info)
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()
         if info.digest == f"SHA-256={digest}":
             return data
@@ -76,35 +76,35 @@ async def get(log: StreamReader, bucket: str, name: str) -> bytes:
     raise HistoryGoneError(f"object {name} of {bucket} with the content it had")
 
 
-async def exists(log: StreamReader, bucket: str, name: str) -> bool:
+async def exists(reader: StreamReader, bucket: str, name: str) -> bool:
     """Return whether the bucket holds an object of that name, by the leader."""
-    return await _info(log, bucket, name) is not None
+    return await _info(reader, bucket, name) is not None
 
 
-async def remove(log: StreamReader, bucket: str, name: str) -> None:
+async def remove(reader: StreamReader, bucket: str, name: str) -> None:
     """Remove an object and its chunks; one that is not there is removed already."""
-    if not await exists(log, bucket, name):
+    if not await exists(reader, bucket, name):
         return
 
     async def once() -> None:
-        store = await log.js.object_store(bucket)
+        store = await reader.js.object_store(bucket)
         try:
             await store.delete(name)
         except nats.js.errors.NotFoundError:
             return  # an earlier attempt removed it
 
-    await log.retry(once, f"object {name} was not removed from {bucket}")
+    await reader.retry(once, f"object {name} was not removed from {bucket}")
 
 
-async def sweep(log: StreamReader, bucket: str, before_us: int) -> int:
+async def sweep(reader: StreamReader, bucket: str, before_us: int) -> int:
     """Remove the chunks of uploads that never finished and began before `before_us` (stream time, microseconds).
 
     Returns the number of such uploads."""
     stream = streams.bucket_stream(bucket)
     # The chunks first: an object that appears after them is then among the owners.
-    chunks = await log.subjects(stream, f"$O.{bucket}.C.*")
+    chunks = await reader.subjects(stream, f"$O.{bucket}.C.*")
     owned = set()
-    async with aclosing(log.messages(stream, subject=f"$O.{bucket}.M.>")) as infos:
+    async with aclosing(reader.messages(stream, subject=f"$O.{bucket}.M.>")) as infos:
         async for message in infos:
             if message.payload:
                 owned.add(_decode_info(message.payload).nuid)
@@ -112,29 +112,29 @@ async def sweep(log: StreamReader, bucket: str, before_us: int) -> int:
     for subject in chunks:
         if subject.rpartition(".")[2] in owned:
             continue
-        last = await log.leader_get(stream, {"last_by_subj": subject})
+        last = await reader.leader_get(stream, {"last_by_subj": subject})
         if last is not None and last.place.at < before_us:
-            purge = partial(log.js.purge_stream, stream, subject=subject)
-            await log.retry(purge, f"{subject} was not removed")
+            purge = partial(reader.js.purge_stream, stream, subject=subject)
+            await reader.retry(purge, f"{subject} was not removed")
             swept += 1
     return swept
 
 
-async def _info(log: StreamReader, bucket: str, name: str) -> _Info | None:
+async def _info(reader: StreamReader, bucket: str, name: str) -> _Info | None:
     """Return the description of an object, by the leader; None if there is no such object."""
     encoded = base64.urlsafe_b64encode(name.encode()).decode()
     subject = f"$O.{bucket}.M.{encoded}"
-    described = await log.leader_get(streams.bucket_stream(bucket), {"last_by_subj": subject})
+    described = await reader.leader_get(streams.bucket_stream(bucket), {"last_by_subj": subject})
     info = _decode_info(described.payload) if described is not None and described.payload else None
     return None if info is None or info.deleted else info
 
 
-async def _chunks(log: StreamReader, bucket: str, info: _Info) -> bytes:
+async def _chunks(reader: StreamReader, bucket: str, info: _Info) -> bytes:
     out: list[bytes] = []
     if info.chunks:
         subject = f"$O.{bucket}.C.{info.nuid}"
         async with aclosing(
-            log.messages(streams.bucket_stream(bucket), subject=subject, batch=_BATCH)
+            reader.messages(streams.bucket_stream(bucket), subject=subject, batch=_BATCH)
         ) as chunks:
             async for message in chunks:
                 out.append(message.payload)

@@ -22,7 +22,7 @@ from pipeline.log.retry import retry_while_unavailable
 from pipeline.log.stream_reader import StreamReader
 from pipeline.telemetry.logs import get_logger
 
-_log = get_logger("pipeline.log.provision")
+log = get_logger("pipeline.log.provision")
 
 _STREAM_FIELDS = (
     "description", "subjects", "max_age", "max_bytes", "discard", "duplicate_window", "num_replicas", "compression",
@@ -33,31 +33,33 @@ _MARKER_S = 60.0
 _CONSUMER_FIELDS = ("description", "ack_wait", "max_ack_pending", "max_deliver")
 
 
-async def provision(log: StreamReader) -> None:
+async def provision(reader: StreamReader) -> None:
     """Create or update everything. Raises `BrokerError` if the server refuses, `BrokerUnavailableError` if it does
     not answer."""
 
     async def once() -> None:
-        specs = [await _stream(log, s) for s in streams.streams_with_ages(log.config.rollouts_max_age_s)]
-        await _stream(log, streams.DETECTED)
-        await _stream(log, streams.TIMERS)
+        specs = [
+            await _stream(reader, s) for s in streams.streams_with_ages(reader.config.rollouts_max_age_s)
+        ]
+        await _stream(reader, streams.DETECTED)
+        await _stream(reader, streams.TIMERS)
         for consumer in streams.CONSUMERS:
-            await _consumer(log, consumer)
+            await _consumer(reader, consumer)
         for bucket in streams.buckets(tuple(specs)):
-            await _bucket(log, bucket)
+            await _bucket(reader, bucket)
         for values in streams.KEY_VALUES:
-            await _key_value(log, values)
+            await _key_value(reader, values)
 
-    await _explained(log, once)
+    await _explained(reader, once)
 
 
-async def provision_consumer(log: StreamReader, spec: streams.ConsumerSpec) -> None:
+async def provision_consumer(reader: StreamReader, spec: streams.ConsumerSpec) -> None:
     """Create or update one consumer; its acknowledgements stay. Raises as `provision` does."""
-    await _explained(log, lambda: _consumer(log, spec))
+    await _explained(reader, lambda: _consumer(reader, spec))
 
 
-async def _explained(log: StreamReader, call: Callable[[], Awaitable[None]]) -> None:
-    config = log.config
+async def _explained(reader: StreamReader, call: Callable[[], Awaitable[None]]) -> None:
+    config = reader.config
     what = (  # the server does not answer a request that its user may not make
         f"the NATS server at {config.address} answered no request for the log's streams (a user that may not create "
         "streams needs nats.provision = false)"
@@ -71,7 +73,7 @@ async def _explained(log: StreamReader, call: Callable[[], Awaitable[None]]) -> 
         ) from error
 
 
-async def _stream(log: StreamReader, spec: streams.StreamSpec) -> streams.StreamSpec:
+async def _stream(reader: StreamReader, spec: streams.StreamSpec) -> streams.StreamSpec:
     """Create or update a stream. Returns it with the age limit that it has now."""
     probed = spec not in (streams.DETECTED, streams.TIMERS)
     alive = (streams.alive_subject(spec.name),) if probed else ()
@@ -83,28 +85,28 @@ async def _stream(log: StreamReader, spec: streams.StreamSpec) -> streams.Stream
         storage=api.StorageType.FILE,
         compression=api.StoreCompression.S2,
         max_age=spec.max_age_s,
-        max_bytes=streams.byte_limit(spec.share, log.config.max_bytes) if spec.share else -1,
+        max_bytes=streams.byte_limit(spec.share, reader.config.max_bytes) if spec.share else -1,
         discard=api.DiscardPolicy(spec.discard),
         allow_msg_ttl=True,  # of probes (`pipeline.running.liveness`)
         duplicate_window=min(spec.duplicate_window_s, spec.max_age_s or spec.duplicate_window_s),
-        num_replicas=log.config.replicas,
+        num_replicas=reader.config.replicas,
         allow_direct=True,
         allow_msg_schedules=spec.timers,
     )
     try:
-        info = await log.js.stream_info(spec.name)
+        info = await reader.js.stream_info(spec.name)
     except nats.js.errors.NotFoundError:
-        await log.js.add_stream(wanted)
+        await reader.js.add_stream(wanted)
         return spec
     if spec.share:
-        wanted.max_bytes = _byte_limit(log, spec.share, info)
-    wanted.max_age = await _age_limit(log, spec, info)
+        wanted.max_bytes = _byte_limit(reader, spec.share, info)
+    wanted.max_age = await _age_limit(reader, spec, info)
     if _differ(info.config, wanted, _STREAM_FIELDS):
-        await log.js.update_stream(wanted)
+        await reader.js.update_stream(wanted)
     return dataclasses.replace(spec, max_age_s=wanted.max_age)
 
 
-async def _consumer(log: StreamReader, spec: streams.ConsumerSpec) -> None:
+async def _consumer(reader: StreamReader, spec: streams.ConsumerSpec) -> None:
     policy = api.DeliverPolicy.ALL if spec.start == "all" else api.DeliverPolicy.NEW
     wanted = api.ConsumerConfig(
         durable_name=spec.name,
@@ -118,36 +120,36 @@ async def _consumer(log: StreamReader, spec: streams.ConsumerSpec) -> None:
         max_deliver=-1,
     )
     try:
-        existing = (await log.js.consumer_info(spec.stream, spec.name)).config
+        existing = (await reader.js.consumer_info(spec.stream, spec.name)).config
     except nats.js.errors.NotFoundError:
-        await log.js.add_consumer(spec.stream, wanted)
+        await reader.js.add_consumer(spec.stream, wanted)
         return
     filtered = existing.filter_subjects or [existing.filter_subject]
     if set(filtered) != set(spec.subjects) or _differ(existing, wanted, _CONSUMER_FIELDS):
-        await log.js.add_consumer(spec.stream, wanted)
+        await reader.js.add_consumer(spec.stream, wanted)
 
 
-async def _bucket(log: StreamReader, spec: streams.BucketSpec) -> None:
-    replicas = log.config.replicas
+async def _bucket(reader: StreamReader, spec: streams.BucketSpec) -> None:
+    replicas = reader.config.replicas
     try:
-        info = await log.js.stream_info(streams.bucket_stream(spec.name))
+        info = await reader.js.stream_info(streams.bucket_stream(spec.name))
     except nats.js.errors.NotFoundError:
         config = api.ObjectStoreConfig(
             bucket=spec.name, ttl=spec.max_age_s or None, replicas=replicas,
-            max_bytes=streams.byte_limit(spec.share, log.config.max_bytes),
+            max_bytes=streams.byte_limit(spec.share, reader.config.max_bytes),
         )  # fmt: skip
-        await log.js.create_object_store(spec.name, config=config)
+        await reader.js.create_object_store(spec.name, config=config)
         return
     config = info.config
-    wanted = (spec.max_age_s, _byte_limit(log, spec.share, info), replicas)
+    wanted = (spec.max_age_s, _byte_limit(reader, spec.share, info), replicas)
     if (config.max_age or 0.0, config.max_bytes, config.num_replicas) != wanted:
         config.max_age, config.max_bytes, config.num_replicas = wanted
         if spec.max_age_s:
             config.duplicate_window = min(config.duplicate_window or spec.max_age_s, spec.max_age_s)
-        await log.js.update_stream(config)
+        await reader.js.update_stream(config)
 
 
-async def _age_limit(log: StreamReader, spec: streams.StreamSpec, info: api.StreamInfo) -> float:
+async def _age_limit(reader: StreamReader, spec: streams.StreamSpec, info: api.StreamInfo) -> float:
     """Return the age limit of a stream that exists. It is not lowered while the judge or the store has an older event
     to read: the server would delete that event at once."""
     now_s = info.config.max_age or 0.0
@@ -156,9 +158,9 @@ async def _age_limit(log: StreamReader, spec: streams.StreamSpec, info: api.Stre
     for consumer in streams.CONSUMERS:
         if consumer.stream != spec.name or consumer.start == "new":
             continue
-        oldest = await oldest_unread(log, consumer)
+        oldest = await oldest_unread(reader, consumer)
         if oldest is not None and time.time() - oldest.at / 1e6 > spec.max_age_s:
-            _log.error(
+            log.error(
                 "the stream's events are kept longer than the settings say, until this consumer has read them",
                 stream=spec.name, consumer=consumer.name, wanted_h=spec.max_age_s / 3600, kept_h=now_s / 3600,
             )  # fmt: skip
@@ -166,21 +168,21 @@ async def _age_limit(log: StreamReader, spec: streams.StreamSpec, info: api.Stre
     return spec.max_age_s
 
 
-async def oldest_unread(log: StreamReader, spec: streams.ConsumerSpec) -> Place | None:
+async def oldest_unread(reader: StreamReader, spec: streams.ConsumerSpec) -> Place | None:
     """Return the place of the oldest event that a consumer has not acknowledged; `None` if there is none, or no such
     consumer."""
     try:
-        info = await log.js.consumer_info(spec.stream, spec.name)
+        info = await reader.js.consumer_info(spec.stream, spec.name)
     except nats.js.errors.NotFoundError:
         return None
     if not (info.num_pending or info.num_ack_pending):
         return None
     after = int(info.ack_floor.stream_seq) if info.ack_floor is not None else 0
-    oldest = await log.leader_get(spec.stream, {"seq": after + 1, "next_by_subj": spec.subjects[0]})
+    oldest = await reader.leader_get(spec.stream, {"seq": after + 1, "next_by_subj": spec.subjects[0]})
     return oldest.place if oldest is not None else None
 
 
-async def _key_value(log: StreamReader, spec: streams.KeyValueSpec) -> None:
+async def _key_value(reader: StreamReader, spec: streams.KeyValueSpec) -> None:
     wanted = api.StreamConfig(
         name=streams.key_value_stream(spec.name),
         description=spec.purpose,
@@ -194,19 +196,21 @@ async def _key_value(log: StreamReader, spec: streams.KeyValueSpec) -> None:
         allow_msg_ttl=True,
         # Followers of the bucket learn of an expired value by a marker, which is a message without a payload.
         subject_delete_marker_ttl=_MARKER_S,
-        num_replicas=log.config.replicas,
+        num_replicas=reader.config.replicas,
     )
     try:
-        info = await log.js.stream_info(wanted.name)
+        info = await reader.js.stream_info(wanted.name)
     except nats.js.errors.NotFoundError:
-        await log.js.add_stream(wanted)
+        await reader.js.add_stream(wanted)
         return
     if _differ(info.config, wanted, ("description", "num_replicas")):
-        await log.js.update_stream(wanted)
+        await reader.js.update_stream(wanted)
 
 
-def _byte_limit(log: StreamReader, share: float, info: api.StreamInfo) -> int:
-    return streams.byte_limit(share, log.config.max_bytes, now=info.config.max_bytes, held=info.state.bytes)
+def _byte_limit(reader: StreamReader, share: float, info: api.StreamInfo) -> int:
+    return streams.byte_limit(
+        share, reader.config.max_bytes, now=info.config.max_bytes, held=info.state.bytes
+    )
 
 
 def _differ(existing: Any, wanted: Any, fields: tuple[str, ...]) -> bool:

@@ -56,7 +56,7 @@ def test_a_wrong_setting_is_an_error_that_names_it(override: str, named: str) ->
         ("log_level=LOUD", "log_level: 'LOUD' is unknown; use DEBUG, INFO, WARNING, ERROR, CRITICAL"),
         ("nats.sync=-1", "settings: nats.sync: expected `float` > 0.0"),
         ("nats.sync=never", "settings: nats.sync: invalid enum value 'never', expected always or float"),
-        ("gateway.capture=on", "expected acked or async or off"),
+        ("gateway.capture=on", "expected acked or off"),
         ("trainer.loss.type=ppo", "settings: trainer.loss.type: invalid enum value 'ppo', expected "),
         (
             "trainer.optimizer.learning_rate=nan",
