@@ -46,12 +46,12 @@ Key = tuple[str, str, str, str]
 class Checker:
     """Checks the alarms of one run."""
 
-    def __init__(self, config: Config, broker: Broker, tell: Callable[[AlarmChanged], None]) -> None:
-        """`tell` is called with each change that this checker has published, after the log has acknowledged it."""
-        self._config, self._broker, self._tell = config, broker, tell
+    def __init__(self, config: Config, broker: Broker, announce: Callable[[AlarmChanged], None]) -> None:
+        """`announce` is called with each change that this checker has published, after the log has acknowledged it."""
+        self._config, self._broker, self._announce = config, broker, announce
         self._raised: dict[Key, AlarmChanged] = {}
         """The raised alarms, according to the log."""
-        self._mine: set[Key] = set()
+        self._clearable: set[Key] = set()
         """Alarms that this checker may clear."""
         self._sent: dict[Key, AlarmChanged] = {}
         """Changes that this checker has published and not yet read from the log."""
@@ -84,7 +84,9 @@ class Checker:
                 await self._apply(conditions, unknown)
 
     async def _catch_up(self) -> None:
-        """Read the changes on the log, and call `tell` for those that this checker published. Raises `BrokerError`."""
+        """Read the changes on the log, and call `announce` for those that this checker published.
+
+        Raises `BrokerError`."""
         for recorded in await self._broker.read(AlarmChanged, start_seq=self._read_to + 1):
             event = recorded.event
             key = _key(event)
@@ -93,7 +95,7 @@ class Checker:
                 self._raised[key] = event
             else:
                 self._raised.pop(key, None)
-                self._mine.discard(key)
+                self._clearable.discard(key)
                 self._absent.pop(key, None)
             if self._sent.get(key) == event:
                 del self._sent[key]
@@ -103,9 +105,9 @@ class Checker:
                     alarm=event.alarm,
                     detail=event.detail,
                 )
-                self._tell(event)
+                self._announce(event)
         if not self._started:
-            self._mine |= self._raised.keys()
+            self._clearable |= self._raised.keys()
             self._started = True
 
     async def _check(self, connection: duckdb.DuckDBPyConnection) -> tuple[list[Condition], set[str]]:
@@ -156,7 +158,7 @@ class Checker:
         present = {condition.key: condition for condition in conditions}
         for key, met in present.items():
             self._absent.pop(key, None)
-            self._mine.add(key)
+            self._clearable.add(key)
             if key not in self._raised:
                 at = now_us()
                 event = AlarmChanged(
@@ -166,7 +168,7 @@ class Checker:
                 )  # fmt: skip
                 await self._publish(event)
         for key, event in list(self._raised.items()):
-            if key in present or key not in self._mine or key[0] in unknown:
+            if key in present or key not in self._clearable or key[0] in unknown:
                 continue
             self._absent[key] = self._absent.get(key, 0) + 1
             if self._absent[key] >= _CLEAR_AFTER:

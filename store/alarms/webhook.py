@@ -47,10 +47,10 @@ def message(config: Config, event: AlarmChanged) -> dict[str, str | float]:
     """What is posted for a change: names and figures, no content of runs, no key and no path."""
     alarm = by_name().get(event.alarm)
     title = alarm.title if alarm else event.alarm
-    of = f" of {event.model}" if event.model else ""
+    subject = f"{title} of {event.model}" if event.model else title
     state = "raised" if event.state == "raised" else "over"
     return {
-        "text": f"{state}: {title}{of}: {event.detail}",
+        "text": f"{state}: {subject}: {event.detail}",
         "id": event.message_id(),
         "state": event.state,
         "alarm": event.alarm,

@@ -42,18 +42,18 @@ def parse_side(text: str) -> dict[str, str]:
     return out
 
 
-def rewards(connection: duckdb.DuckDBPyConnection, chosen: dict[str, str]) -> dict[str, dict[str, float]]:
-    """Return the rewards of scored members, or a judge model's scores, by group and trajectory. `chosen`: a filter by
+def rewards(connection: duckdb.DuckDBPyConnection, side: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Return the rewards of scored members, or a judge model's scores, by group and trajectory. `side`: a filter by
     `parse_side`. If a group was scored several times, the latest counts."""
-    conditions = " AND ".join(f"{key} = ?" for key in chosen)
-    if "judge_model" in chosen:
+    conditions = " AND ".join(f"{key} = ?" for key in side)
+    if "judge_model" in side:
         source, order = "score FROM verdicts", "scored_at, verdict"
     else:
         source, order = "reward FROM rewards", "scored_at"
         conditions += " AND outcome = 'scored'"
     query = f"SELECT group_id, trajectory, {source} WHERE {conditions} ORDER BY {order}"
     out: dict[str, dict[str, float]] = {}
-    for group, trajectory, value in connection.execute(query, list(chosen.values())).fetchall():
+    for group, trajectory, value in connection.execute(query, list(side.values())).fetchall():
         out.setdefault(group, {})[trajectory] = value
     return out
 

@@ -54,8 +54,8 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
         raise NotFoundError(f"There is no group {name!r} in this history.")
     known = {row["trajectory"] for row in members}
     members += [
-        {"trajectory": one, "reward": run["reward"], "outcome": run["outcome"], "components": run["rewards"] or {}}
-        for one, run in runs.items() if one not in known
+        {"trajectory": run_id, "reward": run["reward"], "outcome": run["outcome"], "components": run["rewards"] or {}}
+        for run_id, run in runs.items() if run_id not in known
     ]  # fmt: skip
     verdicts = history.rows(
         "SELECT * FROM verdicts WHERE group_id = $group AND branch = $branch ORDER BY verdict, trajectory",
@@ -68,11 +68,11 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
     )
     calls = _calls(history, [row["trajectory"] for row in members])
     for member in members:
-        one = member["trajectory"]
-        member["run"] = runs.get(one)
-        member["reply"] = chat.reply(calls[one]["response"], 0) if one in calls else None
-        member["verdicts"] = [v for v in verdicts if v["trajectory"] == one]
-        member["labels"] = [label for label in labels if label["trajectory"] == one]
+        run_id = member["trajectory"]
+        member["run"] = runs.get(run_id)
+        member["reply"] = chat.reply(calls[run_id]["response"], 0) if run_id in calls else None
+        member["verdicts"] = [v for v in verdicts if v["trajectory"] == run_id]
+        member["labels"] = [label for label in labels if label["trajectory"] == run_id]
     best, worst = _ends(members)
     return {
         **chosen, "scored": scored, "members": members, **_conversations(calls, best, worst),
@@ -106,14 +106,15 @@ def _ends(members: list[Row]) -> tuple[str, str]:
 
 def _conversations(calls: dict[str, Row], best: str, worst: str) -> Row:
     """`prompt`: the messages with which the group began; `best` and `worst`: what was said after them, or `None`."""
-    names = [one for one in (best, worst) if one in calls]
-    begin = chat.sent(calls[names[0]]["first"]) if names else []
+    compared = [run_id for run_id in (best, worst) if run_id in calls]
+    opening = chat.sent(calls[compared[0]]["first"]) if compared else []
 
-    def said(one: str) -> Row | None:
-        if one not in names:
+    def conversation(run_id: str) -> Row | None:
+        if run_id not in compared:
             return None
-        later = chat.after(begin, chat.sent(calls[one]["last"]))
-        messages = [*map(chat.message, later), chat.reply(calls[one]["response"], 0)]
-        return {"trajectory": one, "messages": messages}
+        later = chat.after(opening, chat.sent(calls[run_id]["last"]))
+        messages = [*map(chat.message, later), chat.reply(calls[run_id]["response"], 0)]
+        return {"trajectory": run_id, "messages": messages}
 
-    return {"prompt": [chat.message(one) for one in begin], "best": said(best), "worst": said(worst)}
+    prompt = [chat.message(sent) for sent in opening]
+    return {"prompt": prompt, "best": conversation(best), "worst": conversation(worst)}

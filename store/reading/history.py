@@ -82,12 +82,11 @@ class History:
 
     def row(self, query: str, parameters: Mapping[str, Any] | None = None) -> Row | None:
         """Run a query as `rows` does; returns its first row, or `None`."""
-        found = self.rows(query, parameters)
-        return found[0] if found else None
+        return next(iter(self.rows(query, parameters)), None)
 
     def shared_rows(self, query: str, parameters: Mapping[str, Any] | None = None) -> list[Row]:
         """Run a query over much of the history as `rows` does, or return its last result if no file has appeared since
-        or if it was found not long ago for the time that it took. The rows must not be changed."""
+        or if it was read not long ago for the time that it took. The rows must not be changed."""
         self._refresh()
         used = {name: (parameters or {})[name] for name in sorted(set(_PARAMETER.findall(query)))}
         key = query, repr(used)
@@ -96,14 +95,14 @@ class History:
         if known and (known.generation == self._generation or began < known.stands_until):
             return known.rows
         generation = self._generation
-        found = self.rows(query, used)
+        rows = self.rows(query, used)
         now = time.monotonic()
         with self._lock:
             self._results.pop(key, None)
             while len(self._results) >= _REMEMBERED:
                 del self._results[next(iter(self._results))]
-            self._results[key] = _Result(found, generation, now + _REUSE * (now - began))
-        return found
+            self._results[key] = _Result(rows, generation, now + _REUSE * (now - began))
+        return rows
 
     def _refresh(self) -> None:
         with self._lock:

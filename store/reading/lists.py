@@ -35,20 +35,20 @@ def listed(
     `stream_seq` makes the order definite. `conditions`: filters by parameter, SQL with `$<parameter>`.
     Raises `InvalidQueryError` for a parameter with another value."""
     sort = query.get("sort") or "-" + next(iter(columns))
-    name, down = sort.removeprefix("-"), sort.startswith("-")
-    if name not in columns:
+    column, down = sort.removeprefix("-"), sort.startswith("-")
+    if column not in columns:
         raise InvalidQueryError(
-            f"sort={sort[:40]!r}: choose one of {', '.join(columns)}, or -{name[:40]} and so on."
+            f"sort={sort[:40]!r}: choose one of {', '.join(columns)}, or -{column[:40]} and so on."
         )
-    used = {one: value for one in conditions if (value := query.get(one, "").strip())}
-    for one, allowed in (choices or {}).items():
-        if one in used and used[one] not in allowed:
-            raise InvalidQueryError(f"{one}={used[one][:40]!r}: choose one of {', '.join(allowed)}.")
-    where = " AND ".join(conditions[one] for one in used) or "true"
+    used = {name: value for name in conditions if (value := query.get(name, "").strip())}
+    for name, allowed in (choices or {}).items():
+        if name in used and used[name] not in allowed:
+            raise InvalidQueryError(f"{name}={used[name][:40]!r}: choose one of {', '.join(allowed)}.")
+    where = " AND ".join(conditions[name] for name in used) or "true"
     page = _page(query)
     direction = "DESC" if down else "ASC"
     order_by = "" if query.get("sort") or first == "true" else f"({first}) DESC, "
-    order_by += f"{columns[name]} {direction} NULLS LAST, stream_seq {direction}"
+    order_by += f"{columns[column]} {direction} NULLS LAST, stream_seq {direction}"
     rows = history.rows(
         f"SELECT {key or '*'} FROM {source} WHERE {where} ORDER BY {order_by} "  # noqa: S608
         f"LIMIT {PAGE + 1} OFFSET {page * PAGE}",
@@ -56,11 +56,11 @@ def listed(
     )
     if key and rows:
         order = {row[key]: i for i, row in enumerate(rows)}
-        found = history.rows(f"SELECT * FROM {source} WHERE {one_of(key, order)}", numbered(order))  # noqa: S608
-        rows = sorted(found, key=lambda row: order[row[key]])
+        whole = history.rows(f"SELECT * FROM {source} WHERE {one_of(key, order)}", numbered(order))  # noqa: S608
+        rows = sorted(whole, key=lambda row: order[row[key]])
     return {
         "rows": rows[:PAGE], "page": page, "more": len(rows) > PAGE and page < _LAST_PAGE, "sort": sort,
-        "query": {one: value for one, value in query.items() if one != "page" and value},
+        "query": {name: value for name, value in query.items() if name != "page" and value},
     }  # fmt: skip
 
 

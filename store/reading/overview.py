@@ -98,19 +98,19 @@ _DISCARDS = """
 def models(history: History) -> list[str]:
     """The names of the run's models: those of the settings that have events, then others with events, then the rest."""
     named = [model.name for model in history.config.models]
-    found = history.shared_rows(
+    rows = history.shared_rows(
         "SELECT DISTINCT model FROM policy_checkpoint UNION SELECT DISTINCT model FROM rollout_opened"
     )
-    seen = {row["model"] for row in found}
+    seen = {row["model"] for row in rows}
     return list(dict.fromkeys([*(name for name in named if name in seen), *sorted(seen), *named]))
 
 
 def branches(history: History) -> list[str]:
     """The branches of a run, `main` first."""
-    found = history.shared_rows(
+    rows = history.shared_rows(
         "SELECT DISTINCT branch FROM group_scored UNION SELECT DISTINCT branch FROM policy_checkpoint"
     )
-    return list(dict.fromkeys(["main", *sorted(row["branch"] for row in found)]))
+    return list(dict.fromkeys(["main", *sorted(row["branch"] for row in rows)]))
 
 
 def overview(history: History, query: Query) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import functools
 import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +28,7 @@ from pipeline.config import Config, ConfigError
 from pipeline.events import schema
 from pipeline.running.runs import run_settings
 from store.lake import columns
-from store.lake.lake import Lake, open_lake
+from store.lake.lake import Lake, lake_in, open_lake
 from store.lake.storage import DamagedFileError, StoreError
 from store.reading.views import VIEWS
 
@@ -115,6 +117,14 @@ def _define(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: 
                 raise DamagedFileError(lake.storage.url(tag, damaged), str(error).splitlines()[0]) from error
         else:
             return names
+
+
+@functools.cache
+def view_columns() -> dict[str, dict[str, str]]:
+    """Return the columns of each documented view, in order, with their meanings, by the view's name."""
+    with duckdb.connect() as connection:
+        define_views(connection, lake_in(os.devnull), {})  # a lake without files
+        return {view.name: view.columns(connection) for view in VIEWS}
 
 
 def table_name(tag: str) -> str:

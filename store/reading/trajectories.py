@@ -63,22 +63,7 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
         chosen,
     )
     decode = _decoder(history, run["model"])
-    before: list[Any] = []
-    replied: Row | None = None
-    for call in calls:
-        sent = chat.sent(call["request"])
-        call["messages"] = [chat.message(one) for one in chat.after(before, sent)]
-        if call["messages"] and call["messages"][0] == replied:
-            del call["messages"][0]  # it stands as the reply of the call before
-        call["earlier"] = len(sent) - len(call["messages"])
-        call["tools"] = chat.part(chat.parsed(call["request"]), "tools") or []
-        began, opened = call["started_at"], run["opened_at"]
-        call["after_s"] = (began - opened).total_seconds() if began and opened else None
-        call["reply"] = chat.reply(call["response"], call["choice"])
-        call["untrained"] = _untrained(history, call)
-        call["tokens"] = _tokens(call, decode)
-        before, replied = sent, call["reply"]
-        del call["request"], call["response"], call["sampled_ids"], call["logprobs"], call["forced"]
+    _show_calls(history, run, calls, decode)
     more = history.row(
         "SELECT max(seq) AS last, count(*) AS calls FROM exchanges WHERE trajectory = $trajectory", chosen
     )
@@ -107,6 +92,26 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _show_calls(history: History, run: Row, calls: list[Row], decode: Decode) -> None:
+    """Replace what is recorded of the calls of a run by what a page shows: new messages, tools, the reply, tokens."""
+    before: list[Any] = []
+    replied: Row | None = None
+    for call in calls:
+        sent = chat.sent(call["request"])
+        call["messages"] = [chat.message(message) for message in chat.after(before, sent)]
+        if call["messages"] and call["messages"][0] == replied:
+            del call["messages"][0]  # it stands as the reply of the call before
+        call["earlier"] = len(sent) - len(call["messages"])
+        call["tools"] = chat.part(chat.parsed(call["request"]), "tools") or []
+        began, opened = call["started_at"], run["opened_at"]
+        call["after_s"] = (began - opened).total_seconds() if began and opened else None
+        call["reply"] = chat.reply(call["response"], call["choice"])
+        call["untrained"] = _untrained(history, call)
+        call["tokens"] = _tokens(call, decode)
+        before, replied = sent, call["reply"]
+        del call["request"], call["response"], call["sampled_ids"], call["logprobs"], call["forced"]
+
+
 def _untrained(history: History, call: Row) -> Untrained:
     """Why no token of a call is trained; empty if its unforced tokens are."""
     return untrained_reason(
@@ -118,9 +123,9 @@ def _untrained(history: History, call: Row) -> Untrained:
 
 def _sampling_defaults(history: History, model: str) -> Defaults:
     """What vLLM takes for settings that a request does not name, where the base model is a folder of this machine."""
-    for one in history.config.models:
-        file = Path(one.base) / "generation_config.json"
-        if one.name == model and file.is_file():
+    for settings in history.config.models:
+        file = Path(settings.base) / "generation_config.json"
+        if settings.name == model and file.is_file():
             return msgspec.json.decode(file.read_bytes(), type=Defaults, strict=False)
     return NO_DEFAULTS
 
@@ -141,9 +146,9 @@ def _tokens(call: Row, decode: Decode) -> list[Row]:
 
 def _decoder(history: History, model: str) -> Decode:
     """A function from a token id to its text; `str` where the base model's tokenizer is not on this machine."""
-    for one in history.config.models:
-        if one.name == model:
-            path = Path(one.base) / "tokenizer.json"
+    for settings in history.config.models:
+        if settings.name == model:
+            path = Path(settings.base) / "tokenizer.json"
             return _load_decoder(path, path.stat().st_mtime) if path.is_file() else str
     return str
 

@@ -91,8 +91,8 @@ LINEAGE = View(
           m.m.outcome AS outcome, m.m.reward AS reward,
           list_transform(m.verdicts_, lambda said: {{
             'judge_model': said.judge_model, 'rubric': said.rubric,
-            'score': list_filter(said.scores, lambda one: one.trajectory = m.m.trajectory)[1].score,
-            'explanation': list_filter(said.scores, lambda one: one.trajectory = m.m.trajectory)[1].explanation
+            'score': list_filter(said.scores, lambda scored: scored.trajectory = m.m.trajectory)[1].score,
+            'explanation': list_filter(said.scores, lambda scored: scored.trajectory = m.m.trajectory)[1].explanation
           }}) AS verdicts,
           e.seq, e.choice, e.policy_version, m.step - 1 - e.step AS staleness, len(e.sampled_ids) AS sampled_tokens,
           e.log_seq AS exchange_seq

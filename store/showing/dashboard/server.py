@@ -29,7 +29,7 @@ from store.lake.storage import StoreError
 from store.reading import checkpoints, events, groups, judge, overview, texts, trajectories
 from store.reading.errors import InvalidQueryError, NotFoundError, ReadingError
 from store.reading.history import History
-from store.reading.sql import EXAMPLES
+from store.reading.sql import EXAMPLES, view_columns
 from store.reading.views import VIEWS
 from store.showing.dashboard import labels, sandbox
 from store.showing.dashboard.access import COOKIE, HEADERS, Access
@@ -180,7 +180,14 @@ class Dashboard:
         query = request.query_params.get("query", "")
 
         def load() -> Data:
-            data: Data = {"query": query, "result": None, "error": "", "examples": EXAMPLES, "views": VIEWS}
+            data: Data = {
+                "query": query,
+                "result": None,
+                "error": "",
+                "examples": EXAMPLES,
+                "views": VIEWS,
+                "columns": view_columns(),
+            }
             if query.strip():
                 try:
                     data["result"] = sandbox.run(self._history.config.path(SETTINGS), query)
