@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,10 +16,9 @@ from pipeline.log.broker import BrokerError
 from pipeline.names import InvalidNameError
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.access.api_keys import Access
-from rollout_gateway.api import routes
 from rollout_gateway.api.control_request import ControlRequest, RawAnswer
-from rollout_gateway.api.handlers import Handler
 from rollout_gateway.api.metrics import Metrics
+from rollout_gateway.api.routes import Route, Routes, decode_segment, not_allowed
 from rollout_gateway.api.trajectories import traceparent
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.capture.handler import CallHandler
@@ -60,7 +59,7 @@ class _Admitted:
     """Without the trajectory."""
     trajectory: str | None
     """The trajectory that the URL names."""
-    route: routes.Route | None = None
+    route: Route | None = None
     """`None` for a model call."""
     values: list[str] = field(default_factory=list)
 
@@ -71,7 +70,7 @@ class App:
     def __init__(
         self,
         calls: CallHandler,
-        handlers: Mapping[str, Handler],
+        control: Routes,
         identity: Identity,
         router: VersionRouter,
         metrics: Metrics,
@@ -79,7 +78,7 @@ class App:
         config: GatewayConfig,
         permitted: Permitted,
     ) -> None:
-        """`handlers`: the handler of each route of the control API, by the route's name."""
+        """`control`: the routes of the control API."""
         self._calls, self._identity, self._router = calls, identity, router
         self._permitted = permitted
         self._metrics, self._origins, self._max_calls = metrics, origins, config.max_calls or sys.maxsize
@@ -87,7 +86,7 @@ class App:
         self._running: set[Request] = set()
         """Model calls under way."""
         self._stopping = False
-        self._handlers = handlers
+        self._control = control
 
     def stop(self) -> None:
         """From now on, answer model calls and openings with a 503 `stopping`."""
@@ -112,22 +111,22 @@ class App:
         named = None
         if path.startswith("/t/"):
             part, slash, rest = path[3:].partition("/")
-            named, path = routes.decode_segment(part) or None, slash + rest
+            named, path = decode_segment(part) or None, slash + rest
         if path in _MODEL_CALLS:
             if request.method != "POST":
-                raise routes.not_allowed("POST")
+                raise not_allowed("POST")
             access = self._identity.admit(request.headers, "call", named)
             request.admitted = _Admitted(access, path, named)
             return
-        route, values = routes.find(request.method, path)
+        route, values = self._control.find(request.method, path)
         if route.auth != "call":
             request.max_body = min(request.max_body, self._max_control_body)
-        access = Access()
-        if route.name == "health":
+        if route.auth == "optional":
+            access = Access()
             with contextlib.suppress(ApiError):  # without a valid key the answer says less
                 access = self._identity.admit(request.headers, "call", None)
-        if route.auth:
-            about = values[0] if route.auth == "trajectory" else named
+        else:
+            about = values[0] if route.auth in ("trajectory", "completion") else named
             access = self._identity.admit(request.headers, route.auth, about)
         request.admitted = _Admitted(access, path, named, route, values)
 
@@ -146,19 +145,18 @@ class App:
         except ClientGoneError:
             pass  # what there was to record is recorded, and nobody waits for an answer
         except (ApiError, BrokerError, InvalidNameError) as error:
-            _refuse(request, _as_api_error(error))
+            _answer_with_error(request, _as_api_error(error))
 
     # -- control -------------------------------------------------------------------------------------------------
 
-    async def _control_call(self, request: Request, admitted: _Admitted, route: routes.Route) -> None:
+    async def _control_call(self, request: Request, admitted: _Admitted, route: Route) -> None:
         _check_size(request)
-        if route.name == "open" and self._stopping:
+        if route.opens and self._stopping:
             raise stopping()
         access, values = admitted.access, admitted.values
         about = values[0] if values else ""
-        access = await self._identity.authorize(access, route.auth, about, complete=route.name == "complete")
-        call = ControlRequest(request, route, access, values)
-        answer = await self._handlers[route.name](call)
+        access = await self._identity.authorize(access, route.auth, about)
+        answer = await route.handler(ControlRequest(request, access, values))
         if isinstance(answer, RawAnswer):
             request.answer(answer.status, answer.body, content_type=answer.content_type)
         elif answer is not None:
@@ -270,7 +268,7 @@ def _as_api_error(error: ApiError | BrokerError | InvalidNameError) -> ApiError:
     return error
 
 
-def _refuse(request: Request, error: ApiError) -> None:
+def _answer_with_error(request: Request, error: ApiError) -> None:
     """Answer with an error, in the format of the API that was asked."""
     if request.started:
         return

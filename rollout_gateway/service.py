@@ -23,10 +23,10 @@ from rollout_gateway.access.api_keys import ApiKeys
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api.evaluations import EvaluationRoutes
 from rollout_gateway.api.groups import GroupRoutes
-from rollout_gateway.api.handlers import handler_table
 from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.api.metrics import Metrics
 from rollout_gateway.api.models import ModelRoutes
+from rollout_gateway.api.routes import Routes
 from rollout_gateway.api.tokens import TokenRoutes
 from rollout_gateway.api.trajectories import TrajectoryRoutes
 from rollout_gateway.app import App
@@ -122,17 +122,60 @@ async def _read_log(config: Config, broker: Broker, trust: Trust) -> _LogState:
     return _LogState(policies, registry, pacing)
 
 
-async def _follow_log(
-    broker: Broker, state: _LogState, members: Membership, metrics: Metrics, feed: PolicyFeed
-) -> None:
-    """Apply new events as they arrive, and send those about versions to the feed. Never returns."""
+@dataclass(eq=False)
+class _Parts:
+    """The objects of a gateway that run beside each other."""
+
+    app: App
+    calls: CallHandler
+    fleet: Fleet
+    members: Membership
+    feed: PolicyFeed
+    metrics: Metrics
+    log_health: LogHealth
+    detector: TrajectoryDetector | None
+    """Only with `gateway.detection.enabled`."""
+
+
+def _connect_parts(
+    config: Config, broker: Broker, state: _LogState, api_keys: ApiKeys, origins: OriginPolicy
+) -> _Parts:
+    gateway, project, policies, registry = config.gateway, config.project, state.policies, state.registry
+    fleet = Fleet(api_key(config), gateway.replicas.serving_share)
+    router = VersionRouter(policies, fleet)
+    members = Membership(config, broker, policies, fleet, router, new_id("gw"))
+    feed, metrics, log_health = PolicyFeed(), Metrics(fleet, registry), LogHealth()
+    calls = CallHandler(gateway, fleet, router)
+    permitted = Permitted(gateway.further_fields, config.vllm.allowed_media_domains)
+    detector = TrajectoryDetector(project, registry, gateway) if gateway.detection.enabled else None
+    if detector is not None:
+        calls.on_answered.append(detector.answered)
+    identity = Identity(project, api_keys, registry, router, detector)
+    promotion = Promotion(project, broker, policies, fleet, router)
+    trajectories = TrajectoryRoutes(project, gateway, policies, registry, router, state.pacing, origins)
+    control = Routes(
+        metrics,
+        trajectories,
+        GroupRoutes(broker, registry, policies, trajectories),
+        ModelRoutes(policies, fleet, router, promotion, feed, log_health),
+        EvaluationRoutes(project, broker, registry, policies),
+        TokenRoutes(fleet, router, permitted),
+    )
+    app = App(calls, control, identity, router, metrics, origins, gateway, permitted)
+    return _Parts(app, calls, fleet, members, feed, metrics, log_health, detector)
+
+
+async def _follow_log(broker: Broker, state: _LogState, parts: _Parts) -> None:
+    """Apply new events as they arrive, and send those about versions to the feed. Never returns. Raises
+    `LogShrankError`."""
+    feed = parts.feed
 
     def changed(recorded: Recorded[Event]) -> None:
         event = recorded.event
-        members.policies_changed(event)
+        parts.members.policies_changed(event)
         if isinstance(event, CheckpointPublished):
             state.pacing.done(event.model, event.groups, recorded.place.at)
-        metrics.loads += isinstance(event, PolicyLoaded)
+        parts.metrics.loads += isinstance(event, PolicyLoaded)
         feed.broadcast(wire_name(event), feed_fields(event))
 
     def discarded(event: GroupDiscarded) -> None:
@@ -141,6 +184,7 @@ async def _follow_log(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(state.policies.follow, broker, changed)
         tasks.start_soon(state.registry.follow_completions)
+        tasks.start_soon(state.registry.log.until_shrunk)
         tasks.start_soon(state.pacing.follow, discarded)
 
 
@@ -148,8 +192,8 @@ async def serve(config: Config, ready: Ready) -> None:
     """Serve until cancelled. `ready` is called once the gateway listens and knows the policies.
 
     Calls wait for inference servers that are not up yet. Raises `ConfigError` for settings that can't work."""
-    gateway, project = config.gateway, config.project
-    api_keys = ApiKeys(gateway, project, config.path(gateway.keys_file))
+    gateway = config.gateway
+    api_keys = ApiKeys(gateway, config.project, config.path(gateway.keys_file))
     origins, limits, trust = OriginPolicy(gateway), checked_limits(gateway.http), Trust(config.signing)
     if not trust.checks:
         log.warning(
@@ -159,38 +203,16 @@ async def serve(config: Config, ready: Ready) -> None:
     listener = _listen(gateway.host, gateway.port)
     async with Broker.connect(config.nats, name="gateway") as broker:
         state = await _read_log(config, broker, trust)
-        policies, registry = state.policies, state.registry
-        fleet = Fleet(api_key(config), gateway.replicas.serving_share)
-        router = VersionRouter(policies, fleet)
-        members = Membership(config, broker, policies, fleet, router, new_id("gw"))
-        feed, metrics, log_health = PolicyFeed(), Metrics(fleet, registry), LogHealth()
-        calls = CallHandler(gateway, fleet, router)
-        detector = TrajectoryDetector(project, registry, gateway) if gateway.detection.enabled else None
-        if detector is not None:
-            calls.on_answered.append(detector.answered)
-        permitted = Permitted(gateway.further_fields, config.vllm.allowed_media_domains)
-        identity = Identity(project, api_keys, registry, router, detector)
-        trajectories = TrajectoryRoutes(project, gateway, policies, registry, router, state.pacing, origins)
-        handlers = handler_table(
-            metrics,
-            trajectories,
-            GroupRoutes(broker, registry, policies, trajectories),
-            ModelRoutes(
-                policies, fleet, router, Promotion(project, broker, policies, fleet, router), feed, log_health
-            ),
-            EvaluationRoutes(project, broker, registry, policies),
-            TokenRoutes(fleet, router, permitted),
-        )
-        app = App(calls, handlers, identity, router, metrics, origins, gateway, permitted)
+        parts = _connect_parts(config, broker, state, api_keys, origins)
+        app = parts.app
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(members.run)
-                tasks.start_soon(log_health.run, broker)
+                tasks.start_soon(parts.members.run)
+                tasks.start_soon(parts.log_health.run, broker)
                 tasks.start_soon(api_keys.watch)
-                tasks.start_soon(_follow_log, broker, state, members, metrics, feed)
-                tasks.start_soon(registry.log.until_shrunk)
-                if detector is not None:
-                    tasks.start_soon(detector.run)
+                tasks.start_soon(_follow_log, broker, state, parts)
+                if parts.detector is not None:
+                    tasks.start_soon(parts.detector.run)
                 async with run_server(
                     app, listener, limits, grace_s=gateway.drain_s, admit=app.admit, cut_off=app.cut_off
                 ):
@@ -200,12 +222,12 @@ async def serve(config: Config, ready: Ready) -> None:
                         await anyio.sleep_forever()
                     finally:
                         app.stop()
-                        fleet.close()
-                        feed.close()
+                        parts.fleet.close()
+                        parts.feed.close()
         finally:
             with anyio.move_on_after(_SETTLE_S, shield=True):
-                await calls.settle()
-            fleet.disconnect()
+                await parts.calls.settle()
+            parts.fleet.disconnect()
 
 
 def _url(listener: socket.socket) -> str:

@@ -148,8 +148,6 @@ class SamplerConfig(Section, frozen=True, kw_only=True):
     change is applied like one of `vllm.urls`."""
     adapters: str = "adapters"
     """Folder under the run directory that adapters are unpacked into. The inference servers read them there."""
-    capacity: Positive = 1.0
-    """Weight of each of these servers when conversations are divided among all servers."""
     ttl_s: Annotated[float, Meta(ge=1)] = 10.0
     """Time after its last renewal at which the record of an agent or a gateway expires. Gateways then send no calls to
     the agent's servers, and agents no longer wait for the gateway's calls to end."""

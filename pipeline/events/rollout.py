@@ -72,8 +72,6 @@ class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
     """`val` trajectories are scored and never trained."""
     group_size: int = 0
     """Trajectories that the caller will put into the group, as its `rollout.group` says. 0: `judge.group_size`."""
-    key_hash: str = ""
-    """SHA-256 of the trajectory's API key; the key itself is never stored."""
     pinned: str = ""
     """Policy version that serves this trajectory. Empty: the promoted one."""
     metadata: Json = b"{}"

@@ -120,12 +120,10 @@ class _Account:
         self.refilled_at = now
         if self.left < 1:
             retry_after_s = int((1 - self.left) / rate) + 1
-            raise ApiError(
-                429,
-                "rate_limit_exceeded",
-                f"The key {name!r} may make {self.per_minute} calls a minute. Try again in {retry_after_s} s.",
-                retry_after_s=retry_after_s,
+            message = (
+                f"The key {name!r} may make {self.per_minute} calls a minute. Try again in {retry_after_s} s."
             )
+            raise ApiError(429, "rate_limit_exceeded", message, retry_after_s=retry_after_s)
         self.left -= 1
 
     def extend(self, key: KeyConfig, models: frozenset[str]) -> None:

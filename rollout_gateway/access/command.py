@@ -3,7 +3,6 @@
     journeywork keys add --name ci --model support --expires 30d  print a key to standard error, add its hash to a file
     journeywork keys revoke --name ci
     journeywork keys list
-    journeywork keys make --name ci                               print settings instead, for a file of your own
 
 The file is `keys.toml` in the run directory (`gateway.keys_file`). It holds hashes only.
 """
@@ -65,9 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("add", parents=[key, file], help="make a key and add it to the file").set_defaults(
         run=_add
-    )
-    commands.add_parser("make", parents=[key], help="make a key and print its settings").set_defaults(
-        run=_make
     )
     revoke = commands.add_parser("revoke", parents=[file], help="remove keys from the file")
     which = revoke.add_mutually_exclusive_group(required=True)
@@ -160,12 +156,6 @@ def _add(args: argparse.Namespace) -> None:
         keys.append(settings)
     sys.stderr.write(f"the key, which is shown only once: {key}\n")
     sys.stdout.write(f"added {args.name} ({settings.role}) to {path}\n")
-
-
-def _make(args: argparse.Namespace) -> None:
-    key, settings = _new_key(args)
-    sys.stderr.write(f"the key, which is shown only once: {key}\n")
-    sys.stdout.write("[[gateway.keys]]\n" + tomli_w.dumps(_table(settings)))
 
 
 def _revoke(args: argparse.Namespace) -> None:

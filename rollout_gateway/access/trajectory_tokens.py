@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import hmac
 
 
@@ -21,11 +20,6 @@ class TrajectoryTokens:
         mac = hmac.digest(self._secret, f"{self._project}\0{trajectory}".encode(), "sha256")
         name = base64.urlsafe_b64encode(trajectory.encode()).rstrip(b"=").decode()
         return f"{self.prefix}{name}.{base64.urlsafe_b64encode(mac[:24]).decode()}"
-
-    @staticmethod
-    def digest(token: str) -> str:
-        """Return the SHA-256 of a token, in hexadecimal."""
-        return hashlib.sha256(token.encode()).hexdigest()
 
     def verify(self, token: str) -> str | None:
         """Return the id of the token's trajectory, or `None` if the token was not issued with this secret and

@@ -1,11 +1,9 @@
-"""The routes: their table, their handlers and their document.
+"""The control API: its routes, their handlers, bodies and answers.
 
 | module | what lives there |
 | --- | --- |
-| `routes` | the table |
+| `routes` | the table: each path with its handler and the key that it takes |
 | `schemas` | bodies and answers |
-| `openapi` | `/openapi.json`, generated from both |
-| `handlers` | the handler of each route |
 | `control_request` | a request as its handler gets it |
 | `trajectories` | opening, completing and reading trajectories |
 | `groups` | completing a group, making its runs of recorded calls, what became of it, people's labels |

@@ -7,13 +7,10 @@ from typing import TypeVar
 from urllib.parse import parse_qsl
 
 from rollout_gateway.access.api_keys import Access
-from rollout_gateway.api.routes import Route
 from rollout_gateway.http.body import read_body
-from rollout_gateway.http.errors import ApiError
 from rollout_gateway.http.request import Request
 
 _T = TypeVar("_T")
-_WHOLE_NUMBERS = ("group_size", "attempt")
 
 
 @dataclass(eq=False, slots=True)
@@ -21,7 +18,6 @@ class ControlRequest:
     """A request whose key permits its route."""
 
     http: Request
-    route: Route
     access: Access
     values: list[str]
     """Values of the path's parameters."""
@@ -34,14 +30,7 @@ class ControlRequest:
     def read(self, kind: type[_T]) -> _T:
         """The body as `kind`; an empty body is an empty object. Raises a 400 `ApiError` that says what is wrong with
         it."""
-        try:
-            return read_body(self.http.body or b"{}", kind)
-        except ApiError as error:
-            if error.param in _WHOLE_NUMBERS:
-                error.message = (
-                    f"The body is not valid: {error.param} must be a whole number from 0 to {2**31 - 1}."
-                )
-            raise
+        return read_body(self.http.body or b"{}", kind)
 
 
 @dataclass(eq=False, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeline.events import Measure, PolicyEvaluated
+from pipeline.events import PolicyEvaluated
 from pipeline.log.broker import Broker
 from pipeline.names import check_name
 from rollout_gateway.access.api_keys import Access
@@ -37,7 +37,8 @@ class EvaluationRoutes:
         check_name(event.model)
         check_name(event.evaluation)
         check_numbers(msgspec.to_builtins(fields))
-        _check_numbers(event)
+        for measure in event.measures:
+            check_name(measure.name)
         if event.kind == "policy":
             if event.model not in self._policies.models:
                 raise unknown_model(event.model, [n for n in self._policies.models if request.access.sees(n)])
@@ -61,42 +62,3 @@ class EvaluationRoutes:
             opened = await self._registry.opening(trajectory)
             if opened is None or not access.owns(opened.owner):
                 raise unknown_trajectory(trajectory)
-
-
-def _check_numbers(event: PolicyEvaluated) -> None:
-    """Raise a 400 `ApiError` for numbers that no evaluation has: a count below 0, an interval without its mean."""
-    for at, task in enumerate(event.tasks):
-        if not 0 <= task.failed <= task.attempts:
-            raise _inconsistent(
-                f"tasks[{at}]",
-                f"failed is {task.failed} and attempts is {task.attempts}",
-                "0 <= failed <= attempts",
-            )
-    for at, measure in enumerate(event.measures):
-        where = f"measures[{at}]"
-        check_name(measure.name)
-        for name in ("count", "pairs"):
-            number = getattr(measure, name)
-            if number < 0 or (event.tasks and number > len(event.tasks)):
-                raise _inconsistent(where, f"{name} is {number}", "from 0 to the number of tasks")
-        _check_interval(where, measure, "mean", "low", "high")
-        _check_interval(where, measure, "difference", "difference_low", "difference_high")
-
-
-def _check_interval(where: str, measure: Measure, middle: str, low: str, high: str) -> None:
-    bounds = [getattr(measure, name) for name in (low, middle, high)]
-    known = [bound for bound in bounds if bound is not None]
-    if known != sorted(known) or (bounds[1] is None and known):
-        values = ", ".join(
-            f"{name} is {value}" for name, value in zip((low, middle, high), bounds, strict=True)
-        )
-        raise _inconsistent(where, values, f"{low} <= {middle} <= {high}")
-
-
-def _inconsistent(where: str, values: str, wanted: str) -> ApiError:
-    return ApiError(
-        400,
-        "invalid_body",
-        f"The body is not valid: in `{where}`, {values}; it must be {wanted}.",
-        param=where,
-    )

@@ -80,7 +80,6 @@ class GroupRoutes:
         if await self._registry.opening(member.id) is not None:
             return
         check_name(member.id)
-        tokens = self._registry.tokens
         event = TrajectoryOpened(
             project=self._registry.project,
             trajectory=member.id,
@@ -90,7 +89,6 @@ class GroupRoutes:
             attempt=number,
             split=body.split,
             group_size=len(body.trajectories),
-            key_hash=tokens.digest(tokens.issue(member.id)),
             owner=access.owner,
         )
         await self._registry.open(event, "", access)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import cast
 
 from msgspec import UNSET
 
@@ -86,12 +85,12 @@ class ModelRoutes:
                 await http.drain()
         http.end()
 
-    async def decide(self, request: ControlRequest) -> DecisionAnswer:
+    async def decide(
+        self, request: ControlRequest, *, action: Action, body: type[Decision]
+    ) -> DecisionAnswer:
         model = request.values[0]
         request.access.check_model(model)
-        action = cast(Action, request.route.path.rpartition("/")[2])
-        kind = cast(type[Decision], request.route.body)
-        return await self._promotion.decide(model, action, request.read(kind), request.access.owner)
+        return await self._promotion.decide(model, action, request.read(body), request.access.owner)
 
     async def health(self, request: ControlRequest) -> Health:
         """Always `ok`, since the gateway answers. `serving` says whether calls can be answered.

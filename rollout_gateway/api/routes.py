@@ -1,20 +1,27 @@
-"""The routes of the API, one row each. Requests are dispatched by them, and `openapi` writes the document from them."""
+"""The routes of the control API, one row each. Requests are dispatched by them."""
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from rollout_gateway.api import schemas as s
+from rollout_gateway.api.control_request import ControlRequest, RawAnswer
+from rollout_gateway.api.evaluations import EvaluationRoutes
+from rollout_gateway.api.groups import GroupRoutes
+from rollout_gateway.api.metrics import CONTENT_TYPE, Metrics
+from rollout_gateway.api.models import ModelRoutes
+from rollout_gateway.api.tokens import TokenRoutes
+from rollout_gateway.api.trajectories import TrajectoryRoutes
 from rollout_gateway.capture.identity import KeyKind
-from rollout_gateway.capture.registry import Completion
 from rollout_gateway.http.errors import ApiError
-from rollout_gateway.serving.promotion import Decision, DecisionAnswer, SplitDecision, VersionDecision
+from rollout_gateway.serving.promotion import Action, Decision, SplitDecision, VersionDecision
 
-JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
+Handler = Callable[[ControlRequest], Awaitable[Any]]
+"""Returns a struct, a `RawAnswer`, or `None` if it has answered the request itself. Raises `ApiError`."""
 
 
 @dataclass(frozen=True)
@@ -23,105 +30,76 @@ class Route:
 
     method: str
     path: str
-    name: str
-    """Key of the handler in `handlers.handler_table`."""
-    summary: str
-    body: type[Any] | None = None
-    answer: type[Any] | None = None
-    """`None`: an answer whose fields are not described."""
-    errors: tuple[int, ...] = ()
-    """Statuses beside those that any route may answer."""
+    """A parameter `{name}` is one segment of the path, `{name+}` may hold slashes."""
+    handler: Handler
     auth: KeyKind = "agent"
     status: int = 200
-    query: tuple[str, ...] = ()
-    media_type: str = JSON
-    """Media type of the answer."""
+    opens: bool = False
+    """Whether it is refused while the gateway stops."""
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Matches the path without its outer slashes. Groups: the parameters. A model's name may hold slashes."""
-        parameter = "(.+)" if self.name == "model" else "([^/]+)"
-        return re.compile(re.sub(r"\\{\w+\\}", lambda _: parameter, re.escape(self.path.strip("/"))))
+        """Matches the path without its outer slashes. Groups: the parameters."""
+        return re.compile(
+            re.sub(r"\{\w+(\+?)\}", lambda m: "(.+)" if m[1] else "([^/]+)", self.path.strip("/"))
+        )
 
 
-def _decision(action: str, summary: str, body: type[Decision]) -> Route:
-    path = f"/v1/policies/{{model}}/{action}"
-    return Route("POST", path, "decide", summary, body, DecisionAnswer, (400, 404, 409, 413, 503), "operator")
+class Routes:
+    """The table of one gateway."""
 
+    def __init__(
+        self,
+        metrics: Metrics,
+        trajectories: TrajectoryRoutes,
+        groups: GroupRoutes,
+        models: ModelRoutes,
+        evaluations: EvaluationRoutes,
+        tokens: TokenRoutes,
+    ) -> None:
+        async def metrics_page(_: ControlRequest) -> RawAnswer:
+            return RawAnswer(200, metrics.text(), CONTENT_TYPE)
 
-_WRITES = (400, 404, 409, 413, 503)
-_ASKS = (400, 404, 413, 500, 502, 503)
-_RUN = "/v1/trajectories/{trajectory}"
+        def decision(action: Action, body: type[Decision]) -> Route:
+            handler = functools.partial(models.decide, action=action, body=body)
+            return Route("POST", f"/v1/policies/{{model}}/{action}", handler, "operator")
 
-ROUTES = (
-    Route("GET", "/health", "health", "Whether calls can be answered, and by which servers", answer=s.Health, auth=""),
-    Route("GET", "/metrics", "metrics", "Metrics in Prometheus' text format", auth="operator", media_type=TEXT),
-    Route("GET", "/openapi.json", "openapi", "This document", auth=""),
-    Route("GET", "/v1/models", "models", "Names that `model` may hold", answer=s.ModelList, auth="call"),
-    Route("GET", "/v1/models/{model}", "model", "One of these names", answer=s.Model, errors=(404,), auth="call"),
-    Route("GET", "/v1/policies", "policies", "What models' names stand for, and what is loaded", answer=s.PolicyList),
-    Route("GET", "/v1/policies/events", "watch_policies", "Events about versions", media_type=EVENTS),
-    _decision("promote", "Serve this version under the model's name", VersionDecision),
-    _decision("pin", "Keep serving this version, whatever is trained", VersionDecision),
-    _decision("rollback", "Take back the last decision", Decision),
-    _decision("split", "Divide trajectories between two versions", SplitDecision),
-    _decision("follow", "Serve the newest version again", Decision),
-    Route(
-        "POST", "/v1/trajectories", "open", "Open a trajectory", s.Opening, s.Opened, (*_WRITES, 410, 429), status=201
-    ),
-    Route(
-        "GET", "/v1/trajectories", "list", "Open trajectories in this gateway replica's memory, newest first",
-        answer=s.TrajectoryList, errors=(400,), query=("group", "model", "limit", "after"),
-    ),
-    Route("GET", _RUN, "get", "A trajectory on the log", None, s.TrajectoryState, (400, 404, 503), "trajectory"),
-    Route(
-        "POST", f"{_RUN}/complete", "complete", "Complete a trajectory", Completion, s.Completed,
-        (*_WRITES, 410), "trajectory",
-    ),
-    Route(
-        "POST", "/v1/groups/{group}/complete", "complete_group", "Complete trajectories of a group",
-        s.GroupCompletion, s.GroupCompleted, (*_WRITES, 410),
-    ),
-    Route(
-        "POST", "/v1/groups/{group}/label", "label", "Record a person's scores of trajectories of a group",
-        s.GroupLabels, s.Labeled, _WRITES, "operator",
-    ),
-    Route(
-        "GET", "/v1/groups/{group}", "group", "Whether a group was trained or discarded",
-        answer=s.GroupState, errors=(400, 404, 503), query=("model",),
-    ),
-    Route(
-        "POST", "/v1/evaluations", "record_evaluation", "Record the results of one entrant of an evaluation",
-        s.EvaluationBody, s.Recorded, _WRITES, status=201,
-    ),
-    Route("POST", "/tokenize", "tokenize", "Tokens of a prompt", s.TokenizeBody, errors=_ASKS, auth="call"),
-    Route(
-        "POST", "/v1/messages/count_tokens", "count_tokens", "The number of tokens of a message's prompt",
-        s.CountTokensBody, errors=_ASKS, auth="call",
-    ),
-)  # fmt: skip
+        run = "/v1/trajectories/{trajectory}"
+        self._routes = (
+            Route("GET", "/health", models.health, "optional"),
+            Route("GET", "/metrics", metrics_page, "operator"),
+            Route("GET", "/v1/models", models.models, "call"),
+            Route("GET", "/v1/models/{model+}", models.model, "call"),
+            Route("GET", "/v1/policies", models.policies),
+            Route("GET", "/v1/policies/events", models.watch_policies),
+            decision("promote", VersionDecision),
+            decision("pin", VersionDecision),
+            decision("rollback", Decision),
+            decision("split", SplitDecision),
+            decision("follow", Decision),
+            Route("POST", "/v1/trajectories", trajectories.open, status=201, opens=True),
+            Route("GET", run, trajectories.get, "trajectory"),
+            Route("POST", f"{run}/complete", trajectories.complete, "completion"),
+            Route("GET", "/v1/groups/{group}", groups.group),
+            Route("POST", "/v1/groups/{group}/complete", groups.complete_group),
+            Route("POST", "/v1/groups/{group}/label", groups.label, "operator"),
+            Route("POST", "/v1/evaluations", evaluations.record_evaluation, status=201),
+            Route("POST", "/tokenize", tokens.tokenize, "call"),
+            Route("POST", "/v1/messages/count_tokens", tokens.count_tokens, "call"),
+        )
 
-MODEL_CALLS: dict[str, tuple[str, type[Any]]] = {
-    "/v1/chat/completions": ("OpenAI's chat completion, plain or streamed", s.ChatBody),
-    "/v1/completions": ("OpenAI's completion, plain or streamed", s.CompletionsBody),
-    "/v1/responses": ("OpenAI's response, plain or streamed", s.ResponsesBody),
-    "/v1/messages": ("Anthropic's message, plain or streamed", s.MessagesBody),
-}
-"""Summary and body of each model call, by path."""
-
-
-def find(method: str, path: str) -> tuple[Route, list[str]]:
-    """The route of a path, and the values of its parameters. Raises a 400, 404 or 405 `ApiError`."""
-    allowed = []
-    for route in ROUTES:
-        match = route.pattern.fullmatch(path.strip("/"))
-        if match is not None:
-            if route.method == method:
-                return route, [decode_segment(value) for value in match.groups()]
-            allowed.append(route.method)
-    if allowed:
-        raise not_allowed(*allowed)
-    raise ApiError(404, "unknown_url", f"There is no route {method} {path}.")
+    def find(self, method: str, path: str) -> tuple[Route, list[str]]:
+        """The route of a path, and the values of its parameters. Raises a 400, 404 or 405 `ApiError`."""
+        allowed = []
+        for route in self._routes:
+            match = route.pattern.fullmatch(path.strip("/"))
+            if match is not None:
+                if route.method == method:
+                    return route, [decode_segment(value) for value in match.groups()]
+                allowed.append(route.method)
+        if allowed:
+            raise not_allowed(*allowed)
+        raise ApiError(404, "unknown_url", f"There is no route {method} {path}.")
 
 
 def decode_segment(segment: str) -> str:

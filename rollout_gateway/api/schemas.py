@@ -1,7 +1,4 @@
-"""Bodies and answers of the HTTP API. `/openapi.json` is generated from them.
-
-A request struct that says so describes a body for the document only; the gateway takes more than it says.
-"""
+"""Bodies and answers of the control API."""
 
 from __future__ import annotations
 
@@ -15,14 +12,7 @@ from pipeline.names import MAX_NAME
 from rollout_gateway.capture.registry import Completion, Numbers
 from rollout_gateway.serving.promotion import By, RequestId
 
-_CHARACTER = r"([^\p{C}\p{Z}]| )"
-Name = Annotated[str, Meta(extra_json_schema={"pattern": f"^{_CHARACTER}{{1,{MAX_NAME}}}$"})]
-"""An id as `pipeline.names.check_name` accepts it."""
-OptionalName = Annotated[str, Meta(extra_json_schema={"pattern": f"^{_CHARACTER}{{0,{MAX_NAME}}}$"})]
-Whole = Annotated[float, Meta(ge=0, lt=2**31, multiple_of=1)]
-"""A whole number. In JSON, 3.0 is one too."""
-Count = Annotated[int, Meta(ge=0)]
-JsonObject = Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,14 +26,14 @@ class Opening(Body, frozen=True, kw_only=True):
     """Body of `POST /v1/trajectories`."""
 
     model: str
-    group: OptionalName = ""
+    group: str = ""
     """Empty: a group of its own."""
     task: str = ""
-    id: OptionalName = ""
+    id: str = ""
     """Empty: a new id."""
     split: Literal["train", "val"] = "train"
-    group_size: Whole = 0
-    attempt: Whole = 0
+    group_size: Count = 0
+    attempt: Count = 0
     metadata: dict[str, Any] = {}
     pinned: str = ""
     """Exact version that answers every call; if empty, the version that `model` is routed to."""
@@ -56,7 +46,6 @@ class Opening(Body, frozen=True, kw_only=True):
 
 class Opened(Struct, kw_only=True):
     id: str
-    object: Literal["trajectory"] = "trajectory"
     model: str
     group: str
     api_key: str
@@ -66,7 +55,7 @@ class Opened(Struct, kw_only=True):
 class GroupMember(Completion, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One trajectory of a group, with its results."""
 
-    id: Name
+    id: str
 
 
 class GroupCompletion(Body, frozen=True, kw_only=True):
@@ -96,14 +85,12 @@ class GroupLabels(Body, frozen=True, kw_only=True):
 
 class Labeled(Struct, kw_only=True):
     group: str
-    object: Literal["label"] = "label"
     by: str
     request: str
 
 
 class Completed(Struct, kw_only=True):
     id: str
-    object: Literal["trajectory"] = "trajectory"
     outcome: str
     reward: float | None
     exchanges: Count
@@ -115,13 +102,11 @@ class Completed(Struct, kw_only=True):
 
 
 class GroupCompleted(Struct, kw_only=True):
-    object: Literal["list"] = "list"
     group: str
     data: list[Completed]
 
 
 class GroupState(Struct, kw_only=True):
-    object: Literal["group"] = "group"
     group: str
     model: str
     status: Literal["waiting", "trained", "discarded", "dead"]
@@ -138,7 +123,6 @@ class GroupState(Struct, kw_only=True):
 
 class TrajectoryState(Struct, kw_only=True):
     id: str
-    object: Literal["trajectory"] = "trajectory"
     status: Literal["open", "completed"]
     project: str
     model: str
@@ -148,7 +132,7 @@ class TrajectoryState(Struct, kw_only=True):
     split: Literal["train", "val"]
     group_size: Count
     pinned: str | None
-    metadata: JsonObject
+    metadata: msgspec.Raw
     exchanges: Count
     opened_at: Count
     """Microseconds since the Unix epoch."""
@@ -158,20 +142,13 @@ class TrajectoryState(Struct, kw_only=True):
     metrics: Numbers = {}
 
 
-def _evaluation_fields() -> list[tuple[str, Any, Any]]:
-    """The fields of the event that a client sends."""
-    stricter: dict[object, Any] = {int: Annotated[int, Meta(ge=0, lt=2**53)]}
-    fields = []
-    for field in msgspec.structs.fields(PolicyEvaluated):
-        if field.name not in ("project", "at", "v", "by"):
-            kind = Name if field.name in ("evaluation", "model") else stricter.get(field.type, field.type)
-            fields.append((field.name, kind, field.default))
-    return fields
-
-
 EvaluationBody = msgspec.defstruct(
     "EvaluationBody",
-    _evaluation_fields(),
+    [
+        (field.name, Annotated[int, Meta(ge=0, lt=2**53)] if field.type is int else field.type, field.default)
+        for field in msgspec.structs.fields(PolicyEvaluated)
+        if field.name not in ("project", "at", "v", "by")
+    ],
     frozen=True,
     kw_only=True,
     forbid_unknown_fields=True,
@@ -182,15 +159,8 @@ EvaluationBody = msgspec.defstruct(
 class Recorded(Struct, kw_only=True):
     """Answer to an evaluation."""
 
-    object: Literal["evaluation"] = "evaluation"
     evaluation: str
     position: int
-
-
-class TrajectoryList(Struct, kw_only=True):
-    object: Literal["list"] = "list"
-    data: list[TrajectoryState]
-    has_more: bool
 
 
 # -- models and servers --------------------------------------------------------------------------------------------
@@ -254,108 +224,4 @@ class Policy(Struct, kw_only=True):
 
 
 class PolicyList(Struct, kw_only=True):
-    object: Literal["list"] = "list"
     data: list[Policy]
-
-
-# -- without sampling ----------------------------------------------------------------------------------------------
-
-
-class TokenizeBody(Struct, kw_only=True):
-    """Describes the body of `POST /tokenize`. `messages` in place of `prompt` is taken too."""
-
-    model: str
-    prompt: str
-
-
-class Turn(Struct, kw_only=True):
-    """Describes a message."""
-
-    role: Literal["user", "assistant"]
-    content: str
-
-
-Turns = Annotated[list[Turn], Meta(min_length=1)]
-
-
-class CountTokensBody(Struct, kw_only=True):
-    """Describes the body of `POST /v1/messages/count_tokens`."""
-
-    model: str
-    messages: Turns
-
-
-# -- model calls ---------------------------------------------------------------------------------------------------
-
-MaxTokens = Annotated[int, Meta(ge=1)]
-
-
-class _CallBody(Struct, kw_only=True):
-    model: str
-    stream: bool | UnsetType = UNSET
-    temperature: Annotated[float, Meta(ge=0, le=2)] | UnsetType = UNSET
-    top_p: Annotated[float, Meta(gt=0, le=1)] | UnsetType = UNSET
-    metadata: dict[str, str] | UnsetType = UNSET
-
-
-class ChatBody(_CallBody, kw_only=True):
-    """Describes the body of a chat completion."""
-
-    messages: Turns
-    max_tokens: MaxTokens | UnsetType = UNSET
-    n: Annotated[int, Meta(ge=1, le=128)] | UnsetType = UNSET
-
-
-class CompletionsBody(_CallBody, kw_only=True):
-    """Describes the body of a completion."""
-
-    prompt: str
-    max_tokens: MaxTokens | UnsetType = UNSET
-
-
-class ResponsesBody(_CallBody, kw_only=True):
-    """Describes the body of a response."""
-
-    input: str
-    instructions: str | UnsetType = UNSET
-    max_output_tokens: MaxTokens | UnsetType = UNSET
-
-
-class MessagesBody(_CallBody, kw_only=True):
-    """Describes the body of an Anthropic message."""
-
-    messages: Turns
-    max_tokens: MaxTokens
-    system: str | UnsetType = UNSET
-
-
-class CallAnswer(Struct, kw_only=True):
-    """Describes what every answer to a model call has."""
-
-    id: str
-    model: str
-
-
-# -- errors --------------------------------------------------------------------------------------------------------
-
-
-class ErrorDetail(Struct, kw_only=True):
-    message: str
-
-
-class Error(Struct, kw_only=True):
-    """OpenAI's format."""
-
-    error: ErrorDetail
-
-
-class MessagesErrorDetail(Struct, kw_only=True):
-    type: str
-    message: str
-
-
-class MessagesError(Struct, kw_only=True):
-    """Anthropic's format."""
-
-    type: Literal["error"]
-    error: MessagesErrorDetail

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import heapq
-import math
-import re
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -20,23 +16,15 @@ from rollout_gateway.api.schemas import (
     Completed,
     Opened,
     Opening,
-    TrajectoryList,
     TrajectoryState,
 )
 from rollout_gateway.capture.registry import Completion, Registry
-from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.http.errors import ApiError, unknown_model, unknown_trajectory
 from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.http.request import Headers
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.routing import VersionRouter
-
-_LIMIT = re.compile(r"[0-9]{1,4}")
-_BATCH = 1000
-"""Trajectories that a list looks at before other tasks get a turn: about a millisecond."""
-_PAGE_BYTES = 1_000_000
-"""A page of a list ends after so many bytes of metadata."""
 
 
 @dataclass(eq=False)
@@ -72,10 +60,9 @@ class TrajectoryRoutes:
             model=opening.model,
             group=group,
             task=opening.task,
-            attempt=int(opening.attempt),
+            attempt=opening.attempt,
             split=opening.split,
-            group_size=int(opening.group_size),
-            key_hash=self._registry.tokens.digest(token),
+            group_size=opening.group_size,
             pinned=opening.pinned,
             metadata=msgspec.json.encode(opening.metadata),
             paced_s=paced_s,
@@ -137,11 +124,8 @@ class TrajectoryRoutes:
                 _check_measure(field, name)
         batch = completion.batch
         if access.trajectory and (completion.exchanges or batch is not None):
-            raise ApiError(
-                403,
-                "wrong_role",
-                "A trajectory's key can't set `exchanges` or `batch`. Use the opener's key.",
-            )
+            message = "A trajectory's key can't set `exchanges` or `batch`. Use the opener's key."
+            raise ApiError(403, "wrong_role", message)
         if batch is not None:
             check_name(batch.id)
             if batch.learning_rate is not None and not access.operator:
@@ -162,67 +146,17 @@ class TrajectoryRoutes:
         for name, value in rewards.items():
             if not abs(value) <= limit:
                 what = "the sum of `rewards`" if name == "rewards" else f"`{name}`"
-                raise ApiError(
-                    400,
-                    "reward_out_of_range",
+                message = (
                     f"The value of {what} is {value:g}. It must be from -{limit:g} to {limit:g} "
-                    "(gateway.max_reward).",
-                    param=name,
+                    "(gateway.max_reward)."
                 )
+                raise ApiError(400, "reward_out_of_range", message, param=name)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     async def get(self, request: ControlRequest) -> TrajectoryState:
         """Answer with a trajectory as recorded on the log."""
         return _state(*await self._registry.describe(request.values[0]))
-
-    async def list(self, request: ControlRequest) -> TrajectoryList:
-        """A page of the caller's open trajectories in the memory of this gateway, the newest first."""
-        return await self.page(request.query, request.access)
-
-    def _position(self, query: dict[str, str], access: Access) -> tuple[float, str]:
-        """Where a page begins: the opening time and id of the run in `after`. Raises a 400 `ApiError`."""
-        if "after" not in query:
-            return math.inf, ""
-        known = self._registry.get(query["after"])
-        last = known.opened if known is not None else None
-        if last is None or not access.owns(last.owner):
-            raise ApiError(
-                400, "invalid_query", "`after` must be the id of an open trajectory.", param="after"
-            )
-        return last.at, last.trajectory
-
-    async def page(self, query: dict[str, str], access: Access) -> TrajectoryList:
-        """A page of the caller's open trajectories in this process's memory, the newest first. Other tasks run in
-        between.
-
-        `query` may hold `group`, `model`, `limit` and `after`, the last id of the page before."""
-        limit, before = _limit_of(query), self._position(query, access)
-        newest: list[tuple[float, str, Trajectory]] = []
-        """A heap of one more than the page holds, the oldest at the top."""
-        for number, run in enumerate(self._registry.known(), 1):
-            if not number % _BATCH:
-                await asyncio.sleep(0)
-            opened = run.opened
-            if (
-                access.owns(opened.owner)
-                and query.get("group", opened.group) == opened.group
-                and query.get("model", opened.model) == opened.model
-                and (opened.at, opened.trajectory) < before
-            ):
-                entry = (opened.at, opened.trajectory, run)
-                if len(newest) <= limit:
-                    heapq.heappush(newest, entry)
-                elif newest[0] < entry:
-                    heapq.heapreplace(newest, entry)
-        newest.sort(reverse=True)
-        data, size = [], 0
-        for _, _, run in newest[:limit]:
-            data.append(_state(run.opened, None, run.recorded.exchanges))
-            size += len(run.opened.metadata)
-            if size > _PAGE_BYTES:
-                break
-        return TrajectoryList(data=data, has_more=len(newest) > len(data))
 
 
 def check_batch(completion: Completion, group: str) -> None:
@@ -239,13 +173,6 @@ def _check_measure(field: str, name: str) -> None:
         check_name(name)
     except InvalidNameError as error:
         raise ApiError(400, "invalid_name", f"In `{field}`: {error}.", param=field) from error
-
-
-def _limit_of(query: dict[str, str]) -> int:
-    text = query.get("limit", "100")
-    if not (_LIMIT.fullmatch(text) and 1 <= int(text) <= 1000):
-        raise ApiError(400, "invalid_query", "`limit` must be a number from 1 to 1000.", param="limit")
-    return int(text)
 
 
 def traceparent(headers: Headers) -> str:

@@ -54,12 +54,9 @@ async def copy_calls(into: Trajectory, references: Sequence[tuple[Trajectory, Re
     for number, (source, reference) in enumerate(references):
         original = await source.referenced(reference.reply, reference.choice)
         if original is None:
-            raise ApiError(
-                404,
-                "exchange_not_found",
-                f"Trajectory {source.id!r} has no recorded choice {reference.choice} of a reply {reference.reply!r}.",
-                param="exchanges",
-            )
+            reply = f"choice {reference.choice} of a reply {reference.reply!r}"
+            message = f"Trajectory {source.id!r} has no recorded {reply}."
+            raise ApiError(404, "exchange_not_found", message, param="exchanges")
         if number >= len(done):
             await into.record(_Copy(original, into))
         elif done[number] != (f"{source.id}/{original.seq}", original.choice):
@@ -74,9 +71,8 @@ def _source(event: ExchangeRecorded) -> tuple[str, int]:
 
 
 def _calls_of_its_own(into: Trajectory) -> ApiError:
-    return ApiError(
-        409,
-        "calls_of_its_own",
+    message = (
         f"Trajectory {into.id!r} has recorded calls of its own, so it can't be made of other trajectories' calls. Open "
-        "a new one.",
+        "a new one."
     )
+    return ApiError(409, "calls_of_its_own", message)

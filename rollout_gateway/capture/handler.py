@@ -142,15 +142,15 @@ class CallHandler:
 
         write_chunks = sink.write_chunks
 
-        def cut(data: bytes) -> int:
-            taken, seen = capture.cut(data)
+        def take_framed(data: bytes) -> int:
+            taken, seen = capture.take_framed(data)
             if taken:
-                write_chunks(seen)  # type: ignore[misc]  # not `None` where `cut` is used
+                write_chunks(seen)  # type: ignore[misc]  # not `None` where this is used
             return taken
 
         try:
             with exchange.caller.cancellation:
-                await attempt.reply.pipe(take, cut if write_chunks is not None else None)
+                await attempt.reply.pipe(take, take_framed if write_chunks is not None else None)
             if not capture.ended:
                 raise UpstreamError("the stream ended without its last event", answered=True)
         except ClientGoneError:
@@ -163,7 +163,7 @@ class CallHandler:
                 status = "failed" if capture.error else "complete"
             exchange.first_token_at = capture.first_token_at
             _end_stream(attempt, server_failed or capture.server_failed)
-            exchange.recorded_in.hold()
+            exchange.recorded_in.begin_work()
             recording = asyncio.ensure_future(self._record_stream(exchange, capture, status))
             self._recording.add(recording)
             recording.add_done_callback(self._recording.discard)
@@ -171,7 +171,7 @@ class CallHandler:
             await asyncio.shield(recording)  # the record is made even if this task is cancelled
         except ApiError as error:
             error_event = b"data: %b\n\n" % error.body()
-        sink.write(error_event or capture.held + _DONE)
+        sink.write(error_event or capture.last_events + _DONE)
 
     async def _record_stream(self, exchange: Exchange, capture: StreamCapture, status: Status) -> None:
         try:

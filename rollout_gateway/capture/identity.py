@@ -18,9 +18,10 @@ from rollout_gateway.http.errors import ApiError, invalid_key, unknown_trajector
 from rollout_gateway.serving.routing import VersionRouter
 
 Headers = dict[bytes, bytes]
-KeyKind = Literal["", "call", "agent", "operator", "trajectory"]
+KeyKind = Literal["optional", "call", "agent", "operator", "trajectory", "completion"]
 """The key that a route takes, if keys are configured. `call`: any key; `agent`: one that is not for calls only;
-`operator`: an operator's; `trajectory`: as `agent`, or the token of the trajectory in the path; empty: none."""
+`operator`: an operator's; `trajectory`: as `agent`, or the token of the trajectory in the path; `completion`: the
+same, of a token only if the trajectory was opened with `key_completes`; `optional`: none, and any key."""
 
 TRAJECTORY_HEADER = b"x-journeywork-trajectory"
 GROUP_HEADER = b"x-journeywork-group"
@@ -63,12 +64,9 @@ class Identity:
             own = self._registry.tokens.verify(key)
             if own is None:
                 raise invalid_key()
-            if wanted not in ("call", "trajectory"):
-                raise ApiError(
-                    403,
-                    "wrong_role",
-                    "A trajectory's key can only make the trajectory's calls, read it and complete it.",
-                )
+            if wanted not in ("call", "trajectory", "completion"):
+                message = "A trajectory's key can only make the trajectory's calls, read it and complete it."
+                raise ApiError(403, "wrong_role", message)
             if trajectory is not None:
                 _check_own(trajectory, own)
             return Access(trajectory=own)
@@ -81,23 +79,19 @@ class Identity:
 
     # -- with the body ---------------------------------------------------------------------------------------------
 
-    async def authorize(self, access: Access, wanted: KeyKind, trajectory: str, *, complete: bool) -> Access:
-        """Check that the caller may use a control route, about `trajectory` if `wanted` is `trajectory`. Returns what
-        it may see.
+    async def authorize(self, access: Access, wanted: KeyKind, trajectory: str) -> Access:
+        """Check that the caller may use a control route, about `trajectory` if `wanted` is `trajectory` or
+        `completion`. Returns what it may see: a trajectory's key sees the model of its trajectory.
 
-        A trajectory's key sees the model of its trajectory. It completes the trajectory only if that was opened with
-        `key_completes`. Raises `ApiError`: a 404 one for a trajectory of another key, as for one that does not
+        Raises `ApiError`: a 404 one for a trajectory of another key, as for one that does not
         exist."""
-        if access.trajectory and wanted:
+        if access.trajectory and wanted != "optional":
             opened = await self.charge(access.trajectory)
-            if complete and not opened.key_completes:
-                raise ApiError(
-                    403,
-                    "key_does_not_complete",
-                    "This trajectory's key can't complete it. Open with `key_completes`, or use the opener's key.",
-                )
+            if wanted == "completion" and not opened.key_completes:
+                message = "This trajectory's key can't complete it. Open with `key_completes`, or use the opener's key."
+                raise ApiError(403, "key_does_not_complete", message)
             return replace(access, models=frozenset((opened.model,)))
-        if wanted == "trajectory":
+        if wanted in ("trajectory", "completion"):
             await self._check_owner(access, trajectory)
         return access
 
@@ -162,7 +156,6 @@ class Identity:
             model=self._router.name(call.params.model),
             group=named.group,
             attempt=named.attempt,
-            key_hash=self._registry.tokens.digest(self._registry.tokens.issue(named.trajectory)),
             owner=access.owner,
         )
         return await self._registry.open(event, "", access)

@@ -81,9 +81,6 @@ class Registry:
     def __len__(self) -> int:
         return len(self._known)
 
-    def known(self) -> list[Trajectory]:
-        return list(self._known.values())
-
     # -- finding -------------------------------------------------------------------------------------------------
 
     def get(self, trajectory: str) -> Trajectory | None:
@@ -269,11 +266,8 @@ class Registry:
                 while run.in_flight:
                     await run.idle.wait()
         except TimeoutError:
-            raise ApiError(
-                409,
-                "calls_in_flight",
-                f"Trajectory {run.id!r} still has {run.in_flight} calls in flight. Complete it after they end.",
-            ) from None
+            message = f"Trajectory {run.id!r} still has {run.in_flight} calls in flight. Complete it after they end."
+            raise ApiError(409, "calls_in_flight", message) from None
 
     async def _complete_again(self, trajectory: str, body: Completion, inferred: bool) -> TrajectoryCompleted:
         opened, before, _ = await self.describe(trajectory)

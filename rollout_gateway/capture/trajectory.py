@@ -133,9 +133,9 @@ class Trajectory:
         if self.completing:
             raise already_completed(self.id, "it takes no further calls")
         self.used_at = time.monotonic()
-        self.hold()
+        self.begin_work()
 
-    def hold(self) -> None:
+    def begin_work(self) -> None:
         """Count work that a completion has to wait for. `end` ends it."""
         self.in_flight += 1
         self.idle.clear()
@@ -291,8 +291,5 @@ def _reply_id(event: ExchangeRecorded) -> str:
 
 
 def opened_differently(trajectory: str) -> ApiError:
-    return ApiError(
-        409,
-        "trajectory_exists",
-        f"Trajectory {trajectory!r} was opened before with other settings. Choose another id.",
-    )
+    message = f"Trajectory {trajectory!r} was opened before with other settings. Choose another id."
+    return ApiError(409, "trajectory_exists", message)

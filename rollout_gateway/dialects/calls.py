@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from rollout_gateway.http.body import read_body
+from rollout_gateway.http.errors import ApiError
 
 Raw = msgspec.Raw
 Fields = dict[str, msgspec.Raw]
@@ -51,6 +52,9 @@ MAX_STOPS, MAX_TOOLS, MAX_MESSAGES = (
     msgspec.Meta(max_length=16384),
 )
 """Bounds of lists that an inference server works through for each token or call."""
+_Messages, _Tools = Annotated[list[Raw], MAX_MESSAGES], Annotated[list[Raw], MAX_TOOLS]
+_COUNTED_BYTES = 2048
+"""Shorter lists can't exceed the bounds, and counting costs a call a few microseconds."""
 Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
 Logprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 
@@ -66,7 +70,6 @@ class RequestParams(msgspec.Struct):
     metadata: dict[str, Any] | None = None
     seed: Seed | None = None
     stop: str | Annotated[list[str], MAX_STOPS] | None = None
-    tools: Annotated[list[Raw], MAX_TOOLS] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -117,8 +120,8 @@ class Answer:
         """Return the reply for the client, with all choices or with one of them, as its event holds it."""
         if self._body:
             return self._body  # with one choice, the client and the event get the same
-        chosen = self.choices if only is None else [only]
-        body = _encode({**self.fields, "choices": [c.fields for c in chosen]})
+        choices = self.choices if only is None else [only]
+        body = _encode({**self.fields, "choices": [c.fields for c in choices]})
         if len(self.choices) == 1:
             self._body = body
         return body
@@ -182,16 +185,28 @@ class Call:
         tools, tool_choice = fields.get("tools"), fields.get("tool_choice")
         if tools is None or is_null(tools):
             return ""
-        chosen = msgspec.json.decode(tool_choice) if tool_choice is not None else None
-        if isinstance(chosen, dict) or chosen == "required":
+        asked = msgspec.json.decode(tool_choice) if tool_choice is not None else None
+        if isinstance(asked, dict) or asked == "required":
             return "all"
-        return "tool_calls" if chosen != "none" and _STRICT.search(bytes(tools)) else ""
+        return "tool_calls" if asked != "none" and _STRICT.search(bytes(tools)) else ""
 
 
 def read_fields(body: bytes, kind: type[_P]) -> tuple[Fields, _P]:
     """Decode a request: all its fields, and those that the gateway uses. Raises a 400 `ApiError` if it is invalid."""
-    params = read_body(body, kind)
-    return _fields_decoder.decode(body), params
+    params, fields = read_body(body, kind), _fields_decoder.decode(body)
+    for name, list_type in (("messages", _Messages), ("tools", _Tools)):
+        raw = fields.get(name)
+        if raw is not None and memoryview(raw).nbytes > _COUNTED_BYTES:
+            _check_length(name, raw, list_type)
+    return fields, params
+
+
+def _check_length(name: str, raw: msgspec.Raw, list_type: Any) -> None:
+    try:
+        msgspec.json.decode(raw, type=list_type)
+    except msgspec.ValidationError as error:
+        message = f"The body is not valid: {error} - at `$.{name}`."
+        raise ApiError(400, "invalid_body", message, param=name) from error
 
 
 def is_null(raw: msgspec.Raw | None) -> bool:

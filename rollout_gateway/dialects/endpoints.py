@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
 from rollout_gateway.dialects.calls import (
     MAX_CHOICES,
-    MAX_MESSAGES,
     Answer,
     Call,
     Fields,
@@ -69,7 +68,7 @@ class Dialect(ABC):
         """Join the parts of a stream to the content of a whole choice."""
 
     @abstractmethod
-    def join_logprobs(self, kept: list[Raw]) -> Raw:
+    def join_logprobs(self, parts: list[Raw]) -> Raw:
         """Join the `logprobs` of a stream's chunks to those of a whole choice."""
 
     def is_empty(self, piece: Raw | None) -> bool:
@@ -149,7 +148,7 @@ class Dialect(ABC):
 
 
 class _ChatParams(RequestParams, kw_only=True):
-    messages: Annotated[list[Raw], MAX_MESSAGES]
+    messages: Raw
     top_logprobs: Logprobs | None = None
 
 
@@ -240,9 +239,9 @@ class ChatDialect(Dialect):
             message["tool_calls"] = [tools[i] for i in sorted(tools)]
         return Raw(_encode(message))
 
-    def join_logprobs(self, kept: list[Raw]) -> Raw:
+    def join_logprobs(self, parts: list[Raw]) -> Raw:
         content: list[Any] = []
-        for raw in kept:
+        for raw in parts:
             content += msgspec.json.decode(raw).get("content") or []
         return Raw(_encode({"content": content}))
 
@@ -299,9 +298,9 @@ class CompletionDialect(Dialect):
     def join(self, pieces: list[Raw]) -> Raw:
         return Raw(_encode("".join(map(decode_text, pieces))))
 
-    def join_logprobs(self, kept: list[Raw]) -> Raw:
+    def join_logprobs(self, parts: list[Raw]) -> Raw:
         whole: dict[str, list[Any]] = {}
-        for raw in kept:
+        for raw in parts:
             for name, values in msgspec.json.decode(raw).items():
                 whole.setdefault(name, []).extend(values or ())
         return Raw(_encode(whole))

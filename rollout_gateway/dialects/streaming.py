@@ -6,7 +6,7 @@ client that acts on the end of a reply can rely on its record.
 Nearly every chunk of a chat completion holds one more token's text and has the same shape. A pattern matches such a
 chunk as a whole. The gateway's own fields are cut out, and the values are kept as JSON and decoded together at the
 end. Any other chunk is decoded (`_decode`). Both ways lead to the same record. If each HTTP chunk holds exactly one
-such event, the event is taken together with its HTTP framing (`cut`), and neither side's HTTP has to parse it."""
+such event, the event is taken with its HTTP framing (`take_framed`), and neither side's HTTP has to parse it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class StreamCapture:
         self._usage: Raw | None = None
         self._choices: dict[int, _Choice] = {}
         self._finished = 0
-        self._held: list[bytes] = []
+        self._last_events: list[bytes] = []
         self.ended = False
         """`[DONE]` has come."""
         self.error: StreamError | None = None
@@ -96,9 +96,9 @@ class StreamCapture:
             and not call.params.wants_logprobs
             and not call.params.return_token_ids
         )
-        """Chunks may be cut instead of decoded, because the client gets neither ids nor logprobs."""
-        self._cut: list[tuple[bytes, ...]] = []
-        """JSON of content, logprob and token id of the chunks that were cut and not decoded yet."""
+        """Chunks may be taken undecoded, because the client gets neither ids nor logprobs."""
+        self._undecoded: list[tuple[bytes, ...]] = []
+        """JSON of content, logprob and token id of the chunks that were taken undecoded."""
 
     @property
     def server_failed(self) -> bool:
@@ -106,9 +106,9 @@ class StreamCapture:
         return self.error is not None and self.error.code >= 500
 
     @property
-    def held(self) -> bytes:
+    def last_events(self) -> bytes:
         """The held-back chunks, which the client gets once the exchange is on the log."""
-        return b"".join(self._held)
+        return b"".join(self._last_events)
 
     def take(self, data: bytes) -> bytes:
         """Read what arrived. Returns what the client gets of it now. Raises `msgspec.DecodeError` for an invalid
@@ -126,7 +126,7 @@ class StreamCapture:
             start = end + 2
         return out[0] if len(out) == 1 else b"".join(out)
 
-    def cut(self, data: bytes) -> tuple[int, bytes]:
+    def take_framed(self, data: bytes) -> tuple[int, bytes]:
         """Read the events of the usual shape at the start of `data`, which begins with a chunk in chunked coding.
 
         Returns how many bytes they take, and what the client gets of them, in chunked coding too. The rest is for
@@ -140,7 +140,7 @@ class StreamCapture:
             end = piece.end()
             if int(size, 16) != end - at - len(size) - 4:  # the chunk does not hold exactly one event
                 break
-            self._cut.append((content, logprob, token))
+            self._undecoded.append((content, logprob, token))
             out.append(b"%x\r\ndata: %b%b\r\n" % (len(shown) + _ADDED, shown, _TAIL))
             at = end
         if out and not self.first_token_at:
@@ -151,7 +151,7 @@ class StreamCapture:
         if self._plain and self._top and not self._finished:
             piece = _PIECE.fullmatch(data, start, end)
             if piece is not None:
-                self._cut.append(piece.group(2, 3, 4))
+                self._undecoded.append(piece.group(2, 3, 4))
                 if not self.first_token_at:
                     self.first_token_at = now_us()
                 out.append(b"data: %b%b" % (piece[1], _TAIL))
@@ -166,14 +166,14 @@ class StreamCapture:
         self._flush()
         shown = self._decode(payload)
         if shown is not None:
-            (self._held if self._finished >= self._expected else out).append(b"data: %b\n\n" % shown)
+            (self._last_events if self._finished >= self._expected else out).append(b"data: %b\n\n" % shown)
 
     def _flush(self) -> None:
-        """Decode the values that were cut out."""
-        if not self._cut:
+        """Decode the values that were taken undecoded."""
+        if not self._undecoded:
             return
-        contents, logprobs, tokens = zip(*self._cut, strict=True)
-        self._cut.clear()
+        contents, logprobs, tokens = zip(*self._undecoded, strict=True)
+        self._undecoded.clear()
         state = self._choices.setdefault(0, _Choice())
         state.ids += array("i", map(int, tokens)).tobytes()
         state.logprobs += array("f", map(float, logprobs)).tobytes()

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import inspect
 
 from pipeline.events.types import MAX_NUMBER
 from rollout_gateway.http.errors import ApiError
@@ -19,7 +18,6 @@ _T = TypeVar("_T")
 _WHERE = re.compile(r"`\$\.([^`]*)`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]*)`")
 _CONSTANT = re.compile(rb"NaN|Infinity")
-_STEP = re.compile(r"\.(\w+)|\[([^\]]*)\]")
 
 
 def read_body(body: bytes, kind: type[_T]) -> _T:
@@ -31,8 +29,7 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
     except msgspec.ValidationError as error:
         where, field = _WHERE.search(str(error)), _FIELD.search(str(error))
         param = ".".join(match[1] for match in (where, field) if match) or None
-        hint = _allowed(kind, where[1]) if where and "enum value" in str(error) else ""
-        raise ApiError(400, "invalid_body", f"The body is not valid: {error}{hint}.", param=param) from error
+        raise ApiError(400, "invalid_body", f"The body is not valid: {error}.", param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if path := _not_finite(body):
             message = (
@@ -74,25 +71,3 @@ def _numbers(value: Any) -> Iterator[tuple[str, float]]:
             waiting += [(f"{path}.{name}", inner) for name, inner in reversed(value.items())]
         elif isinstance(value, list | tuple):
             waiting += [(f"{path}[{at}]", value[at]) for at in reversed(range(len(value)))]
-
-
-def _allowed(kind: Any, path: str) -> str:
-    """Return the end of an error: the values that the field at `path` may have; empty if they are not known."""
-    field_kind = _without_none(inspect.type_info(kind))
-    for name, _ in _STEP.findall(f".{path}"):
-        match field_kind:
-            case inspect.StructType(fields=fields):
-                field_kind = next((field.type for field in fields if field.encode_name == name), field_kind)
-            case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item):
-                field_kind = item
-        field_kind = _without_none(field_kind)
-    if not isinstance(field_kind, inspect.LiteralType):
-        return ""
-    return f"; it must be one of {', '.join(map(repr, field_kind.values))}"
-
-
-def _without_none(kind: inspect.Type) -> inspect.Type:
-    """Return the other type of an optional field."""
-    if isinstance(kind, inspect.UnionType):
-        return next((t for t in kind.types if not isinstance(t, inspect.NoneType)), kind)
-    return kind

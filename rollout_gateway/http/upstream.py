@@ -104,7 +104,7 @@ class Upstream:
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
-    def _head(self, method: str, path: str, length: int, headers: bytes) -> bytes:
+    def _head(self, method: str, path: str, length: int) -> bytes:
         start = self._heads.get((method, path))
         if start is None:
             start = b"%b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n%b" % (
@@ -112,7 +112,7 @@ class Upstream:
             )  # fmt: skip
             if len(self._heads) < _HEADS:
                 self._heads[method, path] = start
-        return b"%bContent-Length: %d\r\n%b\r\n" % (start, length, headers)
+        return b"%bContent-Length: %d\r\n\r\n" % (start, length)
 
     async def request(
         self,
@@ -120,15 +120,14 @@ class Upstream:
         path: str,
         body: bytes = b"",
         *,
-        headers: bytes = b"",
         timeout_s: float = 300.0,
     ) -> UpstreamReply:
         """Send a request and wait for the head of its reply, which must be complete within `timeout_s` seconds.
 
-        `headers` are further header lines, each ended by CRLF. If the caller is cancelled, the connection is closed,
+        If the caller is cancelled, the connection is closed,
         which tells the server to stop. Raises `UpstreamError`. Unless it is `answered`, the request may be sent
         again."""
-        data = self._head(method, path, len(body), headers) + body
+        data = self._head(method, path, len(body)) + body
         if self._timer is None:
             self._timer = self._loop.call_later(_TIMEOUT_CHECK_S, self._check_timeouts)
         sent = False

@@ -47,9 +47,7 @@ class AdapterFiles:
         """Return whether `path`, from which a server has loaded an adapter, belongs to the published adapter."""
         return Path(path).name == self.path(event.version, event.adapter_sha256).name
 
-    async def ensure(
-        self, version: str, name: str, sha256: str, files: Mapping[str, str] | None = None
-    ) -> Path:
+    async def ensure(self, version: str, name: str, sha256: str, files: Mapping[str, str]) -> Path:
         """Return the folder of an adapter. Download and unpack the adapter if the folder is missing or was changed.
 
         `name`: the object's name in the object store; `sha256`: of the object; `files`: the SHA-256 of each file by
@@ -57,7 +55,7 @@ class AdapterFiles:
         path = self.path(version, sha256)
         async with self._locks.setdefault(version, asyncio.Lock()):
             if path.is_dir():
-                if await anyio.to_thread.run_sync(_unchanged, path, files or {}):
+                if await anyio.to_thread.run_sync(_unchanged, path, files):
                     return path
                 log.error("adapter folder was changed; downloading the adapter again", version=version)
                 await anyio.to_thread.run_sync(shutil.rmtree, path)
@@ -81,8 +79,6 @@ class AdapterFiles:
 
 def _unchanged(folder: Path, files: Mapping[str, str]) -> bool:
     """Return whether the folder holds exactly the files of the published adapter. `files`: as in `ensure`."""
-    if not files:  # the event is from an older version of Journeywork, which did not list files
-        return True
     present = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir()}
     # The event lists the training state too, which is not in the archive.
     return present == {n: digest for n, digest in files.items() if n.startswith("adapter_")}

@@ -96,15 +96,12 @@ class ServerController:
         """Sequence of this agent's last `policy.loaded`."""
         self._unloading: dict[str, int] = {}
         """Loaded versions to which gateways send no further calls, with the sequence of their `policy.unloaded`."""
-        self._lost: set[str] = set()
-        """Versions that the server lost although the log says that it has them. A gateway that notices this sends the
-        server no calls until `policy.unloaded` or `policy.loaded` corrects it."""
         self._refused: dict[str, tuple[str, str]] = {}
         """By version that failed a check, the adapter's SHA-256 and the reason."""
         self._record: SamplerRecord | None = None
         """The server's record on the log; `None` if the server is not registered."""
         self._writing = anyio.Lock()
-        self.work = anyio.Event()
+        self.wake = anyio.Event()
         """Set to make `run` load and unload versions now."""
 
     async def run(self) -> None:
@@ -121,7 +118,7 @@ class ServerController:
     async def _control(self) -> None:
         settings = self._config.gateway.replicas
         while True:
-            self.work = anyio.Event()
+            self.wake = anyio.Event()
             try:
                 if not self._up:
                     await self._handshake()
@@ -146,16 +143,15 @@ class ServerController:
                 )
                 pause_s = 1.0
             with anyio.move_on_after(pause_s):
-                await self.work.wait()
+                await self.wake.wait()
 
     # -- the server's record -----------------------------------------------------------------------------------------
 
     async def _register(self) -> None:
         """Write the server's record if it has changed."""
-        sampler = self._config.sampler
         record = SamplerRecord(
             url=self._advertised, models=tuple(self._policies.models), incarnation=self._incarnation,
-            capacity=sampler.capacity, refused=self._refusals(),
+            refused=self._refusals(),
         )  # fmt: skip
         if record != self._record:
             if self._record is None:
@@ -224,14 +220,15 @@ class ServerController:
             if self._incarnation:
                 log.warning("inference server restarted", replica=self.name, incarnation=incarnation)
             self._complete = False
-            for versions in (self.loaded, self._unloading, self._lost):
-                versions.clear()
+            self.loaded.clear()
+            self._unloading.clear()
         self._incarnation, self._checked = incarnation, time.monotonic()
         for version in lost & self.loaded.keys():
             log.warning("the inference server lost an adapter", replica=self.name, version=version)
+            # Until the log says so, gateways that notice it send the server no calls.
+            await self._publish_unloaded(version)
             del self.loaded[version]
             self._unloading.pop(version, None)
-            self._lost.add(version)
         for version, folder in folders.items():
             if version not in self.loaded:
                 await self._adopt(version, folder)
@@ -302,9 +299,6 @@ class ServerController:
                     self._refused[version] = checkpoint.event.adapter_sha256, str(error)
                 else:
                     done = False
-        for version in self._lost - self.loaded.keys():
-            await self._publish_unloaded(version)
-        self._lost.clear()
         return done
 
     async def _unload_replaced(self) -> bool:
@@ -320,8 +314,8 @@ class ServerController:
         return done
 
     async def _make_room(self) -> bool:
-        """If the server holds `vllm.max_loras` adapters, unload the one that was unused longest. A version that a model
-        name resolves to is not unloaded. Return false if there is none to unload yet."""
+        """If the server holds `vllm.max_loras` adapters, unload the oldest version that no call uses. A version that a
+        model name resolves to is not unloaded. Return false if there is none to unload yet."""
         for version in list(self._unloading):
             await self._unload_released(version)
         wanted, gateways = self.wanted(), self._context.gateways
@@ -335,9 +329,7 @@ class ServerController:
                 unused = [v for v in self.loaded if v not in keep and not gateways.in_use(self.name, v)]
                 if not unused:
                     return False
-                await self._begin_unloading(
-                    max(unused, key=lambda v: (gateways.versions_since_use(v), -parse_version(v)[1]))
-                )
+                await self._begin_unloading(min(unused, key=lambda v: parse_version(v)[1]))
             for version in list(self._unloading):
                 if not await self._unload_released(version):
                     return False

@@ -53,12 +53,6 @@ class GatewayRecords:
         once they apply a later event, so ask `have_applied` first."""
         return {version for record in self._records.values() for version in record.serving}
 
-    def versions_since_use(self, version: str) -> int:
-        """Return how many other versions were used since this one was last used, at the gateway that used it most
-        recently. A very large number if no gateway used it in the minute before its record."""
-        ranks = (r.recent.index(version) for r in self._records.values() if version in r.recent)
-        return min(ranks, default=1_000_000)
-
     def in_use(self, replica: str, version: str) -> bool:
         """Return whether a call used the version at the replica when its gateway wrote its record."""
         return any(version in r.in_flight.get(replica, ()) for r in self._records.values())

@@ -74,7 +74,7 @@ async def serve(config: Config, ready: Ready) -> None:
         def wake() -> None:
             """Have versions loaded and unloaded now."""
             for controller in controllers:
-                controller.work.set()
+                controller.wake.set()
 
         cleaner, urls = _FileCleaner(files, loaded_folders), config.vllm.urls
         for url, advertised in zip(urls, config.sampler.advertise or urls, strict=True):

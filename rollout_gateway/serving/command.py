@@ -61,36 +61,29 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(common)
     common.add_argument("--json", action="store_true", help="print the gateway's answer")
     decision = argparse.ArgumentParser(add_help=False, parents=[common])
+    decision.add_argument("--reason", default="", help="it is kept on the log, and `list` shows it")
     decision.add_argument(
-        "--reason", default="", help="reason for the decision; it is kept on the log, and `list` shows it"
+        "--by", default="", help="who decides; with API keys, the key's name is recorded instead"
     )
-    decision.add_argument(
-        "--by",
-        default="",
-        help="who decides; if the gateway has API keys, the name of the key is recorded instead",
-    )
+
+    def command(name: str, help_text: str, *, listing: bool = False) -> argparse.ArgumentParser:
+        return commands.add_parser(name, parents=[common if listing else decision], help=help_text)
+
     version = "exact version, such as support@12"
-    listing = commands.add_parser(
-        "list", parents=[common], help="show the version of each model name, and why"
+    models = command("list", "show the version of each model name, and why", listing=True)
+    models.add_argument("model", nargs="?", help="one model; default: all")
+    command("promote", "route a model name to a version").add_argument("version", help=version)
+    command("pin", "keep serving a version while newer ones are trained").add_argument(
+        "version", help=version
     )
-    listing.add_argument("model", nargs="?", help="one model; default: all")
-    promote = commands.add_parser("promote", parents=[decision], help="route a model name to a version")
-    promote.add_argument("version", help=version)
-    pin = commands.add_parser(
-        "pin", parents=[decision], help="keep serving a version while newer ones are trained"
+    command("rollback", "take back the last decision; again: the one before it").add_argument(
+        "model", help="name of the model"
     )
-    pin.add_argument("version", help=version)
-    rollback = commands.add_parser(
-        "rollback", parents=[decision], help="take back the last decision; again: the one before it"
-    )
-    rollback.add_argument("model", help="name of the model")
-    split = commands.add_parser("split", parents=[decision], help="divide trajectories between two versions")
+    split = command("split", "divide trajectories between two versions")
     split.add_argument("version", help=f"{version}: it gets --percent of the trajectories")
     split.add_argument("other", help="the version that gets the rest")
     split.add_argument("--percent", type=float, required=True, help="from 0 to 100")
-    follow = commands.add_parser(
-        "follow", parents=[decision], help="route a model name to the newest version again"
-    )
+    follow = command("follow", "route a model name to the newest version again")
     follow.add_argument("model", help="name of the model")
     return parser
 

@@ -21,8 +21,6 @@ class SamplerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the models that it serves."""
     incarnation: str
     """Start time of the server's process, which identifies the process."""
-    capacity: float = 1.0
-    """Weight by which conversations are divided among servers."""
     refused: dict[str, str] = {}
     """Versions that failed a check on this server, with the reason."""
 
@@ -37,8 +35,6 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Versions that model names resolve to."""
     wanted: tuple[str, ...] = ()
     """Versions that calls wait for because no server holds them."""
-    recent: tuple[str, ...] = ()
-    """Versions that calls used in the last minute, the latest first, as of the writing of the record."""
     in_flight: dict[str, tuple[str, ...]] = {}
     """For each replica, the versions that calls are using now."""
 

@@ -34,8 +34,6 @@ _BUCKET = streams.FLEET.name
 _WANTED_S = 3.0
 """How long a version is reported as wanted after a call has asked for it. A waiting call asks again after each health
 check."""
-_RECENT_S = 60.0
-"""How long a version is reported as recently used."""
 _decode = msgspec.json.Decoder(SamplerRecord).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -86,7 +84,7 @@ class Membership:
                 and event.replica == replica.name
                 and not replica.up
             ):
-                replica.work.set()  # check it now: it may have loaded again the adapters that it had lost
+                replica.check_now.set()  # check it now: it may have loaded again the adapters that it had lost
         if isinstance(event, PolicyLoaded | PolicyUnloaded):
             self._fleet.use_changed.set()  # the agents wait until this gateway's record shows the event
         self._changed()
@@ -112,15 +110,8 @@ class Membership:
             log.error("record of a sampler agent ignored: it is not valid", key=key, error=str(error))
             return
         registered = self._by_key.get(key)
-        if (
-            registered is not None and registered[0] is not replica
-        ):  # the agent's URL for the server has changed
-            self._remove(key)
-            registered = None
         restarted = replica.incarnation != record.incarnation
-        replica.incarnation, replica.models, replica.capacity = (
-            record.incarnation, record.models, record.capacity
-        )  # fmt: skip
+        replica.incarnation, replica.models = record.incarnation, record.models
         replica.refused = dict(record.refused)
         self._read_loads(replica)
         self._policies.refused = self._fleet.refused()
@@ -131,7 +122,7 @@ class Membership:
             tasks.start_soon(self._check, replica, scope)
         elif restarted:
             replica.up = replica.ready = False
-            replica.work.set()
+            replica.check_now.set()
         self._changed()
 
     def _remove(self, key: str) -> None:
@@ -152,7 +143,7 @@ class Membership:
         """Check a replica's health until `scope` is cancelled."""
         with scope:
             while True:
-                replica.work.clear()
+                replica.check_now.clear()
                 try:
                     if replica.up:
                         await server_state.check_health(replica.upstream)
@@ -166,7 +157,7 @@ class Membership:
                     pause_s = self._settings.health_retry_s
                 self._changed()
                 with anyio.move_on_after(pause_s):
-                    await replica.work.wait()
+                    await replica.check_now.wait()
 
     async def _handshake(self, replica: Replica) -> None:
         """Mark the replica ready if the server is healthy, is the process that its agent registered, and holds the
@@ -205,11 +196,9 @@ class Membership:
     def _record(self) -> GatewayRecord:
         fleet, now = self._fleet, time.monotonic()
         fleet.wanted = {v: at for v, at in fleet.wanted.items() if now - at < _WANTED_S}
-        fleet.used = {v: at for v, at in fleet.used.items() if now - at < _RECENT_S}
         return GatewayRecord(
             policy_seq=self._policies.next_seq - 1,
             serving=self._router.serving(),
             wanted=tuple(sorted(fleet.wanted, key=lambda v: -fleet.wanted[v])),
-            recent=tuple(sorted(fleet.used, key=lambda v: -fleet.used[v])),
             in_flight={r.name: tuple(r.in_flight) for r in fleet.replicas if r.in_flight},
         )

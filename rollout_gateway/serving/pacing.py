@@ -41,9 +41,7 @@ class _Model:
         """By group, the stream time of the checkpoint or discard in microseconds."""
         self.last_seq = 0
         """Stream sequence of the newest admission that was read."""
-        self.reads = 0
-        """Number of reads of the newest admission that have begun."""
-        self.reading = asyncio.Lock()
+        self.was_read = False
         self.admitting = asyncio.Lock()
 
     def apply(self, admitted: Recorded[GroupAdmitted]) -> None:
@@ -92,15 +90,13 @@ class Pacing:
             return 0.0
         state = self._models[model]
         while not self._is_ahead(state, group):
-            if self._is_full(state, owner) or not state.reads:
-                await self._read(model, state)
+            async with state.admitting:
+                if self._is_full(state, owner) or not state.was_read:
+                    await self._read(model, state)
                 if self._is_ahead(state, group):
                     break
                 if self._is_full(state, owner):
                     self._refuse(state, model, group, owner)
-            async with state.admitting:
-                if self._is_ahead(state, group) or self._is_full(state, owner):
-                    continue
                 await self._publish(model, state, group, owner)
                 if group in state.groups:
                     break
@@ -124,13 +120,12 @@ class Pacing:
         self._waiting.setdefault((model, group), time.monotonic())
         if len(self._waiting) > _MAX_WAITING:
             del self._waiting[next(iter(self._waiting))]
-        raise ApiError(
-            429,
-            "groups_ahead",
+        message = (
             f"{len(state.groups)} groups of {model} wait for training, "
             f"{sum(ahead.owner == owner for ahead in state.groups.values())} of them opened with this API key, and "
-            "another one would be stale when it is trained. Try again later.",
+            "another one would be stale when it is trained. Try again later."
         )
+        raise ApiError(429, "groups_ahead", message)
 
     # -- the log ---------------------------------------------------------------------------------------------------
 
@@ -148,15 +143,11 @@ class Pacing:
         await self._read(model, state)
 
     async def _read(self, model: str, state: _Model) -> None:
-        """Read the newest admission. The read begins after this call; callers that wait for it share one."""
-        wanted = state.reads + 1
-        async with state.reading:
-            if state.reads >= wanted:
-                return  # another caller's read began after this call
-            state.reads += 1
-            admitted = await self._broker.read_last(GroupAdmitted, project=self._project, model=model)
-            if admitted is not None:
-                state.apply(admitted)
+        """Read the newest admission."""
+        admitted = await self._broker.read_last(GroupAdmitted, project=self._project, model=model)
+        state.was_read = True
+        if admitted is not None:
+            state.apply(admitted)
 
     def done(self, model: str, groups: tuple[str, ...], at: int) -> None:
         """Stop counting groups that were trained or discarded. `at`: stream time of that event in microseconds."""

@@ -128,10 +128,6 @@ class Policies:
         """Versions whose adapter is about to be deleted. Calls that use them continue; new trajectories and decisions
         can't name them."""
 
-    def out_of_use(self, version: str) -> bool:
-        """Return whether `version` was refused or retired."""
-        return version in self.refused or version in self.retired
-
     def offered(self, version: str) -> bool:
         """Return whether a new trajectory or a decision may name `version`."""
         return self.knows(version) and version not in self.retired

@@ -37,15 +37,13 @@ class Replica:
         """Start time of the server process that the sampler agent registered, which identifies the process."""
         self.models: tuple[str, ...] = ()
         """Names of the models that it serves; empty if it serves all."""
-        self.capacity = 1.0
-        """Share of the conversations that it gets, relative to other replicas."""
         self.refused: dict[str, str] = {}
         """Versions that failed a check here, with the reason."""
         self.loaded: dict[str, str] = {}
         """By loaded version, the SHA-256 of its adapter, according to the log. Base versions have no adapter."""
         self.in_flight: Counter[str] = Counter()
         """Number of calls in flight by version."""
-        self.work = asyncio.Event()
+        self.check_now = asyncio.Event()
         """Set to make `Membership` check the server now."""
         self._hash_key = hashlib.blake2b(self.name.encode(), digest_size=16).digest()
 
@@ -69,17 +67,16 @@ class Replica:
         self.ready = False
         self.up = False
         self.suspected = True
-        self.work.set()
+        self.check_now.set()
 
     def leave(self) -> None:
         """Stop sending calls, because the server's record is gone."""
         self.up = self.ready = self.suspected = False
 
-    def score(self, conversation: bytes) -> float:
-        """Return the score of this replica for a conversation, by weighted rendezvous hashing. The replica with the
-        highest score serves the conversation. All gateways compute the same score; other replicas do not change it."""
-        digest = hashlib.blake2b(conversation, digest_size=8, key=self._hash_key).digest()
-        return -self.capacity / math.log((int.from_bytes(digest, "big") + 1) / (2**64 + 1))
+    def score(self, conversation: bytes) -> bytes:
+        """Return the score of this replica for a conversation, by rendezvous hashing. The replica with the highest
+        score serves the conversation. All gateways compute the same score; other replicas do not change it."""
+        return hashlib.blake2b(conversation, digest_size=8, key=self._hash_key).digest()
 
 
 @dataclass(eq=False, slots=True)
@@ -112,8 +109,6 @@ class Fleet:
         self.wanted: dict[str, float] = {}
         """Versions that calls wait for because no replica serves them, with the time at which a call last asked for it,
         by `time.monotonic`."""
-        self.used: dict[str, float] = {}
-        """Versions with an adapter, with the time of the last call that used it, by `time.monotonic`."""
         self.use_changed = asyncio.Event()
         """Set to make `Membership` write this gateway's record now."""
         self.closing = False
@@ -196,10 +191,6 @@ class Fleet:
             if able:
                 replica = able[0] if len(able) == 1 else prefer(able)
                 replica.in_flight[version] += 1
-                if version in replica.loaded:
-                    if version not in self.used:
-                        self.use_changed.set()
-                    self.used[version] = time.monotonic()
                 return Lease(self, replica, version)
             if self.closing:
                 raise stopping()
@@ -234,8 +225,8 @@ class Fleet:
 
 
 def least_loaded(replicas: list[Replica]) -> Replica:
-    """Return the replica with the fewest calls in flight relative to its capacity."""
-    return min(replicas, key=lambda r: r.load / r.capacity)
+    """Return the replica with the fewest calls in flight."""
+    return min(replicas, key=lambda r: r.load)
 
 
 def replica_of(conversation: str, replicas: list[Replica]) -> Replica:

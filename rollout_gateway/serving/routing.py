@@ -37,12 +37,8 @@ class VersionRouter:
         if model not in self._policies.models and not self._policies.knows(model):
             raise unknown_model(model, self._policies.names(opening.model if opening else ""))
         if opening is not None and self.name(model) != opening.model:
-            raise ApiError(
-                400,
-                "model_mismatch",
-                f"This trajectory was opened for the model {opening.model!r}, not {self.name(model)!r}.",
-                param="model",
-            )
+            message = f"This trajectory was opened for the model {opening.model!r}, not {self.name(model)!r}."
+            raise ApiError(400, "model_mismatch", message, param="model")
 
     def resolve(self, model: str, opening: TrajectoryOpened | None) -> str:
         """Return the exact version that answers a call now.
@@ -60,12 +56,8 @@ class VersionRouter:
         else:
             version = model
         if version in self._policies.refused:
-            raise ApiError(
-                409,
-                "version_refused",
-                f"{version} is not served because its adapter failed a check: {self._policies.refused[version]}.",
-                param="model",
-            )
+            message = f"{version} is not served because its adapter failed a check: {self._policies.refused[version]}."
+            raise ApiError(409, "version_refused", message, param="model")
         return version
 
     def current(self, model: str, trajectory: str = "") -> str:

@@ -12,7 +12,7 @@ _NODE = AGENTS / "node"
 
 
 def compat_bin() -> Path:
-    """The folder with `python`, `node` and `schemathesis`. The first call on a machine takes up to a minute."""
+    """The folder with `python` and `node`. The first call on a machine takes up to a minute."""
     return environment("compat")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
-from rollout_gateway.api import routes
+from rollout_gateway.app import _MODEL_CALLS
 from tests.rollout_gateway.conftest import GatewayProcess
 from tests.rollout_gateway.kit import ASK, exchanges
 
@@ -30,7 +30,7 @@ FIELDS = (
 )  # fmt: skip
 AUTHORIZATIONS = ("", "Bearer", "Bearer jwr-", "Bearer jwr-!!.x", "Basic eA==", "Bearer jwr-AAAA.x")
 URLS = (
-    *routes.MODEL_CALLS, *(f"/t/fuzz{path}" for path in routes.MODEL_CALLS), "/v1/trajectories",
+    *_MODEL_CALLS, *(f"/t/fuzz{path}" for path in _MODEL_CALLS), "/v1/trajectories",
     "/v1/trajectories/fuzz-x/complete", "/v1/groups/g/complete", "/v1/policies/tictactoe/split",
     "/v1/policies/nope/promote", "/v1/trajectories/%00", "/t//v1/chat/completions",
     "/t/%ff/v1/chat/completions", "/v1/models/%2f",

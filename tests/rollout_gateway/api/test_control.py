@@ -1,4 +1,4 @@
-"""The control API: decisions about versions, watching them, groups, lists, metrics, the document."""
+"""The control API: decisions about versions, watching them, groups, metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.events import PolicyPromoted
 from pipeline.log.broker import Broker
-from rollout_gateway.api import openapi, routes
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
 from tests.rollout_gateway.kit import ASK, serves
 
@@ -122,15 +121,12 @@ async def test_versions_can_be_watched(gateway: GatewayProcess, nats_config: Nat
     assert (loaded["version"], loaded["probe_delta"] > 0) == ("tictactoe@1", True)
 
 
-async def test_groups_lists_metrics(gateway: GatewayProcess) -> None:
+async def test_groups_and_metrics(gateway: GatewayProcess) -> None:
     for number in range(3):
         gateway.open(id=f"m{number}", group="g1" if number else "g2")
     gateway.agent(gateway.open(id="m3", group="g1")).chat.completions.create(**ASK)
     get = httpx.Client(base_url=gateway.url)
     with get:
-        listed = get.get("/v1/trajectories", params={"group": "g1", "limit": 2}).json()
-        assert ([t["id"] for t in listed["data"]], listed["has_more"]) == (["m3", "m2"], True)
-        assert get.get("/v1/trajectories", params={"limit": "many"}).status_code == 400
         results = [{"id": f"m{n}", "reward": n / 4} for n in (1, 2, 3)]
         done = get.post("/v1/groups/g1/complete", json={"trajectories": results})
         assert [t["reward"] for t in done.json()["data"]] == [0.25, 0.5, 0.75]
@@ -142,22 +138,4 @@ async def test_groups_lists_metrics(gateway: GatewayProcess) -> None:
         assert "journeywork_replica_ready" in text
         assert get.get("/v1/models/tictactoe@0").json()["id"] == "tictactoe@0"
         assert get.get("/v1/models/nope").status_code == 404
-        assert (
-            get.put("/v1/trajectories").headers["allow"] == "GET, POST"
-            or get.put("/v1/trajectories").headers["allow"] == "POST, GET"
-        )
-        assert get.get("/v1/trajectories?limit=").json()["error"]["param"] == "limit"
-        assert get.get("/openapi.json").json() == json.loads(json.dumps(openapi.document()))
-
-
-def test_the_document_names_every_route() -> None:
-    document = openapi.document()
-    assert {r.path for r in routes.ROUTES} | set(routes.MODEL_CALLS) <= set(document["paths"])
-    assert {"Opening", "Completion", "Decision", "GroupCompletion"} <= set(document["components"]["schemas"])
-    names = [
-        op["operationId"]
-        for path in document["paths"].values()
-        for op in path.values()
-        if "operationId" in op
-    ]
-    assert len(set(names)) == len(names)
+        assert get.put("/v1/trajectories").headers["allow"] == "POST"

@@ -35,7 +35,7 @@ async def test_an_evaluation_is_recorded_once(gateway: GatewayProcess, nats_conf
         reply = post(gateway)
         assert (reply.status_code, reply.json()) == (
             201,
-            {"object": "evaluation", "evaluation": "e-1", "position": 0},
+            {"evaluation": "e-1", "position": 0},
         )
     refused = post(gateway, runs=2)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "request_exists")
@@ -54,15 +54,9 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"at": 1}, 400, "invalid_body"),
     ({"measures": [{"name": "reward"}]}, 400, "invalid_body"),
     ({"evaluation": ""}, 400, "invalid_name"),
-    ({"measures": [{"name": "reward", "mean": 0.5, "low": 0.6}]}, 400, "invalid_body"),
-    ({"measures": [{"name": "reward", "mean": 0.5, "high": 0.4}]}, 400, "invalid_body"),
-    ({"measures": [{"name": "reward", "mean": 0.5, "count": -1}]}, 400, "invalid_body"),
-    ({"measures": [{"name": "reward", "mean": 0.5, "count": 2}]}, 400, "invalid_body"),
-    ({"measures": [{"name": "reward", "mean": 0.5, "difference_low": 0.1}]}, 400, "invalid_body"),
     ({"measures": [{"name": "re\nward", "mean": 0.5}]}, 400, "invalid_name"),
     ({"measures": [{"name": "reward", "mean": 1e300}]}, 400, "invalid_body"),
     ({"tasks": [{"task": "a", "metrics": {"m": 1e308}}]}, 400, "invalid_body"),
-    ({"tasks": [{"task": "a", "attempts": 1, "failed": 2}]}, 400, "invalid_body"),
 ]
 
 

@@ -26,7 +26,7 @@ async def test_labels_are_recorded_once(gateway: GatewayProcess, nats_config: Na
     scores = [{"trajectory": "a", "score": 1, "comment": "right"}, {"trajectory": "b", "score": 0.25}]
     for _ in range(2):
         answer = label(labels=scores, by="me", source="dashboard", request="r1")
-        assert answer.json() == {"group": "g/1", "object": "label", "by": "me", "request": "r1"}
+        assert answer.json() == {"group": "g/1", "by": "me", "request": "r1"}
     other = label(labels=scores[:1], by="me", source="dashboard", request="r1")
     assert (other.status_code, other.json()["error"]["code"]) == (409, "request_exists")
     refused = {

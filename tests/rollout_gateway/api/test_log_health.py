@@ -35,7 +35,7 @@ async def test_a_log_that_takes_no_writes_is_told(
         fleet.add("http://127.0.0.1:1")
         policies, nothing = Policies("p", ["m"]), cast(Any, None)
         routes = ModelRoutes(policies, fleet, VersionRouter(policies, fleet), nothing, nothing, health)
-        request = ControlRequest(nothing, nothing, Access(), [])
+        request = ControlRequest(nothing, Access(), [])
 
         async def told() -> Health:
             return await routes.health(request)

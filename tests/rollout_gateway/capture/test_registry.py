@@ -167,12 +167,12 @@ async def test_the_openings_of_a_keys_runs_take_bounded_memory(nats_config: Nats
         registry = Registry(broker, "test", TOKENS)
         await open_many("alice", 1)
         await open_many("bob", 80)
-        held = [t for t in registry.known() if t.opened.owner == "bob"]
+        held = [t for t in registry._known.values() if t.opened.owner == "bob"]
         assert sum(len(t.opened.metadata) for t in held) <= 64 * 1024 * 1024
         assert len(held) > 60
         assert registry.get("alice0") is not None
         assert registry.get("bob0") is None
         assert (await registry.find("bob0")).opened.owner == "bob"
-        for run in [*registry.known()]:
+        for run in [*registry._known.values()]:
             await registry.complete(run.id, Completion())
         assert not +registry._bytes

@@ -13,15 +13,24 @@ from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.responses import ResponsesTranslation
 from rollout_gateway.http.errors import ApiError
 
-BODY: dict[str, Any] = {"model": "m", "messages": [], "prompt": "x", "input": "x"}
 
-
-@pytest.mark.parametrize("read", [CHAT.read, COMPLETIONS.read, MessagesTranslation, ResponsesTranslation])
+@pytest.mark.parametrize(
+    ("read", "prompt"),
+    [
+        (CHAT.read, {"messages": []}),
+        (COMPLETIONS.read, {"prompt": "x"}),
+        (MessagesTranslation, {"messages": []}),
+        (ResponsesTranslation, {"input": "x"}),
+    ],
+)
 @pytest.mark.parametrize("seed", [b"9" * 5000, b"9223372036854775808", b"1.5", b'"x"'])
-def test_a_seed_must_be_a_64_bit_integer(read: Callable[[bytes], object], seed: bytes) -> None:
-    read(msgspec.json.encode({**BODY, "seed": -(2**63)}))
-    read(msgspec.json.encode({**BODY, "seed": None}))
+def test_a_seed_must_be_a_64_bit_integer(
+    read: Callable[[bytes], object], prompt: dict[str, Any], seed: bytes
+) -> None:
+    body = {"model": "m", **prompt}
+    read(msgspec.json.encode({**body, "seed": -(2**63)}))
+    read(msgspec.json.encode({**body, "seed": None}))
     with pytest.raises(ApiError) as refused:
-        read(msgspec.json.encode({**BODY, "seed": msgspec.Raw(seed)}))
+        read(msgspec.json.encode({**body, "seed": msgspec.Raw(seed)}))
     error = refused.value
     assert (error.status, error.code, error.param) == (400, "invalid_body", "seed")

@@ -185,7 +185,7 @@ def test_what_multiplies_a_calls_work_is_bounded(path: str, body: Any, param: st
 def test_each_field_of_the_official_clients_is_known() -> None:
     refused = {
         "/v1/messages": {"container", "mcp_servers", "fallbacks", "compaction", "thread", "betas"},
-        "/v1/responses": {"background", "conversation", "previous_response_id", "prompt", "top_logprobs"},
+        "/v1/responses": {"conversation", "prompt", "top_logprobs"},
     }
     for path, parameters in (
         ("/v1/messages", anthropic.types.message_create_params.MessageCreateParamsBase),

@@ -43,7 +43,7 @@ def captured(data: bytes, size: int, *, cut: bool) -> tuple[Any, ...]:
     assert capture._plain
     capture._plain = cut
     seen = b"".join([capture.take(data[i : i + size]) for i in range(0, len(data), size)])
-    return read(capture, seen + capture.held)
+    return read(capture, seen + capture.last_events)
 
 
 def captured_with_frames(arriving: Iterable[bytes]) -> tuple[tuple[Any, ...], int]:
@@ -53,13 +53,13 @@ def captured_with_frames(arriving: Iterable[bytes]) -> tuple[tuple[Any, ...], in
 
     def cutter(data: bytes) -> int:
         nonlocal cut
-        taken, shown = capture.cut(data)
+        taken, shown = capture.take_framed(data)
         cut += taken
         seen.append(unframed(shown))
         return taken
 
     piped([*arriving, END], lambda data: seen.append(capture.take(data)), cutter)
-    return read(capture, b"".join(seen) + capture.held), cut
+    return read(capture, b"".join(seen) + capture.last_events), cut
 
 
 def read(capture: StreamCapture, seen: bytes) -> tuple[Any, ...]:
@@ -145,5 +145,5 @@ def test_a_frame_whose_size_is_wrong_is_left_to_the_parser() -> None:
     capture.take(first + b"\n\n")
     good = framed(second + b"\n\n")
     size, _, rest = good.partition(b"\r\n")
-    assert capture.cut(b"%x\r\n%b" % (int(size, 16) + 1, rest)) == (0, b"")
-    assert capture.cut(good)[0] == len(good)
+    assert capture.take_framed(b"%x\r\n%b" % (int(size, 16) + 1, rest)) == (0, b"")
+    assert capture.take_framed(good)[0] == len(good)

@@ -47,16 +47,3 @@ def test_an_invalid_body_says_where(body: bytes, code: str, param: str | None) -
     with pytest.raises(ApiError) as refused:
         read_body(body, Body)
     assert (refused.value.status, refused.value.code, refused.value.param) == (400, code, param)
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        (b'{"model": "m", "outcome": "failed"}', "`$.outcome`; it must be one of 'masked', 'scored'."),
-        (b'{"model": "m", "parts": [{}, {"kind": "c"}]}', "`$.parts[1].kind`; it must be one of 'a', 'b'."),
-    ],
-)
-def test_a_value_that_is_not_one_of_a_few_is_told_with_those(body: bytes, said: str) -> None:
-    with pytest.raises(ApiError) as refused:
-        read_body(body, Body)
-    assert refused.value.message.endswith(said)

@@ -109,14 +109,13 @@ async def test_where_none_is_up_the_wait_ends(nats_config: NatsConfig, tmp_path:
         assert (await gateway.call())[0] == 200
 
 
-async def test_conversations_are_shared_by_capacity_and_move_only_with_their_replica() -> None:
+async def test_conversations_are_shared_and_move_only_with_their_replica() -> None:
     replicas = [Replica(f"http://127.0.0.1:{port}") for port in (1, 2, 3)]
-    replicas[2].capacity = 2.0
     conversations = [f"t-{n}" for n in range(4000)]
     before = {c: replica_of(c, replicas).name for c in conversations}
-    # Four standard deviations of a share of a quarter and of a half.
+    # More than four standard deviations of a share of a third.
     share = Counter(before.values())
-    assert all(abs(share[r.name] - 1000 * r.capacity) < 130 for r in replicas)
+    assert all(abs(share[r.name] - 4000 / 3) < 130 for r in replicas)
     after = {c: replica_of(c, replicas[1:]).name for c in conversations}
     assert all(after[c] == name for c, name in before.items() if name != replicas[0].name)
     assert {replica_of(c, list(reversed(replicas))).name == before[c] for c in conversations} == {True}
