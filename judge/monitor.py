@@ -2,9 +2,8 @@
 again.
 
 A judge that drifts trains the policy towards its own error, and the rewards rise while it does. The anchors are
-groups with known rewards; a Kendall tau below `judge.anchors.min_tau` is an alarm. All measurements are in
-`judge.json` in the run directory, and on the log as `group.measured`, where SQL can compare them with what was
-trained meanwhile.
+groups with known rewards; a Kendall tau below `judge.anchors.min_tau` is an alarm. All measurements are on the log
+as `group.measured`, where SQL can compare them with what was trained meanwhile.
 """
 
 from __future__ import annotations
@@ -12,36 +11,31 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import anyio
-import msgspec
 
 from judge.labelled import LabelledGroup, measure_agreement
 from judge.ruler.ruler import JudgingError, LlmRuler
 from pipeline.config import JudgeConfig
-from pipeline.events import JudgeMeasured, now_us
-from pipeline.files import write_whole
+from pipeline.events import JudgeMeasured
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.monitor")
 
-_WRITE_S = 5.0
+_CHECK_S = 5.0
 _PUBLISH_S = 60.0
 """Least time between two events about the groups of one ruler."""
-_MAX_ANCHOR_RUNS = 200
 
 Publish = Callable[[JudgeMeasured], Awaitable[object]]
 
 
 class JudgeMonitor:
-    """Writes `judge.json`, publishes `group.measured`, and judges the anchors."""
+    """Publishes `group.measured` and judges the anchors."""
 
     def __init__(
         self,
         config: JudgeConfig,
-        path: Path,
         rulers: Mapping[str, LlmRuler],
         anchors: Sequence[LabelledGroup],
         publish: Publish,
@@ -51,11 +45,10 @@ class JudgeMonitor:
     ) -> None:
         """`rulers` by the name of their reward (`""` for the default one); `judge` is the judge configuration's
         hash."""
-        self._config, self._path, self._rulers, self._anchors = config, path, rulers, anchors
+        self._config, self._rulers, self._anchors = config, rulers, anchors
         self._publish, self._project, self._judge = publish, project, judge
         self._published: dict[str, tuple[int, int, float]] = {}
         """For each ruler, the numbers of passes and failed passes in its last event, and that event's time."""
-        self.anchor_runs: list[dict[str, Any]] = []
 
     async def run(self) -> None:
         """Measure until cancelled."""
@@ -64,9 +57,8 @@ class JudgeMonitor:
                 tg.start_soon(self._judge_anchors)
             try:
                 while True:
-                    self.write()
                     await self.publish(_PUBLISH_S)
-                    await anyio.sleep(_WRITE_S)
+                    await anyio.sleep(_CHECK_S)
             finally:
                 with anyio.move_on_after(2, shield=True):
                     await self.publish()
@@ -100,30 +92,10 @@ class JudgeMonitor:
             "rubric_hash": ruler.rubric.hash,
         }
 
-    def write(self) -> None:
-        """Replace `judge.json` atomically."""
-        rulers = {
-            name or "default": {
-                "rubric": ruler.rubric.name,
-                "rubric_hash": ruler.rubric.hash,
-                **ruler.statistics.as_dict(),
-            }
-            for name, ruler in self._rulers.items()
-        }
-        state = {
-            "at": now_us(),
-            "model": self._config.model,
-            "alarm": bool(self.anchor_runs and self.anchor_runs[-1]["alarm"]),
-            "rulers": rulers,
-            "anchors": self.anchor_runs,
-        }
-        write_whole(self._path, msgspec.json.encode(state))
-
     async def _judge_anchors(self) -> None:
         while True:
             for name, ruler in self._rulers.items():
                 await self.check_anchors(name, ruler)
-            self.write()
             await anyio.sleep(self._config.anchors.every_s)
 
     async def check_anchors(self, name: str, ruler: LlmRuler) -> None:
@@ -140,8 +112,6 @@ class JudgeMonitor:
         found = measure_agreement(pairs)
         alarm = not pairs or found.kendall_tau < self._config.anchors.min_tau
         measured = {**asdict(found), "failed": failed, "alarm": alarm}
-        self.anchor_runs.append({"at": now_us(), "ruler": name or "default", **measured})
-        del self.anchor_runs[:-_MAX_ANCHOR_RUNS]
         if not pairs:
             measured |= {"kendall_tau": None, "sign_flips": None, "pairwise_accuracy": None}
         await self._publish(JudgeMeasured(**self._identity(name, ruler), **measured, kind="anchors"))

@@ -80,7 +80,6 @@ def judge_hash(config: JudgeConfig) -> str:
             "fallbacks": config.fallbacks,
             "rubrics": [load_rubric(rubric).hash for rubric in rubrics],
             "judgings": config.passes,
-            "agreement": config.agreement,
             "temperature": config.request.temperature,
             "context_tokens": config.context_tokens,
             "params": scoring_params(config),

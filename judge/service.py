@@ -81,15 +81,13 @@ async def serve(config: Config, ready: Ready) -> None:
         broker.consume("judge") as completions,
         broker.consume("judge-timers") as timers,
     ):
-        number = process_number()
         # One process per machine scores the anchors, because they measure the judge model, not the process.
-        file = config.judge.anchors.file if number == 1 else ""
+        file = config.judge.anchors.file if process_number() == 1 else ""
         anchors = read_labelled(Path(file)) if file else []
-        path = config.path("judge.json" if number == 1 else f"judge-{number}.json")
         async with anyio.create_task_group() as tg:
             if composer is not None:
                 monitor = JudgeMonitor(
-                    config.judge, path, composer.rulers, anchors, broker.publish,
+                    config.judge, composer.rulers, anchors, broker.publish,
                     project=config.project, judge=judge_id,
                 )  # fmt: skip
                 tg.start_soon(monitor.run)

@@ -1,8 +1,7 @@
 """From several judge passes over a group to one score per trajectory, without the judge's position bias.
 
 A judge that favours a position in the list favours another trajectory when the order changes. `PositionBias`
-estimates the effect of each position from all groups judged so far; `aggregate` subtracts it and averages. Passes
-over overlapping subsets are aligned by the trajectories they share (least squares with one offset per pass).
+estimates the effect of each position from all groups judged so far; `aggregate` subtracts it and averages.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ _RIDGE = 2.0
 """Regularisation towards no position effect, in units of groups judged twice."""
 _DECAY = 0.995
 """Factor on a group's weight for each later group: the estimate follows about the last 200 groups."""
-_OFFSET_RIDGE = 0.05
 
 Vector = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class JudgePass:
-    """Scores of one pass over a group, or over a subset of a long one, in the order in which the judge saw them."""
+    """Scores of one pass over a group, in the order in which the judge saw them."""
 
     order: tuple[str, ...]
     scores: Mapping[str, float]
@@ -85,11 +83,11 @@ class PositionBias:
         if n not in self._sums:
             return np.zeros(n)
         a, b, squares, count = self._sums[n]
-        found = np.linalg.solve(a + _RIDGE * np.eye(n), b)
-        found = found - found.mean()
-        noise = max(squares - 2 * float(b @ found) + float(found @ a @ found), 0.0) / max(count - n + 1, 1.0)
+        raw = np.linalg.solve(a + _RIDGE * np.eye(n), b)
+        raw = raw - raw.mean()
+        noise = max(squares - 2 * float(b @ raw) + float(raw @ a @ raw), 0.0) / max(count - n + 1, 1.0)
         error = noise / (np.diag(a) + _RIDGE)
-        shrunk = found * np.maximum(0.0, 1.0 - error / np.maximum(found**2, 1e-12))
+        shrunk = raw * np.maximum(0.0, 1.0 - error / np.maximum(raw**2, 1e-12))
         return np.asarray(shrunk - shrunk.mean())
 
     def first_position(self) -> float:
@@ -102,55 +100,14 @@ class PositionBias:
         )
 
 
-def aggregate(passes: Sequence[JudgePass], bias: PositionBias | None = None) -> dict[str, float]:
-    """Return one score in 0..1 for each trajectory of any pass, without the effects of positions and of passes."""
-    names = list(dict.fromkeys(n for p in passes for n in p.order))
-    corrected = [_corrected(p, bias) for p in passes]
-    if all(len(c) == len(names) for c in corrected):
-        found = {n: float(np.mean([c[n] for c in corrected])) for n in names}
-    else:
-        found = _aligned(names, corrected)
-    return {n: min(max(s, 0.0), 1.0) for n, s in found.items()}
-
-
-def _corrected(judged: JudgePass, bias: PositionBias | None) -> dict[str, float]:
-    effects = bias.effects(len(judged.order)) if bias is not None else np.zeros(len(judged.order))
-    return {
-        name: judged.scores[name] - float(effect) for name, effect in zip(judged.order, effects, strict=True)
-    }
-
-
-def _aligned(names: Sequence[str], passes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Solve score = trajectory + pass by least squares. A ridge on the offsets keeps passes that share no trajectory
-    solvable."""
-    index = {n: i for i, n in enumerate(names)}
-    scored = [(number, name, score) for number, judged in enumerate(passes) for name, score in judged.items()]
-    rows = np.zeros((len(scored) + len(passes), len(names) + len(passes)))
-    values = np.zeros(len(rows))
-    for row, (number, name, score) in enumerate(scored):
-        rows[row, index[name]] = rows[row, len(names) + number] = 1.0
-        values[row] = score
-    for number in range(len(passes)):
-        rows[len(scored) + number, len(names) + number] = _OFFSET_RIDGE
-    solution = np.linalg.lstsq(rows, values, rcond=None)[0]
-    found = {n: float(solution[i]) for n, i in index.items()}
-    # The offsets may move scores out of 0..1. Shifting and scaling all of them keeps their order, which clamping
-    # would not.
-    low = min(0.0, *found.values())
-    high = max(1.0, *(v - low for v in found.values()))
-    return {n: (v - low) / high for n, v in found.items()}
-
-
-def any_two_agree(passes: Sequence[JudgePass], tolerance: float, bias: PositionBias | None = None) -> bool:
-    """Return whether the scores of any two passes differ by at most `tolerance` on average (mean absolute
-    difference)."""
-    found = [_corrected(p, bias) for p in passes]
-    return any(_difference(a, b) <= tolerance for i, a in enumerate(found) for b in found[i + 1 :])
-
-
-def _difference(a: Mapping[str, float], b: Mapping[str, float]) -> float:
-    shared = a.keys() & b.keys()
-    return sum(abs(a[n] - b[n]) for n in shared) / len(shared) if shared else 0.0
+def aggregate(passes: Sequence[JudgePass], bias: PositionBias) -> dict[str, float]:
+    """Return the mean score in 0..1 of each trajectory, without the effects of positions."""
+    effects = bias.effects(len(passes[0].order))
+    sums = dict.fromkeys(passes[0].order, 0.0)
+    for judged in passes:
+        for name, effect in zip(judged.order, effects, strict=True):
+            sums[name] += judged.scores[name] - float(effect)
+    return {name: min(max(total / len(passes), 0.0), 1.0) for name, total in sums.items()}
 
 
 def pairwise_agreement(a: Mapping[str, float], b: Mapping[str, float]) -> float | None:

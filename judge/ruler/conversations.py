@@ -21,8 +21,6 @@ import msgspec
 from pipeline.events import ExchangeRecorded
 
 Message = dict[str, Any]
-Position = tuple[int, int]
-"""Index of a conversation, and of a message in it."""
 _PROMPT = "prompt"
 """Role under which a plain completion's prompt is shown."""
 _raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -38,9 +36,6 @@ class Conversation:
     calls: str = ""
     """The model calls of the trajectory that it holds, counted from 1: `calls 1 to 3`, or `call 2, choice 2 of call
     2`."""
-    origins: tuple[Position | None, ...] = ()
-    """For each message, where an earlier conversation holds it already; `None` for a new message. Empty if all are
-    new."""
 
 
 @dataclass(frozen=True)
@@ -56,33 +51,29 @@ class _OpenConversation:
     choice: int
     messages: list[Message] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
-    origins: list[Position | None] = field(default_factory=list)
     tools: tuple[dict[str, Any], ...] = ()
     calls: list[int] = field(default_factory=list)
     partial: int = 0
     """Messages at the end from a reply that broke off: the agent may have continued without them."""
-    indexed: int = 0
-    """Messages that the builder's index of new messages covers."""
 
     def firm(self) -> int:
         """Return the number of messages without the partial ones."""
         return len(self.messages) - self.partial
 
-    def add(self, messages: Sequence[_Keyed], origins: Sequence[Position | None] = ()) -> None:
+    def add(self, messages: Sequence[_Keyed]) -> None:
         self.messages += [m.message for m in messages]
         self.keys += [m.key for m in messages]
-        self.origins += origins or [None] * len(messages)
 
     def drop_partial(self) -> None:
-        kept = self.firm()
-        del self.messages[kept:], self.keys[kept:], self.origins[kept:]
+        firm = self.firm()
+        del self.messages[firm:], self.keys[firm:]
         self.partial = 0
 
     def close(self, calls_with_choices: set[int]) -> Conversation:
         calls = f"call{'s' if len(self.calls) > 1 else ''} {_ranges(sorted(self.calls))}"
         if self.calls[0] in calls_with_choices:
             calls += f", choice {self.choice + 1} of call {self.calls[0] + 1}"
-        return Conversation(tuple(self.messages), self.tools, calls, tuple(self.origins))
+        return Conversation(tuple(self.messages), self.tools, calls)
 
 
 def build_conversations(exchanges: Iterable[ExchangeRecorded]) -> tuple[tuple[Conversation, ...], int]:
@@ -110,8 +101,6 @@ class _ConversationBuilder:
     def __init__(self) -> None:
         self.conversations: list[_OpenConversation] = []
         self._decoded: dict[bytes, _Keyed] = {}
-        self._first: dict[int, Position] = {}
-        """By the key of a message, the position at which it first appeared."""
 
     def add(self, exchange: ExchangeRecorded) -> int:
         """Add an exchange to the conversation that it continues, or begin a new one. Return the conversation's
@@ -121,7 +110,7 @@ class _ConversationBuilder:
         conversation = self._continued_by(keys)
         if conversation is None:
             conversation = _OpenConversation(len(self.conversations), exchange.choice)
-            conversation.add(request, self._origins(keys))
+            conversation.add(request)
             self.conversations.append(conversation)
         elif conversation.keys != keys[: len(conversation.keys)]:
             conversation.drop_partial()
@@ -131,32 +120,12 @@ class _ConversationBuilder:
         reply = [_Keyed(m, _content_key(m)) for m in _reply_messages(exchange)]
         conversation.add(reply)
         conversation.partial = len(reply) if exchange.status != "complete" else 0
-        self._index(conversation)
         return conversation.number
 
     def _continued_by(self, keys: Sequence[int]) -> _OpenConversation | None:
         """Return the longest conversation with which a request begins."""
         fitting = [c for c in self.conversations if c.keys[: c.firm()] == keys[: c.firm()]]
         return max(fitting, key=_OpenConversation.firm, default=None)
-
-    def _origins(self, keys: Sequence[int]) -> list[Position | None]:
-        """Return where each message of a new conversation occurred before."""
-        out: list[Position | None] = []
-        for key in keys:
-            position = self._first.get(key)
-            if out and (before := out[-1]) is not None:
-                number, after = before[0], before[1] + 1
-                earlier = self.conversations[number]
-                if after < earlier.firm() and earlier.keys[after] == key and earlier.origins[after] is None:
-                    position = (number, after)  # continue the run, even if the message occurred elsewhere too
-            out.append(position)
-        return out
-
-    def _index(self, conversation: _OpenConversation) -> None:
-        for index in range(conversation.indexed, conversation.firm()):
-            if conversation.origins[index] is None:
-                self._first.setdefault(conversation.keys[index], (conversation.number, index))
-        conversation.indexed = conversation.firm()
 
     def _request(self, exchange: ExchangeRecorded) -> tuple[list[_Keyed], tuple[dict[str, Any], ...]]:
         """Return the request's messages and tools. A request repeats the earlier messages, so each one is decoded

@@ -1,8 +1,8 @@
 """The layout of a judge's prompt: text common to the trajectories once, the rest with each trajectory.
 
 In common are the tools and messages with which all of them begin, the beginning of the first message that differs,
-and any long message that occurs more than once. Such a message is then replaced by a reference, with an id drawn for
-the call.
+and any long message of several trajectories. A message that occurs more than once is replaced by a reference, with an
+id drawn for the call: to the common text, or to where the same trajectory has it first.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from judge.ruler.conversations import Conversation, Message
 from judge.ruler.transcripts import Transcript, render_message, render_tools
 
 _MIN_SHARED = 1_000
-"""Characters from which a shared text is worth a reference."""
+"""Characters from which text of several trajectories is shown once."""
 _MIN_REPEATED = 200
-"""Characters from which messages of an earlier conversation are referred to instead of shown again."""
+"""Characters from which a message is shown once in a trajectory."""
 
 Tools = tuple[dict[str, Any], ...]
 
@@ -47,7 +47,9 @@ class PromptLayout:
 class _Segment:
     text: str
     role: str = ""
-    """Set for a message that may be shown in the context instead."""
+    """Empty if the text is no message."""
+    last: bool = False
+    """The last message of a conversation, which is always shown in its place."""
 
 
 def count_shared(conversations: Sequence[Sequence[Message]]) -> int:
@@ -82,15 +84,11 @@ def build_layout(transcripts: Sequence[Transcript], new_id: Callable[[], str]) -
     texts = []
     for conversations, member in zip(members, segments, strict=True):
         several = len(conversations) if len(conversations) > 1 else 0
-        texts.append(
-            tuple(
-                ConversationText(
-                    f"conversation {number} of {several}: {conversation.calls}" if several else "",
-                    "\n".join(_text(s, references) for s in shown),
-                )
-                for number, (conversation, shown) in enumerate(zip(conversations, member, strict=True), 1)
-            )
-        )
+        labels = [
+            f"conversation {number} of {several}: {conversation.calls}" if several else ""
+            for number, conversation in enumerate(conversations, 1)
+        ]
+        texts.append(tuple(map(ConversationText, labels, _texts(member, references, new_id))))
     return PromptLayout("\n".join(context), tuple(texts))
 
 
@@ -127,45 +125,44 @@ def _segments_of(
 
 
 def _messages(conversation: Conversation, start: int, cut: int) -> list[_Segment]:
-    messages, origins = conversation.messages, conversation.origins or (None,) * len(conversation.messages)
-    out: list[_Segment] = []
-    index = start
-    while index < len(messages):
-        message, origin, stop = messages[index], origins[index], index + 1
-        if origin is not None:
-            while stop < len(messages) and origins[stop] == (origin[0], origin[1] + stop - index):
-                stop += 1
-            texts = [render_message(m) for m in messages[index:stop]]
-            if sum(map(len, texts)) >= _MIN_REPEATED:
-                texts = [f"({_span(origin[1], stop - index)} of conversation {origin[0] + 1} again)"]
-            out += [_Segment(t) for t in texts]
-        elif cut and index == start:
+    segments: list[_Segment] = []
+    last = len(conversation.messages) - 1
+    for index, message in enumerate(conversation.messages[start:], start):
+        if cut and index == start:
             rest = render_message({**message, "content": message["content"][cut:]})
-            out.append(_Segment(rest.replace("]", ", continued]", 1)))
+            segments.append(_Segment(rest.replace("]", ", continued]", 1)))
         else:
-            movable = index < len(messages) - 1
-            out.append(_Segment(render_message(message), str(message.get("role", "?")) if movable else ""))
-        index = stop
-    return out
-
-
-def _span(first: int, count: int) -> str:
-    return f"messages {first + 1} to {first + count}" if count > 1 else f"message {first + 1}"
+            segments.append(_Segment(render_message(message), str(message.get("role", "?")), index == last))
+    return segments
 
 
 def _references(members: Sequence[Sequence[Sequence[_Segment]]], new_id: Callable[[], str]) -> dict[str, str]:
-    """Return an id for each long message that occurs more than once, by its text."""
+    """Return an id for each long message that occurs in several trajectories, by its text."""
     counted = Counter(
-        s.text
+        text
         for member in members
-        for shown in member
-        for s in shown
-        if s.role and len(s.text) >= _MIN_SHARED
+        for text in {s.text for shown in member for s in shown if s.role and not s.last}
+        if len(text) >= _MIN_SHARED
     )
-    return {text: new_id() for text, count in counted.items() if count > 1}
+    return {text: new_id() for text, count in sorted(counted.items()) if count > 1}
 
 
-def _text(segment: _Segment, references: dict[str, str]) -> str:
-    if segment.role and segment.text in references:
-        return f"[{segment.role}] (text {references[segment.text]} of the context)"
-    return segment.text
+def _texts(
+    member: Sequence[Sequence[_Segment]], references: dict[str, str], new_id: Callable[[], str]
+) -> list[str]:
+    """Return the text of each conversation of a trajectory, with references to messages that are shown elsewhere."""
+    counted = Counter(s.text for shown in member for s in shown if s.role and len(s.text) >= _MIN_REPEATED)
+    own: dict[str, str] = {}
+
+    def text_of(segment: _Segment) -> str:
+        text, role = segment.text, segment.role
+        if not segment.last and text in references:
+            return f"[{role}] (text {references[text]} of the context)"
+        if not segment.last and text in own:
+            return f"[{role}] (text {own[text]} again)"
+        if counted[text] > 1 and text not in own:
+            own[text] = new_id()
+            return f"[text {own[text]}] {text}"
+        return text
+
+    return ["\n".join(map(text_of, shown)) for shown in member]

@@ -47,82 +47,79 @@ class Document:
     end: int
 
 
-@dataclass
-class _Frame:
-    """An object or list whose end has not been read yet."""
+class _BrokenError(Exception):
+    """A document has a mistake. The scan goes on at `position`, never before it."""
 
-    value: list[Any]
-    expects: str
-    """`key`, `colon`, `value` or `comma` in an object; `item` or `comma` in a list."""
-    key: str = ""
-
-    @classmethod
-    def begin(cls, bracket: str) -> _Frame:
-        return cls(Object(), "key") if bracket == "{" else cls([], "item")
-
-    @property
-    def is_object(self) -> bool:
-        return isinstance(self.value, Object)
-
-    def append(self, value: Any) -> None:
-        self.value.append((self.key, value) if self.is_object else value)
-        self.expects = "comma"
-
-    def accepts_container(self) -> bool:
-        return self.expects in ("value", "item") or (self.expects == "comma" and not self.is_object)
+    def __init__(self, position: int) -> None:
+        super().__init__()
+        self.position = position
 
 
 def scan_documents(text: str) -> Iterator[Document]:
     """Return every outermost object and list in `text` in order, without broken ones."""
     position = 0
     while (opening := _OPENING.search(text, position)) is not None:
-        document, position = _document(text, opening.start())
-        if document is not None:
-            yield document
+        start = opening.start()
+        try:
+            value, position = _container(text, start, 1)
+        except _BrokenError as broken:
+            position = max(broken.position, start + 1)
+        else:
+            yield Document(value, start, position)
 
 
-def _document(text: str, start: int) -> tuple[Document | None, int]:
-    """Scan the document that begins at `start`. Return it, or `None` if it is broken, and where to go on: never before
-    a mistake."""
-    stack = [_Frame.begin(text[start])]
-    position = start + 1
-    while (token := _TOKEN.match(text, position)) is not None:
-        top, mark, position = stack[-1], token["mark"], token.end()
-        match mark:
-            case "{" | "[":
-                if not top.accepts_container() or len(stack) >= _MAX_DEPTH:
-                    return None, position - 1
-                stack.append(_Frame.begin(mark))
-            case "}" | "]" if (mark == "}") == top.is_object and top.expects not in ("colon", "value"):
-                value = stack.pop().value
-                if not stack:
-                    return Document(value, start, position), position
-                stack[-1].append(value)
-            case "," if top.expects == "comma":
-                top.expects = "key" if top.is_object else "item"
-            case ":" if top.expects == "colon":
-                top.expects = "value"
-            case None if _take_scalar(top, token):
-                pass
-            case _:
-                return None, position
-    return None, len(text)
+def _container(text: str, start: int, depth: int) -> tuple[list[Any], int]:
+    """Return the object or list that begins at `start`, and its end. Raises `_BrokenError`."""
+    is_object, closing = text[start] == "{", "}" if text[start] == "{" else "]"
+    container: list[Any] = Object() if is_object else []
+    token = _token(text, start + 1)
+    while token["mark"] != closing:
+        key = ""
+        if is_object:
+            if token["mark"] or not (key := _key(token)):
+                raise _mistake(token)
+            if (token := _token(text, token.end()))["mark"] != ":":
+                raise _mistake(token)
+            token = _token(text, token.end())
+        value, end = _value(text, token, depth)
+        container.append((key, value) if is_object else value)
+        token = _token(text, end)
+        if token["mark"] == ",":
+            token = _token(text, token.end())
+        elif token["mark"] != closing and (is_object or token["mark"] not in ("{", "[")):
+            raise _mistake(token)
+    return container, token.end()
 
 
-def _take_scalar(top: _Frame, token: re.Match[str]) -> bool:
-    """Take a string, number or word as key or value. Return whether it is allowed there."""
-    word = token["word"]
-    string = _string(token["double"] if token["double"] is not None else token["single"] or "")
-    if top.expects == "key":
-        if word is not None and not word.replace("-", "_").isidentifier():
-            return False
-        top.key, top.expects = (word if word is not None else string), "colon"
-        return True
-    value = string if word is None else _scalar(word)
-    if top.expects not in ("value", "item") or value is _INVALID:
-        return False
-    top.append(value)
-    return True
+def _token(text: str, position: int) -> re.Match[str]:
+    if (token := _TOKEN.match(text, position)) is None:
+        raise _BrokenError(len(text))
+    return token
+
+
+def _mistake(token: re.Match[str]) -> _BrokenError:
+    """A bracket that is a mistake here may begin a document of its own."""
+    return _BrokenError(token.end() - (token["mark"] in ("{", "[")))
+
+
+def _key(token: re.Match[str]) -> str:
+    """Return a key: a string, or a word that is an identifier. Empty if it cannot be one."""
+    if (word := token["word"]) is not None:
+        return word if word.replace("-", "_").isidentifier() else ""
+    return _string(token["double"] or token["single"] or "")
+
+
+def _value(text: str, token: re.Match[str], depth: int) -> tuple[Any, int]:
+    """Return the value that begins with `token`, and its end. Raises `_BrokenError`."""
+    if token["mark"] in ("{", "[") and depth < _MAX_DEPTH:
+        return _container(text, token.end() - 1, depth + 1)
+    if token["mark"]:
+        raise _mistake(token)
+    if (word := token["word"]) is None:
+        return _string(token["double"] or token["single"] or ""), token.end()
+    if (value := _scalar(word)) is _INVALID:
+        raise _mistake(token)
+    return value, token.end()
 
 
 def _string(raw: str) -> str:

@@ -106,31 +106,17 @@ def answer_schema(ids: Sequence[str]) -> dict[str, Any]:
     return list_schema("scores", properties)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes that trajectories take in one prompt if nothing is cut."""
-
-    context: int
-    members: tuple[int, ...]
-
-
-def measure_sizes(transcripts: Sequence[Transcript]) -> Sizes:
-    """Return what one prompt with all of `transcripts` would hold."""
-    layout = build_layout(transcripts, lambda: "xxx000")
-    return Sizes(
-        utf8_size(sanitize(layout.context)),
-        tuple(sum(utf8_size(sanitize(c.text)) + _LABEL_BYTES for c in member) for member in layout.members),
-    )
-
-
-def compute_room(rubric: Rubric, count: int, context_tokens: int) -> int:
+def _room(rubric: Rubric, count: int, context_tokens: int) -> int:
     """Return the bytes for `count` trajectories in a prompt of `context_tokens`, without rubric and instructions."""
     around = utf8_size(_SYSTEM) + utf8_size(rubric.text) + count * 8 + _REMINDER_BYTES + 2 * _LABEL_BYTES
     return max(context_tokens * BYTES_PER_TOKEN - around, _MIN_ROOM)
 
 
-def build_prompt(rubric: Rubric, transcripts: Sequence[Transcript], rng: random.Random, room: int) -> Prompt:
-    """Build the call that judges `transcripts` in the order given. They are cut if they exceed `room` bytes."""
+def build_prompt(
+    rubric: Rubric, transcripts: Sequence[Transcript], rng: random.Random, context_tokens: int
+) -> Prompt:
+    """Build the call that judges `transcripts` in the order given. They are cut if they exceed the context."""
+    room = _room(rubric, len(transcripts), context_tokens)
     taken: set[str] = set()
     ids = [draw_id(rng, taken) for _ in transcripts]
     layout = build_layout(transcripts, lambda: draw_id(rng, taken))

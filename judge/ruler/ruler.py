@@ -1,10 +1,9 @@
 """RULER: a judge model compares all trajectories of a group in one call and scores each of them.
 
-A group gets up to `judge.passes` passes in different orders. A pass is one call, or a call for each subset if the group
-exceeds the model's context, repeated until its reply could be read. The scores of all passes are aggregated without
-the effect of positions (`judge.ruler.aggregation`). A pass alone has the judge's position bias, so one that fails is
-tried again if only one other succeeded. A group without any pass is tried again, with growing pauses, for
-`judge.retry_for_s`. The calls of failed passes count in the group's first verdict.
+A group gets `judge.passes` passes in different orders. A pass is one call, repeated until its reply could be read. The
+scores of all passes are aggregated without the effect of positions (`judge.ruler.aggregation`). A pass alone has the
+judge's position bias, so one that fails is tried again if only one other succeeded. A group without any pass is tried
+again, with growing pauses, for `judge.retry_for_s`. The calls of failed passes count in the group's first verdict.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ from judge.ruler.aggregation import (
     JudgePass,
     PositionBias,
     aggregate,
-    any_two_agree,
     draw_orders,
     pairwise_agreement,
 )
-from judge.ruler.budget import split_overlapping
 from judge.ruler.replies import UnreadableReplyError
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript
@@ -47,8 +44,6 @@ T = TypeVar("T")
 Args = TypeVarTuple("Args")
 LoadTranscript = Callable[[TrajectoryCompleted], Awaitable[Transcript]]
 
-_MIN_SUBSET = 4
-_SUBSET_OVERLAP = 2
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 60.0
 _PASS_RETRIES = 4
@@ -117,20 +112,18 @@ class JudgeStatistics:
         passes yet."""
         return self.agreement_sum / self.agreement_groups if self.agreement_groups else 1.0
 
-    def add(self, judgings: Sequence[Sequence[JudgePass]]) -> None:
-        """Add the judgings of a group, each with its passes. Only those with a single pass have information on
-        positions."""
+    def add(self, passes: Sequence[JudgePass]) -> None:
+        """Add the passes over a group."""
         self.groups += 1
-        whole = [passes[0] for passes in judgings if len(passes) == 1]
-        self.bias.update(whole)
-        if len(whole) < 2:
+        self.bias.update(passes)
+        if len(passes) < 2:
             return
-        if (agreement := pairwise_agreement(whole[0].scores, whole[1].scores)) is not None:
+        if (agreement := pairwise_agreement(passes[0].scores, passes[1].scores)) is not None:
             self.agreement_sum += agreement
             self.agreement_groups += 1
 
     def as_dict(self) -> dict[str, float]:
-        """Return the values for `judge.json` and reports."""
+        """Return the values for reports."""
         return {
             "groups": self.groups,
             **asdict(self.usage),
@@ -199,18 +192,16 @@ class LlmRuler:
         # The group itself seeds the orders, so that judging the same history again shows the same lists.
         rng = random.Random("/".join(sorted(by_id)))
         orders = draw_orders(sorted(by_id), self._config.passes, rng)
-        judgings: list[list[JudgePass]] = []
         verdicts: list[Verdict] = []
         failed: list[list[str]] = []
         in_vain, failure = Usage(), JudgingError("judge.passes is 0", "")
-        retries, backoff = iter(range(_PASS_RETRIES)), Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
 
         async def judge_in(order: list[str]) -> None:
             nonlocal failure
             spent = Usage()
             self.statistics.passes += count
             try:
-                judged = await self._judge_in_order([by_id[n] for n in order], spent)
+                verdicts.append(await self._judge_in_order([by_id[n] for n in order], spent))
             except JudgingError as error:
                 failure = error
                 failed.append(order)
@@ -219,51 +210,31 @@ class LlmRuler:
                     self.statistics.failed_judgings += 1
                     self.statistics.failure = error.kind
                 log.warning("judging failed", reason=str(error)[:500])
-                return
-            judgings.append([_pass_of(v) for v in judged])
-            verdicts.extend(judged)
 
-        async def join_single() -> None:
-            """Try failed passes again while there is one single pass."""
-            while len(judgings) == 1 and failed and next(retries, None) is not None:
-                await anyio.sleep(backoff.next_s())  # such as for a limit of requests per second
-                await judge_in(failed.pop(0))
-
-        await gather(judge_in, orders[:2])
-        await join_single()
-        for order in orders[2:]:
-            whole = [passes[0] for passes in judgings if len(passes) == 1]
-            if any_two_agree(whole, self._config.agreement, self.statistics.bias):
-                break
-            await judge_in(order)
-        await join_single()
-        if not judgings:
+        await gather(judge_in, orders)
+        retries, backoff = iter(range(_PASS_RETRIES)), Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
+        while len(verdicts) == 1 and failed and next(retries, None) is not None:
+            await anyio.sleep(backoff.next_s())  # such as for a limit of requests per second
+            await judge_in(failed.pop(0))
+        if not verdicts:
             raise JudgingError(str(failure), failure.kind, in_vain)
+        passes = [_pass_of(v) for v in verdicts]
         if count:
-            self.statistics.add(judgings)
-        passes = [p for judging in judgings for p in judging]
+            self.statistics.add(passes)
         return aggregate(passes, self.statistics.bias), _charged(verdicts, in_vain)
 
     def learn(self, verdicts: Sequence[Verdict]) -> None:
         """Add a group that an earlier process of this judge scored, so that a restart keeps the estimate of position
         bias."""
-        passes = [_pass_of(v) for v in verdicts if v.rubric_hash == self.rubric.hash]
-        # The subsets of a long group hold different trajectories and have no information on positions.
-        if passes and all(set(p.order) == set(passes[0].order) == p.scores.keys() for p in passes):
-            self.statistics.add([[p] for p in passes])
+        if passes := [_pass_of(v) for v in verdicts if v.rubric_hash == self.rubric.hash]:
+            self.statistics.add(passes)
 
-    async def _judge_in_order(self, ordered: Sequence[Transcript], spent: Usage) -> list[Verdict]:
-        """Judge once: in one call, or in one for each subset that fits. A context that proves too long is halved. Every
-        call is added to `spent`."""
+    async def _judge_in_order(self, ordered: Sequence[Transcript], spent: Usage) -> Verdict:
+        """Judge once, in the order given. A context that proves too long is halved. Every call is added to `spent`."""
         while True:
             tokens = self._context_tokens
             try:
-                room = prompt.compute_room(self.rubric, len(ordered), tokens)
-                sizes = await _in_thread_if_large(_characters(ordered), prompt.measure_sizes, ordered)
-                subsets = split_overlapping(sizes.members, sizes.context, room, _MIN_SUBSET, _SUBSET_OVERLAP)
-                return [
-                    await self._judge_subset([ordered[i] for i in subset], room, spent) for subset in subsets
-                ]
+                return await self._ask(ordered, tokens, spent)
             except ContextWindowError as error:
                 if tokens // 2 < _MIN_CONTEXT_TOKENS:
                     raise JudgingError(str(error), "too_long") from error
@@ -273,12 +244,12 @@ class LlmRuler:
                         "judge.context_tokens is more than the model takes", tokens=tokens, now=tokens // 2
                     )
 
-    async def _judge_subset(self, subset: Sequence[Transcript], room: int, spent: Usage) -> Verdict:
+    async def _ask(self, ordered: Sequence[Transcript], context_tokens: int, spent: Usage) -> Verdict:
         """Ask until a reply could be read.
 
         Raises `JudgingError` after `judge.attempts` calls, `ContextWindowError` if the prompt is too long."""
         asked = await _in_thread_if_large(
-            _characters(subset), prompt.build_prompt, self.rubric, subset, self._rng, room
+            _characters(ordered), prompt.build_prompt, self.rubric, ordered, self._rng, context_tokens
         )
         names, messages, evidence = list(asked.names), asked.messages, asked.messages[-1]["content"]
         usage, latency_s = Usage(), 0.0

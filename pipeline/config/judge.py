@@ -78,7 +78,7 @@ class AnchorConfig(Section, frozen=True, kw_only=True):
     every_s: Positive = 3600.0
     """Time between two runs over the anchor groups."""
     min_tau: Correlation = 0.5
-    """Kendall tau below which a run raises the alarm: an error in the log and in `judge.json`."""
+    """Kendall tau below which a run raises the alarm: an error in the log and `judge_drift`."""
 
 
 class JudgeConfig(Section, frozen=True, kw_only=True):
@@ -105,17 +105,14 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     processes: Count = 1
     """Judge processes that `journeywork up` starts. More of them may run on other machines."""
     passes: Count = 2
-    """Maximum number of passes over one group. Each pass shows the trajectories in another order. From the second pass
-    on, judging ends when two passes agree."""
-    agreement: NotNegative = 0.1
-    """Mean absolute difference of scores up to which two passes agree."""
+    """Number of passes over one group. Each pass shows the trajectories in another order."""
     attempts: Count = 4
     """Maximum number of calls in one pass until every score could be read from a reply."""
     retry_for_s: NotNegative = 3600.0
     """How long a group that could not be judged is retried before it is discarded as unscored."""
     context_tokens: Prompt = 100_000
-    """Longest prompt of one call, in tokens. Longer groups are judged in overlapping subsets, longer trajectories
-    are cut. The judge halves it if the model refuses a prompt as too long."""
+    """Longest prompt of one call, in tokens. Longer trajectories are cut. The judge halves it if the model refuses a
+    prompt as too long."""
     combine: Literal["mean", "sum", "product", "min"] = "mean"
     """How `rewards` become one number: weighted mean, weighted sum, product, or the smallest."""
     rewards: tuple[RewardConfig, ...] = ()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import msgspec
 import pytest
 
 from pipeline.config import Config, JudgeConfig, NatsConfig, save, with_values
@@ -118,8 +117,6 @@ async def test_groups_without_rewards_are_scored_by_the_model_and_a_kill_in_the_
     assert all("ruler" in m.components for m in group.members)
     assert {v.rubric for v in group.verdicts} == {"general"}
     assert len(group.verdicts) == 2
-    for name in ("judge.json", "judge-2.json"):
-        assert msgspec.json.decode((tmp_path / name).read_bytes())["alarm"] is False
 
 
 async def test_a_group_whose_judge_model_never_answers_is_recorded(

@@ -83,7 +83,7 @@ def test_tools_are_shown_once_where_all_have_them() -> None:
 
 def test_conversations_have_labels_and_repeated_messages_become_references() -> None:
     first = tuple(
-        {"role": r, "content": f"{r} {i} {'…' * 100}"} for i, r in enumerate(("user", "assistant", "tool"))
+        {"role": r, "content": f"{r} {i} {'…' * 200}"} for i, r in enumerate(("user", "assistant", "tool"))
     )
     more = ({"role": "assistant", "content": "again"},)
     tools = ({"type": "function"},)
@@ -91,8 +91,8 @@ def test_conversations_have_labels_and_repeated_messages_become_references() -> 
         "a",
         (
             Conversation(first, (), "calls 1 to 2"),
-            Conversation(first[:2] + more, (), "call 3", ((0, 0), (0, 1), None)),
-            Conversation(first[2:] + more, tools, "call 4", (None, (1, 2))),
+            Conversation(first[:2] + more, (), "call 3"),
+            Conversation((more[0], more[0]), tools, "call 4"),
         ),
     )
     one, two, three = shown(several).members[0]
@@ -101,9 +101,10 @@ def test_conversations_have_labels_and_repeated_messages_become_references() -> 
         "conversation 2 of 3: call 3",
         "conversation 3 of 3: call 4",
     ]
-    assert two.text == "(messages 1 to 2 of conversation 1 again)\n[assistant] again"
-    assert three.text.startswith('[tools] [{"type":"function"}]\n[tool] tool 2')
-    assert three.text.endswith("\n[assistant] again")  # too short for a reference to be worth it
+    texts = [f"[{m['role']}] {m['content']}" for m in first]
+    assert one.text == f"[text id1] {texts[0]}\n[text id2] {texts[1]}\n{texts[2]}"
+    assert two.text == "[user] (text id1 again)\n[assistant] (text id2 again)\n[assistant] again"
+    assert three.text == '[tools] [{"type":"function"}]\n[assistant] again\n[assistant] again'  # too short
 
 
 @pytest.mark.parametrize("content", [None, [{"type": "text", "text": LONG}]])
