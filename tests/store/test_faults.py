@@ -1,5 +1,5 @@
-"""A disk that is full, a file cut short, a stream deleted under a running store: said clearly, and gone with its
-cause."""
+"""A disk that is full, a stream deleted under a running store, a log that lost its end: said clearly, and gone with
+its cause."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ import anyio
 import pyarrow as pa
 import pytest
 
-from pipeline.config import NatsConfig
+from pipeline import streams
+from pipeline.config import NatsConfig, StoreConfig
+from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker, BrokerError
+from store.lake.lake import lake_in
 from store.lake.storage import write_parquet
+from store.lake.writer import WriteBatch, Writer
 from tests.store.kit import StoreProcess, exchange, publish, stored, until_acked
 
 pytestmark = pytest.mark.anyio
@@ -75,6 +79,20 @@ async def test_a_stream_deleted_under_a_running_store_ends_it_and_its_next_start
             await publish(broker, [exchange("new", seq) for seq in range(4)])
             await until_acked(broker)
     assert sorted(stored(tmp_path / "store", TAG)) == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+async def test_nothing_is_acknowledged_on_a_log_that_lost_its_end(
+    nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await publish(broker, [exchange("t", seq) for seq in range(2)])
+        (first, _) = await broker.read(ExchangeRecorded, project="p", trajectory="t")
+        writer = Writer(broker, lake_in(tmp_path), StoreConfig(), streams.consumer("store-rollouts"))
+        at = first.place.at
+        before_reconnect: dict[str, Any] = {"reconnects": broker.client.stats["reconnects"] - 1}
+        await writer._require_whole_log(WriteBatch(messages={(1, at): first}, **before_reconnect))
+        with pytest.raises(BrokerError, match="lost its end: message 9 of ROLLOUTS"):
+            await writer._require_whole_log(WriteBatch(messages={(9, at): first}, **before_reconnect))
 
 
 async def test_a_server_that_dies_and_comes_back_costs_nothing(
