@@ -327,7 +327,7 @@ def fleet(folder: Path, gateways: int, servers: int) -> Iterator[Fleet]:
         started = []
         for number in range(servers):
             (folder / f"server-{number}").mkdir()
-            started.append(VllmServer(folder / f"server-{number}", args=("--max-loras", "4")))
+            started.append(VllmServer(folder / f"server-{number}"))
             stack.callback(started[-1].stop)
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda server: server.start(420), started))
