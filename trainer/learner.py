@@ -320,7 +320,6 @@ def make_engines(
         shape = _shape(config, model)
         if shape not in engines:
             engine = engines[shape] = Engine(model.base, config.trainer_of(model), scratch)
-            engine.warm_up()
             engine.passes.number, engine.passes.process_group = len(engines) - 1, process_group
     return engines
 

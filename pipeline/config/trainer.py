@@ -184,9 +184,6 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Tokens of the passes that only check, as a share of the tokens that steps compute. Half of them compare tokens of
     earlier versions with the recorded logprobs, in one of ten steps at least; half measure the KL divergence from the
     base model. Tokens of the current version are compared in training. 0: no such passes."""
-    peak_tflops: NotNegative = 0.0
-    """The device's peak in TFLOP/s at `dtype`, from which the metric of model FLOPs utilisation is computed. 0:
-    unknown, not reported."""
     checkpoints: str = "checkpoints"
     """Folder of checkpoints under the run directory."""
     keep_checkpoints: SmallCount = 3

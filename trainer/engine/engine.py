@@ -88,13 +88,6 @@ class Engine:
         weights = self.model.published(master)
         return TrainState(0, weights, history={0: weights}, master=None if weights is master else master)
 
-    def warm_up(self) -> None:
-        """Take a step over a few tokens and discard it, so that PyTorch's one-time work is done before the first real
-        step."""
-        sequence = TokenSequence.made_up("warm-up", np.arange(4), 3)
-        with self.model.with_adapter(self.model.weights()):
-            self.step(self.initial_state(), [Example(sequence, 1.0), Example(sequence, -0.5)], [0, 0])
-
     def step(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> StepResult:
         """Take one step over `examples`; `groups[i]` says which of them share prefixes. `state` is not modified, so
         an abandoned step leaves no trace.
@@ -212,16 +205,11 @@ class Engine:
 
     def _speed(self, metrics: Mapping[str, float], compute_s: float) -> dict[str, float]:
         """Metrics of a step that computed for so many seconds."""
-        speed = {
+        return {
             "compute_s": compute_s,
             "trained_tokens_per_s": self.config.optimizer.epochs * metrics["tokens"] / compute_s,
             "forward_tokens_per_s": metrics["tokens_forward"] / compute_s,
         }
-        if self.config.peak_tflops:
-            # Forward, and backward through activations only: the base model's weights take no gradient.
-            flops = 4 * self.passes.size * metrics["tokens_forward"]
-            speed["mfu"] = flops / compute_s / (self.config.peak_tflops * 1e12)
-        return speed
 
     def _require_sampler_logprobs(self, metrics: Mapping[str, float], step: int) -> None:
         """Raise `SamplerMismatchError` where recorded and recomputed logprobs differ by more than rounding explains."""

@@ -72,10 +72,10 @@ class Passes:
         self.budget = Budget(model.config.memory.tokens_per_batch)
         self._set_loss()
         embedding = model.peft.get_base_model().get_input_embeddings().weight
-        self.size = sum(p.numel() for p in model.peft.parameters()) - embedding.numel()
-        """Number of parameters without the input embeddings, which need no multiplications."""
+        # The input embeddings need no multiplications.
+        size = sum(p.numel() for p in model.peft.parameters()) - embedding.numel()
         # Layers may differ in their heads, as Gemma 4's do.
-        self.cost = Cost.of(self.size, sum(_attention_width(c) for c in model.forward.text.per_layer_config))
+        self.cost = Cost.of(size, sum(_attention_width(c) for c in model.forward.text.per_layer_config))
         self.verified = verify(model)
         """How the layouts compare with the model's own forward pass."""
 

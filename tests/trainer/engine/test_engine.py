@@ -129,13 +129,3 @@ def test_policies_share_an_engine_only_if_the_model_is_loaded_with_equal_setting
         match=r"lora\.targets: q_prj can't have an adapter; layers of this model that can: down_proj, gate_proj",
     ):
         Engine(tiny_base, TrainerConfig(lora=LoraConfig(targets=("q_prj",))), tmp_path)
-
-
-def test_warming_up_changes_nothing(tiny_base: str, tmp_path: Path) -> None:
-    config = TrainerConfig(lora=LoraConfig(rank=4))
-    warm, cold = Engine(tiny_base, config, tmp_path), Engine(tiny_base, config, tmp_path)
-    warm.warm_up()
-    examples = batch(cold, cold.initial_state())
-    one = warm.step(warm.initial_state(), examples, [0] * 6).state
-    two = cold.step(cold.initial_state(), examples, [0] * 6).state
-    assert all(torch.equal(one.weights[k], two.weights[k]) for k in one.weights)
