@@ -7,6 +7,7 @@
 | `exchange` | a call from its request to its events |
 | `identity` | finds the trajectory of a call and checks its key |
 | `detection` | finds the trajectory of a call that names none, by its messages |
+| `conversations` | what the messages of a call say, and what of an answer they quote |
 | `waiting_runs` | detected trajectories that wait for their next call, on the log |
 | `registry` | the trajectories in memory: found, opened, completed |
 | `groups` | whose groups are whose, and how many trajectories they have |

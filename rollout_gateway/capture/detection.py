@@ -1,10 +1,14 @@
 """Detects the trajectories of agents that name none, by the messages of their calls (opt-in:
 `gateway.detection.enabled`).
 
-A call whose messages begin with everything that a run had said and been answered so far belongs to that run. Any other
-call begins a run, in the group of its first user message. A run without a call for `gateway.detection.idle_s` is
-completed. Two runs that have said exactly the same can't be told apart; which of them a call continues is then
-arbitrary, and harmless, since both are equal up to there.
+A call whose messages begin with everything that a run had said and been answered so far belongs to that run. A run
+without a call for `gateway.detection.idle_s` is completed. Two runs that have said exactly the same can't be told
+apart; which of them a call continues is then arbitrary, and harmless, since both are equal up to there.
+
+A call that changed its history belongs to the run whose answer it quotes (`conversations`): one that was cut, handed
+over or summarized takes the run over, an agent that the run's agent started becomes a branch of it. If several runs may
+be meant, the call begins a part. So does a call whose history no run has. A part is in no group with whole runs, and a
+run whose rest it may be is masked. Any other call begins a run, in the group of those that began alike.
 
 Any gateway process may get the next call of a run, also at the same time as others: a run that waits for its next call
 is a message on the log (`waiting_runs`), and only the process that takes it away has the run. Any process completes
@@ -15,22 +19,24 @@ killed in the middle of a call.
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextlib
 import random
 import time
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from pipeline.config import GatewayConfig
 from pipeline.events import TrajectoryOpened
 from pipeline.log.broker import BrokerError
-from pipeline.names import InvalidNameError, new_dated_id
+from pipeline.names import InvalidNameError, new_dated_id, new_id
 from pipeline.telemetry.logs import get_logger
+from rollout_gateway.capture.conversations import Conversation, Match, Quote, quotes
 from rollout_gateway.capture.registry import Completion, Registry
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.capture.waiting_runs import WaitingRun, WaitingRuns, no_history
-from rollout_gateway.dialects.calls import Answer, Call
+from rollout_gateway.dialects.calls import Answer, Call, Fields
 from rollout_gateway.http.errors import ApiError
 
 log = get_logger("rollout_gateway.capture.detection")
@@ -38,8 +44,23 @@ log = get_logger("rollout_gateway.capture.detection")
 _CHECK_S = 1.0
 _LEFT_S = 2.0
 """How long a run may have no call in flight in the process that took it. After that its call has failed."""
+_PROGRAMS = 8
+"""Programs of a run that are remembered, the newest ones."""
 _PREFIX = "i"
 """Ids of detected trajectories begin with it."""
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A run whose next call this process serves."""
+
+    call: Call
+    run: Trajectory
+    conversation: Conversation
+    waited: WaitingRun
+    """As it waits again if the call fails."""
+    branch_number: int
+    """Of `WaitingRuns.begin_branch`; 0: no branch."""
 
 
 class TrajectoryDetector:
@@ -47,12 +68,12 @@ class TrajectoryDetector:
 
     def __init__(self, project: str, registry: Registry, config: GatewayConfig) -> None:
         self._project, self._registry = project, registry
-        self._waiting = WaitingRuns(registry.log.broker, project)
         self._idle_s, self._outcome = config.detection.idle_s, config.detection.outcome
         # Another gateway may have a call of a restored run in flight; it is recorded only when it ends.
         self._restored_idle_s = config.detection.idle_s + config.replicas.timeout_s
-        self._taken: dict[str, tuple[Trajectory, str]] = {}
-        """By id, the runs whose next call this process serves, and their histories before the call."""
+        self._waiting = WaitingRuns(registry.log.broker, project, self._restored_idle_s)
+        self._taken: dict[int, _Taken] = {}
+        """By `id` of the call."""
         self._to_put: list[WaitingRun] = []
         """Runs whose message could not be published again because the log did not answer."""
         self._ready = asyncio.Event()
@@ -64,31 +85,86 @@ class TrajectoryDetector:
         """The run that this call continues, or a new one. A run continues only with calls of the key that began it,
         `owner`. Raises `BrokerError`."""
         await self._ready.wait()
-        messages = _messages(call)
-        for history in _possible_histories(owner, model, messages):
-            while (waiting := await self._waiting.take(history)) is not None:
-                run = await self._resume(waiting)
-                if run is not None:
-                    run.used_at = time.monotonic()
-                    self._taken[run.id] = run, history
+        conversation = _conversation(owner, model, call.fields)
+        for history in conversation.possible_histories():
+            while (waiting := await self._waiting.find(history)) is not None:
+                if (run := await self._take(call, conversation, waiting)) is not None:
                     return run
-        first = next((m for m in messages if m[0] == "user"), messages[0] if messages else ("", "", ""))
-        group = hashlib.sha256(msgspec.msgpack.encode((owner, model, first))).hexdigest()[:20]
+        run, is_part = await self._find_quoted(call, conversation)
+        if run is not None:
+            return run
         event = TrajectoryOpened(
             project=self._project,
             trajectory=new_dated_id(_PREFIX),
             model=model,
-            group=f"i-{group}",
-            metadata=b'{"inferred":true}',
+            group=f"i-part-{conversation.group}" if is_part else f"i-{conversation.group}",
+            metadata=b'{"inferred":true,"part":true}' if is_part else b'{"inferred":true}',
             owner=owner,
         )
-        trajectory = await self._registry.open(event, "")
-        self._taken[trajectory.id] = trajectory, no_history(trajectory.id)
-        return trajectory
+        run = await self._registry.open(event, "")
+        self._taken[id(call)] = _Taken(call, run, conversation, WaitingRun(run.id, no_history(run.id), 0), 0)
+        return run
+
+    async def _find_quoted(self, call: Call, conversation: Conversation) -> tuple[Trajectory | None, bool]:
+        """Return the run whose answer the messages quote, and, if it is none or can't be told, whether they are part of
+        some run."""
+        quoting: dict[Match, list[tuple[str, WaitingRun]]] = {}
+        for fingerprint in conversation.fingerprints():
+            for quote, waiting in await self._waiting.quoted(fingerprint):
+                quoting.setdefault(quote.match(conversation), []).append((fingerprint, waiting))
+        rests = quoting.get("certain") or quoting.get("likely") or []
+        branches = {waiting.token: waiting for _, waiting in quoting.get("branch", ())}
+        if (
+            len({waiting.history for _, waiting in rests}) == 1
+        ):  # runs with the same history are equal up to here
+            for _, waiting in rests:
+                if (run := await self._take(call, conversation, waiting)) is not None:
+                    return run, False
+        elif len({fingerprint for fingerprint, _ in rests}) == 1:  # several runs said the same in the end
+            for _, waiting in rests:
+                if await self._waiting.claim(waiting):
+                    await self._put(replace(waiting, cut=True))
+        elif len(branches) == 1 and not rests:
+            (parent,) = branches.values()
+            if (run := await self._branch(call, conversation, parent)) is not None:
+                return run, False
+        return None, bool(quoting.keys() - {"none"} or conversation.spoken)
+
+    async def _take(self, call: Call, conversation: Conversation, waiting: WaitingRun) -> Trajectory | None:
+        """Take a waiting run for a call. Returns `None` if another gateway took it, or it can't go on."""
+        number = await self._waiting.begin_branch(waiting.run) if waiting.branch else 0
+        run = await self._resume(waiting) if await self._waiting.claim(waiting) else None
+        if run is None:
+            await self._end_branch(number)
+            return None
+        run.used_at = time.monotonic()
+        waited = replace(waiting, calls=run.recorded.next_seq, restored=False)
+        self._taken[id(call)] = _Taken(call, run, conversation, waited, number)
+        return run
+
+    async def _branch(self, call: Call, conversation: Conversation, parent: WaitingRun) -> Trajectory | None:
+        """Begin a branch of a run that waits for it. Returns `None` if the run waits no longer."""
+        number = await self._waiting.begin_branch(parent.run)
+        # From now on no gateway completes the run, unless one took it before.
+        still = await self._waiting.find(parent.token)
+        run = await self._resume(replace(still, restored=False)) if still is not None else None
+        if run is None:
+            await self._end_branch(number)
+            return None
+        run.used_at = time.monotonic()
+        waited = WaitingRun(run.id, no_history(new_id("branch")), 0, branch=True)
+        self._taken[id(call)] = _Taken(call, run, conversation, waited, number)
+        return run
+
+    async def _end_branch(self, number: int) -> None:
+        """A note that can't be deleted expires."""
+        if number:
+            with contextlib.suppress(BrokerError):
+                await self._waiting.end_branch(number)
 
     async def _resume(self, waiting: WaitingRun) -> Trajectory | None:
-        """Return the run that was taken; `None` if it was completed or continued with another call since it began to
-        wait."""
+        """Return the run that was taken; `None` if it was completed, or restored although it went on with another
+        call."""
         try:
             run = await self._registry.find(waiting.run)
             if waiting.restored or run.recorded.next_seq != waiting.calls:
@@ -99,20 +175,24 @@ class TrajectoryDetector:
         except BrokerError:
             self._to_put.append(waiting)
             raise
-        return run if run.recorded.next_seq <= waiting.calls else None
+        return None if waiting.restored and run.recorded.next_seq > waiting.calls else run
 
     async def answered(self, trajectory: Trajectory, call: Call, answer: Answer) -> None:
         """Have a detected run wait for its next call, which begins with this answer."""
-        if trajectory.id not in self._taken or not answer.choices:
+        if id(call) not in self._taken or not answer.choices:
             return
-        del self._taken[trajectory.id]
+        taken = self._taken.pop(id(call))
         said = msgspec.json.decode(answer.choices[0].fields.get("message", msgspec.Raw(b"{}")))
-        history = _history(trajectory.opened, [*_messages(call), *_canonicals([said])])
-        await self._put(WaitingRun(trajectory.id, history, trajectory.recorded.next_seq))
+        answered = taken.conversation.with_answer(said)
+        programs = [*dict.fromkeys([*taken.waited.programs, answered.program])][-_PROGRAMS:]
+        history, calls = answered.histories[-1], trajectory.recorded.next_seq
+        waiting = replace(taken.waited, history=history, calls=calls, programs=programs, cut=False)
+        await self._put(waiting, quotes(answered, programs))
+        await self._end_branch(taken.branch_number)
 
-    async def _put(self, waiting: WaitingRun) -> None:
+    async def _put(self, waiting: WaitingRun, quotes: Iterable[Quote] = ()) -> None:
         try:
-            await self._waiting.put(waiting)
+            await self._waiting.put(waiting, quotes)
         except BrokerError as error:
             log.warning("detected trajectory waits for the log", trajectory=waiting.run, error=str(error))
             self._to_put.append(waiting)
@@ -128,20 +208,22 @@ class TrajectoryDetector:
             # Not all gateways at the same moment: they would try to complete the same runs.
             await asyncio.sleep(min(_CHECK_S, self._idle_s / 2) * random.uniform(0.5, 1.0))
             to_put, self._to_put = self._to_put, []
-            for waiting in (*to_put, *self._left()):
+            for waiting in to_put:
                 await self._put(waiting)
+            await self._put_left()
             try:
                 await self._complete_idle()
             except BrokerError as error:
                 log.warning("detected trajectories are completed later", error=str(error))
 
-    def _left(self) -> list[WaitingRun]:
-        """Return the runs whose call ended without an answer. They wait for a call again."""
+    async def _put_left(self) -> None:
+        """Have the runs whose call ended without an answer wait for a call again."""
         before = time.monotonic() - _LEFT_S
-        left = [(t, history) for t, history in self._taken.values() if not t.in_flight and t.used_at < before]
-        for trajectory, _ in left:
-            del self._taken[trajectory.id]
-        return [WaitingRun(t.id, history, t.recorded.next_seq) for t, history in left]
+        for key, taken in list(self._taken.items()):
+            if not taken.run.in_flight and taken.run.used_at < before:
+                del self._taken[key]
+                await self._put(replace(taken.waited, calls=taken.run.recorded.next_seq))
+                await self._end_branch(taken.branch_number)
 
     async def _restore(self) -> None:
         """Have the unfinished runs wait that do not."""
@@ -167,9 +249,11 @@ class TrajectoryDetector:
                 continue
             history = no_history(name)
             if last is not None:
-                messages = _canonicals(msgspec.json.decode(last.request).get("messages"))
+                asked = msgspec.json.decode(last.request, type=dict[str, msgspec.Raw])
                 (choice,) = msgspec.json.decode(last.response)["choices"]
-                history = _history(trajectory.opened, [*messages, *_canonicals([choice.get("message")])])
+                opened = trajectory.opened
+                answered = _conversation(opened.owner, opened.model, asked).with_answer(choice.get("message"))
+                history = answered.histories[-1]
             await self._put(WaitingRun(name, history, trajectory.recorded.next_seq, restored=True))
             restored += 1
         log.info("detected trajectories", waiting=len(waiting), restored=restored)
@@ -184,14 +268,20 @@ class TrajectoryDetector:
             after = waiting.seq
             if waiting.restored and waited_s < self._restored_idle_s:
                 continue
-            if await self._waiting.claim(waiting):
+            if await self._waiting.claim(waiting) and not waiting.branch:
                 await self._complete(waiting)
 
     async def _complete(self, waiting: WaitingRun) -> None:
         try:
-            if await self._resume(waiting) is not None:
-                completion = Completion(outcome=self._outcome)
-                await self._registry.complete(waiting.run, completion, inferred=True)
+            run = await self._resume(waiting)
+            if run is None:
+                return
+            await run.refresh()
+            if run.recorded.next_seq > waiting.calls or await self._waiting.has_branch(run.id):
+                await self._put(replace(waiting, calls=run.recorded.next_seq))
+                return
+            completion = Completion(outcome="masked" if waiting.cut else self._outcome)
+            await self._registry.complete(waiting.run, completion, inferred=True)
         except BrokerError as error:
             log.warning("detected trajectory is completed later", trajectory=waiting.run, error=str(error))
             if waiting not in self._to_put:
@@ -200,78 +290,6 @@ class TrajectoryDetector:
             log.warning("detected trajectory not completed", trajectory=waiting.run, error=error.message)
 
 
-Canonical = tuple[str, str, str]
-"""Role, text and tool calls: what clients keep of a message when they send it back. Arguments of tool calls are
-compared as JSON, since clients parse them and write them again in their own way."""
-
-
-def _messages(call: Call) -> list[Canonical]:
-    raw = call.fields.get("messages")
-    return _canonicals(msgspec.json.decode(raw) if raw is not None else [])
-
-
-def _canonicals(messages: Any) -> list[Canonical]:
-    """The messages without empty ones of the assistant, which some clients leave out of the history they send."""
-    said = [_canonical(m) for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    return [m for m in said if m != ("assistant", "", "")]
-
-
-def _canonical(message: dict[str, Any]) -> Canonical:
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
-    calls = [
-        (f.get("name"), _arguments(f.get("arguments")))
-        for c in message.get("tool_calls") or ()
-        if isinstance(c, dict) and isinstance(f := c.get("function"), dict)
-    ]
-    return (
-        str(message.get("role")),
-        str(content or ""),
-        msgspec.json.encode(calls, order="sorted").decode() if calls else "",
-    )
-
-
-def _arguments(sent: Any) -> Any:
-    """The arguments of a tool call, parsed if they are JSON. Clients send empty ones as `""` or `{}`."""
-    if not isinstance(sent, str):
-        return _numbers(sent) or {}
-    try:
-        return _numbers(msgspec.json.decode(sent)) or {} if sent.strip() else {}
-    except (msgspec.DecodeError, RecursionError):
-        return sent
-
-
-def _numbers(value: Any) -> Any:
-    """`value` with 1.0 replaced by 1, as JavaScript writes it."""
-    if isinstance(value, dict):
-        return {key: _numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_numbers(inner) for inner in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _history(opened: TrajectoryOpened, messages: list[Canonical]) -> str:
-    """A hash of all messages of a run."""
-    return _histories(opened.owner, opened.model, messages)[-1]
-
-
-def _histories(owner: str, model: str, messages: list[Canonical]) -> list[str]:
-    """A hash of the first message, of the first two, and so on, for one owner and model."""
-    digest = hashlib.sha256(f"{owner}\0{model}".encode())
-    out = []
-    for message in messages:
-        digest.update(msgspec.msgpack.encode(message))
-        out.append(digest.hexdigest()[:32])
-    return out
-
-
-def _possible_histories(owner: str, model: str, messages: list[Canonical]) -> list[str]:
-    """Histories that a call with these messages may continue, the longest first: they end with an answer. An empty
-    answer is left out of a history, so all but the last message are one, too."""
-    histories = _histories(owner, model, messages[:-1])
-    return [
-        history
-        for index, history in reversed(list(enumerate(histories)))
-        if messages[index][0] == "assistant" or index == len(histories) - 1
-    ]
+def _conversation(owner: str, model: str, fields: Fields) -> Conversation:
+    messages, tools = (fields.get(name, msgspec.Raw(b"null")) for name in ("messages", "tools"))
+    return Conversation.read(owner, model, msgspec.json.decode(messages), msgspec.json.decode(tools))

@@ -3,13 +3,17 @@ all messages and answers of the run so far.
 
 A gateway takes a run, to continue or to complete it, by deleting its message. The NATS server lets only one of several
 deletions succeed, so any gateway can take any run and no two gateways take the same one. The oldest message is the run
-that has waited longest.
+that has waited longest. A run whose agent started others waits once for each: the agents are its branches.
+
+The stream holds two kinds of hints beside them, which expire by themselves: what a call may quote of a waiting run
+(`Quote`), and which runs have a call of a branch in flight.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -17,16 +21,24 @@ from pipeline import streams
 from pipeline.log.broker import Broker
 from pipeline.log.messages import StoredMessage
 from pipeline.names import name_of_token, new_id, subject_token
+from rollout_gateway.capture.conversations import Quote
+
+_BRANCH = "~"
+"""End of the last token of a branch's subject."""
+_MOST_QUOTED = 32
+"""Runs that are looked at for one fingerprint. What so many runs have said tells none of them."""
 
 
 class _State(msgspec.Struct, array_like=True):
     calls: int
     restored: bool
+    cut: bool
+    programs: list[str]
 
 
 @dataclass(frozen=True)
 class WaitingRun:
-    """A detected run that waits for its next call."""
+    """A detected run, or a branch of one, that waits for its next call."""
 
     run: str
     history: str
@@ -35,10 +47,21 @@ class WaitingRun:
     """Calls that the run has made."""
     restored: bool = False
     """A gateway that started put it there, because no other seemed to have it."""
+    branch: bool = False
+    """An agent that the run's agent started. The run does not end with it."""
+    cut: bool = False
+    """Its rest may be in another run."""
+    programs: list[str] = field(default_factory=list)
+    """`Conversation.program` of the calls so far, at most eight."""
     since: float = 0.0
     """Since when it waits, in Unix seconds of the log's server."""
     seq: int = 0
     """Sequence of its message."""
+
+    @property
+    def token(self) -> str:
+        """Its subject after the project's prefix."""
+        return f"{self.history}.{subject_token(self.run)}{_BRANCH if self.branch else ''}"
 
 
 def no_history(run: str) -> str:
@@ -49,25 +72,25 @@ def no_history(run: str) -> str:
 class WaitingRuns:
     """The detected runs of a project that wait. All raise `BrokerError`."""
 
-    def __init__(self, broker: Broker, project: str) -> None:
+    def __init__(self, broker: Broker, project: str, hints_s: float) -> None:
+        """`hints_s`: seconds after which a hint expires."""
         self._broker, self._prefix = broker, f"{streams.DETECTED_PREFIX}.{subject_token(project)}"
+        self._expires = {"Nats-TTL": f"{int(hints_s) + 1}s"}
 
-    async def put(self, waiting: WaitingRun) -> None:
-        """Have a run wait. It waits once, if it waits there already."""
-        subject = f"{self._prefix}.{waiting.history}.{subject_token(waiting.run)}"
-        state = msgspec.msgpack.encode(_State(waiting.calls, waiting.restored))
+    async def put(self, waiting: WaitingRun, quotes: Iterable[Quote] = ()) -> None:
+        """Have a run wait, with what calls may quote of it. It waits once, if it waits there already."""
+        for quote in quotes:
+            hint = f"{self._prefix}.quoted.{quote.fingerprint}.{waiting.token}"
+            await self._broker.publish_raw(hint, msgspec.msgpack.encode(quote), self._expires)
+        state = msgspec.msgpack.encode(_State(waiting.calls, waiting.restored, waiting.cut, waiting.programs))
+        subject = f"{self._prefix}.{waiting.token}"
         await self._broker.publish_raw(subject, state, {}, message_id=new_id("waits"))
 
-    async def take(self, history: str) -> WaitingRun | None:
-        """Take a run that waits with this history, the one that came last. `None` if there is none."""
-        while True:
-            request = {"last_by_subj": f"{self._prefix}.{history}.*"}
-            message = await self._broker.leader_get(streams.DETECTED.name, request)
-            if message is None:
-                return None
-            waiting = _read(message)
-            if await self.claim(waiting):
-                return waiting
+    async def find(self, which: str) -> WaitingRun | None:
+        """The run that waits under `which`, a history or a `WaitingRun.token`; of several, the one that came last."""
+        subject = f"{self._prefix}.{which}" + ("" if "." in which else ".*")
+        message = await self._broker.leader_get(streams.DETECTED.name, {"last_by_subj": subject})
+        return _read(message) if message is not None else None
 
     async def claim(self, waiting: WaitingRun) -> bool:
         """Take this run. Returns whether it still waited."""
@@ -75,18 +98,50 @@ class WaitingRuns:
 
     async def next(self, after: int) -> WaitingRun | None:
         """The run that waits longest of those whose message comes after sequence `after`."""
-        request = {"seq": after + 1, "next_by_subj": f"{self._prefix}.>"}
+        request = {"seq": after + 1, "next_by_subj": f"{self._prefix}.*.*"}
         message = await self._broker.leader_get(streams.DETECTED.name, request)
         return _read(message) if message is not None else None
 
     async def names(self) -> set[str]:
-        """Ids of all runs that wait."""
-        subjects = await self._broker.subjects(streams.DETECTED.name, f"{self._prefix}.>")
-        return {name_of_token(subject.rpartition(".")[2]) for subject in subjects}
+        """Ids of all runs that wait, other than with a branch."""
+        subjects = await self._broker.subjects(streams.DETECTED.name, f"{self._prefix}.*.*")
+        tokens = {subject.rpartition(".")[2] for subject in subjects}
+        return {name_of_token(token) for token in tokens if not token.endswith(_BRANCH)}
+
+    # -- hints -----------------------------------------------------------------------------------------------------
+
+    async def quoted(self, fingerprint: str) -> list[tuple[Quote, WaitingRun]]:
+        """What may be quoted under this fingerprint, with the runs that still wait where it was said."""
+        out: list[tuple[Quote, WaitingRun]] = []
+        request = {"seq": 1, "next_by_subj": f"{self._prefix}.quoted.{fingerprint}.*.*"}
+        for _ in range(_MOST_QUOTED):
+            message = await self._broker.leader_get(streams.DETECTED.name, request)
+            if message is None:
+                return out
+            waiting = await self.find(message.subject.removeprefix(f"{self._prefix}.quoted.{fingerprint}."))
+            if waiting is not None:
+                out.append((msgspec.msgpack.decode(message.payload, type=Quote), waiting))
+            request["seq"] = message.seq + 1
+        return out
+
+    async def begin_branch(self, run: str) -> int:
+        """Note that a call of a branch is in flight. Returns the number for `end_branch`."""
+        subject = f"{self._prefix}.busy.{subject_token(run)}.{new_id('b')}"
+        return (await self._broker.publish_raw(subject, b"", self._expires)).seq
+
+    async def end_branch(self, number: int) -> None:
+        await self._broker.delete(streams.DETECTED.name, number)
+
+    async def has_branch(self, run: str) -> bool:
+        """Whether a call of a branch is in flight at any gateway."""
+        busy = f"{self._prefix}.busy.{subject_token(run)}.*"
+        return bool(await self._broker.subjects(streams.DETECTED.name, busy))
 
 
 def _read(message: StoredMessage) -> WaitingRun:
-    _, history, run = message.subject.rsplit(".", 2)
+    _, history, token = message.subject.rsplit(".", 2)
     state = msgspec.msgpack.decode(message.payload, type=_State)
-    since = message.place.at / 1e6
-    return WaitingRun(name_of_token(run), history, state.calls, state.restored, since, message.seq)
+    return WaitingRun(
+        name_of_token(token.removesuffix(_BRANCH)), history, state.calls, state.restored, token.endswith(_BRANCH),
+        state.cut, state.programs, message.place.at / 1e6, message.seq,
+    )  # fmt: skip

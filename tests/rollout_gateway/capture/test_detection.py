@@ -41,10 +41,11 @@ async def test_a_run_goes_on_with_calls_of_its_own_key_only(nats_config: NatsCon
         detector._ready.set()
         runs = {}
         for owner in ("alice", "bob"):
-            runs[owner] = await detector.find(call(first), "m", owner)
+            asked = call(first)
+            runs[owner] = await detector.find(asked, "m", owner)
             sampled = SampledChoice(0)
             sampled.fields["message"] = msgspec.Raw(msgspec.json.encode(said))
-            await detector.answered(runs[owner], call(first), Answer({}, b"", [sampled]))
+            await detector.answered(runs[owner], asked, Answer({}, b"", [sampled]))
         assert [(run.opened.owner, run.id) for run in runs.values()] == [(o, r.id) for o, r in runs.items()]
         assert runs["alice"].id != runs["bob"].id
         for owner in ("bob", "alice"):
@@ -67,10 +68,11 @@ async def test_a_run_goes_on_after_an_empty_answer(nats_config: NatsConfig, kept
         config = GatewayConfig(detection=DetectionConfig(enabled=True))
         detector = TrajectoryDetector("test", registry, config)
         detector._ready.set()
-        run = await detector.find(call(first), "m", "alice")
+        asked = call(first)
+        run = await detector.find(asked, "m", "alice")
         sampled = SampledChoice(0)
         sampled.fields["message"] = msgspec.Raw(msgspec.json.encode(said))
-        await detector.answered(run, call(first), Answer({}, b"", [sampled]))
+        await detector.answered(run, asked, Answer({}, b"", [sampled]))
         assert (await detector.find(call(second), "m", "alice")) is run
 
 

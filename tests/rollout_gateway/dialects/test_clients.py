@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
-from rollout_gateway.capture import detection as inference
+from rollout_gateway.capture import conversations
 from tests.conftest import VllmServer
 from tests.rollout_gateway.conftest import GatewayProcess
 from tests.rollout_gateway.dialects.kit import CODEX, NO_SPACE, RESPONSE_TOOL, claude
@@ -153,5 +153,7 @@ def test_arguments_are_compared_as_json(sampled: str, sent_back: Any) -> None:
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
         return {"role": "assistant", "content": None, "tool_calls": [call], **more}
 
-    assert inference._canonical(message(sampled)) == inference._canonical(message(sent_back, content=""))
-    assert inference._canonical(message(sampled)) != inference._canonical(message('{"other": 2}'))
+    assert conversations._canonical(message(sampled)) == conversations._canonical(
+        message(sent_back, content="")
+    )
+    assert conversations._canonical(message(sampled)) != conversations._canonical(message('{"other": 2}'))

@@ -1,0 +1,392 @@
+"""Agents that name no run and change their history: what Claude Code, Codex, LangGraph and the Agents SDK send when
+they compact, hand over and start agents of their own. Real HTTP and a gateway's process; the inference server is
+scripted."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import httpx
+import msgspec
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
+from pipeline.log.broker import Broker
+from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
+from tests.rollout_gateway.fake_vllm import FakeVllm
+
+pytestmark = pytest.mark.anyio
+
+IDLE_S = 4.0
+"""Longer than a busy machine takes from one call of an agent to the next."""
+Message = dict[str, Any]
+SUMMARY = "Write a summary of the work so far."
+
+
+def text(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content or ())
+
+
+def calls(name: str, **arguments: Any) -> Message:
+    function = {"name": name, "arguments": msgspec.json.encode(arguments).decode()}
+    call = {"id": f"call-{uuid.uuid4().hex}", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def says(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+class Model(FakeVllm):
+    """Answers what was said last. `sampled`: something that no other answer has."""
+
+    sampled: Callable[[], str] = staticmethod(lambda: uuid.uuid4().hex)
+    malformed = False
+
+    async def _answer(self, path: str, body: Any) -> tuple[int, Any]:
+        status, answer = await super()._answer(path, body)
+        if path == "/v1/chat/completions" and status == 200:
+            answer["id"] = f"chatcmpl-{uuid.uuid4().hex}"
+            answer["choices"][0]["message"] = self.reply(text(body["messages"][-1].get("content")))
+            answer["usage"] = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+        return status, answer
+
+    def reply(self, asked: str) -> Message:
+        if "Search" in asked:
+            return calls("search", query=asked)
+        if "Delegate" in asked:
+            return calls(
+                "Task", prompt=f"Look for the cause of the failure {self.sampled()} and report what you find."
+            )
+        if SUMMARY in asked:
+            return says(
+                f"<analysis>\nThe user asked for a mended parser, and {self.sampled()} came first.\n</analysis>\n"
+                f"<summary>\nThe parser was mended in three of the four places, see {self.sampled()}.\n</summary>"
+            )
+        if "Look" in asked or "read" in asked:
+            reply = calls("Read", path=f"/src/{self.sampled()}.py")
+            if self.malformed:
+                reply["tool_calls"][0]["function"]["arguments"] = '{"path": /src'
+            return reply
+        return says(f"It is done now, and this is what came of all of it: {self.sampled()}.")
+
+
+class Agent:
+    """A client of the gateway, as a program speaks to it."""
+
+    def __init__(self, url: str, key: str = "none") -> None:
+        self.url, self.key = url, key
+
+    async def post(self, path: str, **body: Any) -> Any:
+        async with httpx.AsyncClient(timeout=30, headers={"Authorization": f"Bearer {self.key}"}) as client:
+            reply = await client.post(f"{self.url}{path}", json={"model": "tictactoe", **body})
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    async def chat(self, system: str, messages: list[Message], tools: tuple[str, ...] = ()) -> Message:
+        """Add the answer to `messages`."""
+        named = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in tools]
+        asked: dict[str, Any] = {"messages": [{"role": "system", "content": system}, *messages]}
+        answer = await self.post("/v1/chat/completions", **asked, **({"tools": named} if tools else {}))
+        messages.append(answer["choices"][0]["message"])
+        return messages[-1]
+
+    async def claude(self, system: str, messages: list[Message], tools: tuple[str, ...]) -> list[Message]:
+        named = [{"name": name, "input_schema": {"type": "object"}} for name in tools]
+        blocks = [{"type": "text", "text": system}]
+        asked = {"system": blocks, "messages": messages, "tools": named, "max_tokens": 1000}
+        answer = await self.post("/v1/messages", **asked)
+        messages.append({"role": "assistant", "content": answer["content"]})
+        return list(answer["content"])
+
+    async def respond(self, items: list[Message]) -> None:
+        tools = [{"type": "function", "name": "read", "parameters": {}}]
+        answer = await self.post(
+            "/v1/responses", instructions="You are Codex.", input=items, tools=tools, store=False
+        )
+        items += answer["output"]
+
+
+def user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def claude_result(block: Message, result: str) -> Message:
+    return {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": block["id"], "content": result}],
+    }
+
+
+@asynccontextmanager
+async def front(start: StartGateway, model: FakeVllm, **settings: Any) -> AsyncIterator[GatewayProcess]:
+    await model.start()
+    try:
+        options = {"detection.enabled": True, "detection.idle_s": IDLE_S, **settings}
+        gateway = await anyio.to_thread.run_sync(lambda: start(urls=(model.url,), **options))
+        async with httpx.AsyncClient() as client:
+            while (await client.get(f"{gateway.url}/health")).json()["status"] != "ok":
+                await anyio.sleep(0.05)
+        yield gateway
+    finally:
+        await model.stop()
+
+
+async def completed(nats: NatsConfig) -> list[TrajectoryCompleted]:
+    """Wait until every run that was opened is completed, then return the completions, the longest run first."""
+    async with Broker.connect(nats) as broker:
+        with anyio.fail_after(60):
+            while len(done := await broker.read(TrajectoryCompleted)) < len(
+                await broker.read(TrajectoryOpened)
+            ):
+                await anyio.sleep(0.1)  # their time of silence passes
+        runs = sorted((r.event for r in done), key=lambda e: -e.exchanges)
+        assert sum(e.exchanges for e in runs) == len(await broker.read(ExchangeRecorded))
+        return runs
+
+
+def wholes(runs: list[TrajectoryCompleted]) -> set[str]:
+    """Groups of the runs that are no parts."""
+    return {run.group for run in runs if not run.group.startswith("i-part-")}
+
+
+MAIN, SUB = ("Read", "Task"), ("Read",)
+
+
+async def claude_code(agent: Agent, compacts: bool) -> None:
+    """Two agents by its tool Task at once, then `/compact`, which has a system prompt of its own and no tools."""
+    system, messages = "You are Claude Code.", [user("Delegate: mend the parser.")]
+    (task,) = await agent.claude(system, messages, MAIN)
+    reports = []
+
+    async def subagent() -> None:
+        said = [{"role": "user", "content": [{"type": "text", "text": task["input"]["prompt"]}]}]
+        (read,) = await agent.claude("You are an agent for Claude Code.", said, SUB)
+        said.append(claude_result(read, "def parse(): ..."))
+        reports.append((await agent.claude("You are an agent for Claude Code.", said, SUB))[0]["text"])
+
+    async with anyio.create_task_group() as tg:
+        for _ in range(2):
+            tg.start_soon(subagent)
+    messages.append(claude_result(task, reports[0]))
+    await agent.claude(system, messages, MAIN)
+    if compacts:
+        messages.append(user(SUMMARY))
+        (summary,) = await agent.claude("You summarize conversations.", messages, ())
+        kept = summary["text"].partition("<summary>")[2].removesuffix("</summary>").strip()
+        messages[:] = [user(f"This session continues an earlier one.\n\nSummary:\n{kept}"), user("Go on.")]
+        await agent.claude(system, messages, MAIN)
+    messages.append(user("Thank you."))
+    await agent.claude(system, messages, MAIN)
+
+
+async def test_claude_codes_agents_and_compactions_are_one_run(
+    start_gateway_alone: StartGateway, nats_config: NatsConfig
+) -> None:
+    async with front(start_gateway_alone, Model()) as gateway, anyio.create_task_group() as tg:
+        for number in range(4):
+            tg.start_soon(claude_code, Agent(gateway.url), number % 2 == 0)
+    runs = await completed(nats_config)
+    assert [run.exchanges for run in runs] == [9, 9, 7, 7]
+    assert len(wholes(runs)) == 1
+    assert {run.outcome for run in runs} == {"scored"}
+
+
+async def test_codex_compaction_goes_on_in_the_same_run(
+    start_gateway_alone: StartGateway, nats_config: NatsConfig
+) -> None:
+    """After it come the earlier messages of the user and the summary, as one more of them."""
+
+    async def codex(agent: Agent) -> None:
+        asked = [user("<environment_context>/repo</environment_context>"), user("Please read the parser.")]
+        items = list(asked)
+        await agent.respond(items)
+        items.append(
+            {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "def f(): ..."}
+        )
+        await agent.respond(items)
+        items.append(user(SUMMARY))
+        await agent.respond(items)
+        summary = items[-1]["content"][0]["text"]
+        items = [*asked, user(f"Another model began to solve this problem. Its summary:\n{summary}")]
+        await agent.respond(items)
+
+    async with front(start_gateway_alone, Model()) as gateway, anyio.create_task_group() as tg:
+        for _ in range(3):
+            tg.start_soon(codex, Agent(gateway.url))
+    runs = await completed(nats_config)
+    assert [run.exchanges for run in runs] == [4, 4, 4]
+    assert len(wholes(runs)) == 1
+
+
+async def test_a_trimmed_history_and_a_handoff_go_on_in_the_same_run(
+    start_gateway_alone: StartGateway, nats_config: NatsConfig
+) -> None:
+    """LangGraph's `trim_messages` keeps the system prompt and the end. The Agents SDK hands the whole history to an
+    agent with another prompt and other tools."""
+
+    async def trims(agent: Agent) -> None:
+        said = [user("What came of it?")]
+        for turn in range(4):
+            await agent.chat("Answer.", said)
+            said = [*said, user(f"And of number {turn}?")][-3:]
+
+    async def hands_over(agent: Agent) -> None:
+        said = [user("Please read the bill.")]
+        (call,) = (await agent.chat("You sort requests.", said, ("to_billing",)))["tool_calls"]
+        said.append({"role": "tool", "tool_call_id": call["id"], "content": '{"assistant": "billing"}'})
+        await agent.chat("You know about bills.", said, ("refund",))
+
+    async with front(start_gateway_alone, Model()) as gateway, anyio.create_task_group() as tg:
+        for agent in (trims, hands_over):
+            for _ in range(3):
+                tg.start_soon(agent, Agent(gateway.url))
+    runs = await completed(nats_config)
+    assert [run.exchanges for run in runs] == [4, 4, 4, 2, 2, 2]
+    assert len(wholes(runs)) == 2
+
+
+async def test_arguments_that_are_no_json_come_back_in_the_same_run(
+    start_gateway_alone: StartGateway, nats_config: NatsConfig
+) -> None:
+    """Claude Code sends them back under a name of its own."""
+    model = Model()
+    model.malformed = True
+    async with front(start_gateway_alone, model) as gateway:
+        agent, messages = Agent(gateway.url), [user("Please read the parser.")]
+        (read,) = await agent.claude("You are Claude Code.", messages, MAIN)
+        read["input"] = {"__unparsedToolInput": read["input"]["_raw"]}
+        messages.append(claude_result(read, "Error: the input is no JSON."))
+        await agent.claude("You are Claude Code.", messages, MAIN)
+    assert [run.exchanges for run in await completed(nats_config)] == [2]
+
+
+async def test_what_may_belong_to_several_runs_is_a_part_and_so_are_they(
+    start_gateway_alone: StartGateway, nats_config: NatsConfig
+) -> None:
+    """Runs of two tasks come to the same summary. The rest of one is nobody's, and none of the three is compared with
+    runs that are whole."""
+    model = Model()
+    model.sampled = lambda: "the-same"
+    async with front(start_gateway_alone, model) as gateway:
+        agent = Agent(gateway.url)
+        for task in ("Mend the parser.", "Mend the lexer."):
+            said = [user(task)]
+            await agent.chat("Answer.", said)
+            said.append(user(SUMMARY))
+            await agent.chat("Answer.", said)
+            await agent.chat("Answer.", [user(task)])  # and one that is whole
+        await agent.chat("Answer.", [user(f"The work so far:\n{said[-1]['content']}"), user("Go on.")])
+    runs = await completed(nats_config)
+    assert [(run.exchanges, run.outcome) for run in runs[:2]] == [(2, "masked")] * 2
+    assert [(run.exchanges, run.outcome) for run in runs[2:]] == [(1, "scored")] * 3
+    part, *scored = sorted(run.group for run in runs[2:])[::-1]
+    assert part.startswith("i-part-")
+    assert set(scored) == wholes(runs) == {run.group for run in runs[:2]}
+
+
+async def test_a_run_that_went_on_too_late_is_a_part(
+    start_gateway_alone: StartGateway, nats_config: NatsConfig
+) -> None:
+    """Its beginning was completed as a run; the rest of it is not compared with others of the same task."""
+    async with front(start_gateway_alone, Model()) as gateway:
+        agent, said = Agent(gateway.url), [user("Mend the parser.")]
+        await agent.chat("Answer.", said)
+        (before,) = await completed(nats_config)
+        said.append(user("And now?"))
+        await agent.chat("Answer.", said)
+        await agent.chat("Answer.", [user("Mend the parser.")])
+        runs = await completed(nats_config)
+    assert sorted(run.group.startswith("i-part-") for run in runs) == [False, False, True]
+    assert wholes(runs) == {before.group}
+
+
+async def test_calls_of_another_program_are_not_compared_with_runs_of_the_same_prompt(
+    start_gateway_alone: StartGateway, nats_config: NatsConfig
+) -> None:
+    """Claude Code has a title made of the user's first message."""
+    async with front(start_gateway_alone, Model()) as gateway:
+        agent, asked = Agent(gateway.url), "Mend the parser that fails in the nightly build, please."
+        for tools in (MAIN, MAIN, ()):
+            await agent.claude("You are Claude Code." if tools else "Write a title.", [user(asked)], tools)
+    groups = [run.group for run in await completed(nats_config)]
+    assert sorted(groups.count(group) for group in groups) == [1, 2, 2]
+
+
+async def test_a_compacted_run_goes_on_after_the_gateway_died(
+    start_gateway_alone: StartGateway, nats_config: NatsConfig
+) -> None:
+    async with front(start_gateway_alone, Model()) as gateway:
+        agent, said = Agent(gateway.url), [user("Delegate: mend the parser.")]
+        (task,) = (await agent.chat("Answer.", said, MAIN))["tool_calls"]
+
+        async def die() -> None:
+            gateway.kill()
+            await anyio.to_thread.run_sync(gateway.start)
+
+        await die()
+        prompt = msgspec.json.decode(task["function"]["arguments"])["prompt"]
+        report = await agent.chat("You are an agent.", [user(prompt)], SUB)
+        await die()
+        said.append({"role": "tool", "tool_call_id": task["id"], "content": str(report)})
+        said.append(user(SUMMARY))
+        summary = (await agent.chat("Answer.", said, MAIN))["content"]
+        await die()
+        await agent.chat("Answer.", [user(f"The work so far:\n{summary}")], MAIN)
+    assert [run.exchanges for run in await completed(nats_config)] == [4]
+
+
+async def test_agents_that_say_the_same_are_never_joined(
+    start_gateway_alone: StartGateway, nats_config: NatsConfig
+) -> None:
+    """All get the same answers. A search repeats the question, which is the prompt of every run of its task; an answer
+    repeats what the user gave; and another program quotes an answer, to grade it."""
+    question = "Search for the reason why the nightly build of the parser fails."
+    model = Model()
+    model.sampled = lambda: "the-same"
+
+    async def searches(agent: Agent) -> None:
+        said = [user(question)]
+        (call,) = (await agent.chat("Answer.", said, ("search",)))["tool_calls"]
+        said.append({"role": "tool", "tool_call_id": call["id"], "content": "Nothing."})
+        answer = await agent.chat("Answer.", said, ("search",))
+        await agent.chat("Grade.", [user(f"Is this right?\n{answer['content']}")])
+
+    async with front(start_gateway_alone, model) as gateway:
+        for at_once in (1, 3):
+            async with anyio.create_task_group() as tg:
+                for _ in range(at_once):
+                    tg.start_soon(searches, Agent(gateway.url))
+    runs = await completed(nats_config)
+    assert [run.exchanges for run in runs] == [2] * 4 + [1] * 4
+    assert len({run.group for run in runs[:4]}) == len({run.group for run in runs[4:]}) == 1
+    assert len(wholes(runs)) == 2
+    assert {run.outcome for run in runs} == {"scored"}
+
+
+async def test_a_run_is_not_completed_while_an_agent_that_it_started_has_a_call(
+    start_gateway_alone: StartGateway, nats_config: NatsConfig
+) -> None:
+    model = Model()
+    async with front(start_gateway_alone, model) as gateway, Broker.connect(nats_config) as broker:
+        agent, said = Agent(gateway.url), [user("Delegate: mend the parser.")]
+        (task,) = (await agent.chat("Answer.", said, MAIN))["tool_calls"]
+        await agent.chat("Answer.", [user("Another run.")])
+        model.held = anyio.Event()  # type: ignore[assignment]  # it is awaited only
+        async with anyio.create_task_group() as tg:
+            prompt = msgspec.json.decode(task["function"]["arguments"])["prompt"]
+            tg.start_soon(agent.chat, "You are an agent.", [user(prompt)], SUB)
+            with anyio.fail_after(60):
+                while not (done := await broker.read(TrajectoryCompleted)):
+                    await anyio.sleep(0.1)  # the time of silence of both runs passes
+            model.held.set()
+        said.append({"role": "tool", "tool_call_id": task["id"], "content": "It is found."})
+        await agent.chat("Answer.", said, MAIN)
+    assert [r.event.exchanges for r in done] == [1]
+    assert [run.exchanges for run in await completed(nats_config)] == [3, 1]
