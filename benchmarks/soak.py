@@ -5,6 +5,7 @@ benchmarks/results/soak.json.
 open groups of four runs, make one call each and complete them, `--rate` runs a second. One group in `--trained-every`
 has rewards that differ, so the trainer trains it; the others are discarded.
 
+    rate         runs a second that were completed; at most eight groups wait for answers, so a slow machine has less
     memory_mb    of each service, the mean resident memory in each eighth of the run; beside it the most
     runs, calls  what the agents completed, and what `journeywork sql` counts afterwards: they must be equal
     failed       requests that did not succeed
@@ -30,6 +31,7 @@ RESULT = Path(__file__).parent / "results" / "soak.json"
 GROUP = 4
 _SAMPLE_S = 5.0
 _PARTS = 8
+_OPEN_GROUPS = 8
 
 
 class Agents:
@@ -69,14 +71,22 @@ class Agents:
         return answer
 
     async def work(self, seconds: float) -> None:
-        begun = time.monotonic()
-        async with self._client, anyio.create_task_group() as tg:
-            group = 0
-            while (due := begun + group * GROUP / self._rate) < begun + seconds:
-                await anyio.sleep(max(due - time.monotonic(), 0))
+        end, group = time.monotonic() + seconds, 0
+        open_groups = anyio.Semaphore(_OPEN_GROUPS)
+
+        async def play(group: int) -> None:
+            async with anyio.create_task_group() as runs:
                 for attempt in range(GROUP):
-                    tg.start_soon(self.run, group, attempt)
-                group += 1
+                    runs.start_soon(self.run, group, attempt)
+            open_groups.release()
+
+        async with self._client, anyio.create_task_group() as tg:
+            due = time.monotonic()
+            while time.monotonic() < end:
+                await open_groups.acquire()
+                tg.start_soon(play, group)
+                group, due = group + 1, max(due + GROUP / self._rate, time.monotonic())
+                await anyio.sleep(due - time.monotonic())
 
 
 async def watch(installation: Up, memory: dict[str, list[float]]) -> None:
@@ -108,7 +118,7 @@ async def measure(installation: Up, options: argparse.Namespace) -> dict[str, ob
     }
     return {
         "seconds": options.seconds,
-        "rate": options.rate,
+        "rate": round(agents.completed / options.seconds, 1),
         "runs": agents.completed,
         "failed": agents.failed,
         "memory_mb": parts,
