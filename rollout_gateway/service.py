@@ -152,7 +152,9 @@ def _connect_parts(
         calls.on_answered.append(detector.answered)
     identity = Identity(project, api_keys, registry, router, detector)
     promotion = Promotion(project, broker, policies, fleet, router)
-    trajectories = TrajectoryRoutes(project, gateway, policies, registry, router, state.pacing, origins)
+    trajectories = TrajectoryRoutes(
+        project, gateway, config.trainer, policies, registry, router, state.pacing, origins
+    )
     control = Routes(
         metrics,
         trajectories,

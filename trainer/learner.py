@@ -17,9 +17,7 @@ import msgspec
 import numpy as np
 
 from pipeline import crash
-from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, config_hash, with_values
-from pipeline.config.overrides import convert
-from pipeline.config.trainer import OptimizerConfig
+from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, config_hash, with_batch_settings
 from pipeline.events import CheckpointPublished, GroupDiscarded, Member, TrainingBatch, now_us, pack_seqs
 from pipeline.names import version_name
 from pipeline.sampling import sampling_of
@@ -174,7 +172,7 @@ class Learner:
         """Compute one optimizer step over `batch` and write its checkpoint. Blocks. `commit` makes the step current.
 
         The groups have their sequences, with stale tokens as context. `trace` holds the headers under which the
-        checkpoint's event is published; `request` may hold a learning rate for this step. Raises `UntrainableError` if
+        checkpoint's event is published; `request` may hold settings for this step. Raises `UntrainableError` if
         the batch can't be trained, or if the process died `MAX_ATTEMPTS` times while it computed the batch."""
         began, started_at = time.perf_counter(), now_us()
         places = [g.place for g in batch]  # before the computation: the intake may replace a group's place
@@ -224,14 +222,13 @@ class Learner:
         return faults
 
     def _settings_for(self, request: TrainingBatch | None) -> TrainerConfig:
-        """The settings of a step. Raises `UntrainableError` if the request's learning rate is out of bounds."""
-        if request is None or request.learning_rate is None:
+        """The settings of a step. Raises `UntrainableError` if those that the request chose can't be used."""
+        if request is None:
             return self.settings
         try:
-            convert({"learning_rate": request.learning_rate}, OptimizerConfig, "trainer.optimizer")
+            return with_batch_settings(self.settings, msgspec.json.decode(request.settings))
         except ConfigError as error:
-            raise UntrainableError(f"the requested learning rate can't be used: {error}") from error
-        return with_values(self.settings, {"optimizer.learning_rate": request.learning_rate})
+            raise UntrainableError(f"the batch's settings can't be used: {error}") from error
 
     def _batch_id(self, batch: Sequence[TrainingGroup], settings: TrainerConfig) -> str:
         return batch_id(self.version, tuple(g.event.group for g in batch), config_hash(settings))

@@ -21,7 +21,7 @@ class Batch(TypedDict):
 
     id: str
     groups: list[str]
-    learning_rate: NotRequired[float]
+    settings: NotRequired[dict[str, Any]]
 
 
 class Member(TypedDict):

@@ -10,55 +10,16 @@ from typing import Any, Self
 from journeywork.art.backend import AnyModel, AnyTrainableModel, UnsupportedError
 from journeywork.art.gateway import Gateway
 from journeywork.art.model import TrainableModel
+from journeywork.art.options import step_settings
 from journeywork.art.training import StepResult, record_groups, train_groups
 from journeywork.art.trajectories import TrajectoryGroup
 from journeywork.art.types import ServerlessTrainResult, TrainResult
 
-_DEFAULTS: dict[str, Any] = {
-    "loss_fn": "cispo", "loss_fn_config": None, "normalize_advantages": True, "adam_params": None,
-    "kl_penalty_coef": 0.0, "kl_penalty_reference_step": None, "kl_ref_adapter_path": None, "ppo": False,
-    "epsilon": None, "epsilon_high": None, "advantage_balance": 0.0, "scale_rewards": True,
-    "importance_sampling_level": "token", "max_negative_advantage_importance_sampling_weight": None,
-    "mask_prob_ratio": False, "kimi_k2_tau": None, "truncated_importance_sampling": None,
-    "scale_learning_rate_by_reward_std_dev": False, "num_trajectories_learning_rate_multiplier_power": 0.0,
-    "allow_training_without_logprobs": False,
-}  # fmt: skip
-"""Options of ART that change what is learned. Only the default is taken: an installation's settings decide."""
-_SETTINGS = {
-    "loss_fn": "trainer.loss.type", "ppo": "trainer.loss.type", "kl_penalty_coef": "trainer.loss.beta",
-    "epsilon": "trainer.loss.epsilon", "epsilon_high": "trainer.loss.epsilon_high",
-    "normalize_advantages": "trainer.loss.advantage_scaling", "scale_rewards": "trainer.loss.advantage_scaling",
-    "importance_sampling_level": "trainer.loss.importance_level",
-    "truncated_importance_sampling": "trainer.loss.importance_clip", "adam_params": "trainer.optimizer",
-}  # fmt: skip
-"""The setting that does what an option asks for."""
-_IGNORED = frozenset(
-    ("grad_accumulation_sequences", "precalculate_logprobs", "plot_tensors", "logprob_calculation_chunk_size",
-     "packed_sequence_length", "save_checkpoint", "verbose", "moe_routing_replay_path",
-     "moe_routing_replay_strict", "moe_routing_replay_bundle")
-)  # fmt: skip
-"""Options that change how much memory or time a step takes, or what is shown."""
-
-
-def check_options(options: dict[str, Any]) -> None:
-    """Raise `UnsupportedError` for an option that this backend can't honour, and `TypeError` for an unknown one."""
-    for name, value in options.items():
-        if name in _IGNORED:
-            continue
-        if name not in _DEFAULTS:
-            raise TypeError(f"train() has no option {name!r}")
-        if value != _DEFAULTS[name]:
-            setting = _SETTINGS.get(name)
-            do = f"set {setting} of the installation instead" if setting else "leave it out"
-            raise UnsupportedError(
-                f"train(): {name}={value!r} can't be chosen for a single step; {do} (docs/art.md)"
-            )
-
 
 class RemoteBackend:
     """The installation whose gateway is at `url` (default: $JOURNEYWORK_URL). `api_key` is a key of role `agent` if the
-    gateway has keys (default: $JOURNEYWORK_API_KEY); steps with a learning rate of their own need one of role
-    `operator`."""
+    gateway has keys (default: $JOURNEYWORK_API_KEY); steps with a learning rate or a loss of their own need one of
+    role `operator`."""
 
     def __init__(self, url: str | None = None, *, api_key: str | None = None) -> None:
         self._url = url or os.environ.get("JOURNEYWORK_URL", "")
@@ -123,9 +84,9 @@ class RemoteBackend:
         learning_rate: float | None,
         options: dict[str, Any],
     ) -> StepResult:
-        check_options(options)
+        settings = step_settings(learning_rate, options)
         async with await self._gateway(model) as gateway:
-            result = await train_groups(gateway, model.name, list(groups), learning_rate)
+            result = await train_groups(gateway, model.name, list(groups), settings)
             await self._open_calls(gateway, model)
         return result
 
@@ -139,9 +100,9 @@ class RemoteBackend:
     ) -> TrainResult:
         """Train one step on the groups, and return once the new version is served.
 
-        `learning_rate` holds for this step; `None`: the installation's. `options` are ART's. Those that change what is
-        learned take their defaults only: the installation's settings decide. Raises `UnsupportedError`,
-        `NotCapturedError` and `TrainingError`."""
+        `learning_rate` and `options`, which are ART's, hold for this step. What is not given is the installation's;
+        one option of the loss chooses the whole loss. Raises `UnsupportedError`, `NotCapturedError` and
+        `TrainingError`, also for a setting that the installation does not let a step choose."""
         result = await self._train(model, trajectory_groups, learning_rate, options)
         return ServerlessTrainResult(result.step, result.metrics, result.version if result.trained else None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,9 +91,10 @@ async def _send(
 
 
 async def train_groups(
-    gateway: Gateway, model: str, groups: Sequence[TrajectoryGroup], learning_rate: float | None
+    gateway: Gateway, model: str, groups: Sequence[TrajectoryGroup], settings: Mapping[str, Any]
 ) -> StepResult:
-    """Train one step on `groups`, and return once the new version is served.
+    """Train one step on `groups`, and return once the new version is served. `settings` of the trainer hold for this
+    step, by their names below `trainer`.
 
     Groups without two different rewards are recorded and not trained. If no other is left, no step is taken.
     Raises `NotCapturedError` and `ValueError` (a reward or metric that is not finite) before anything is sent, and
@@ -102,8 +103,8 @@ async def train_groups(
     members: dict[str, list[Member]] = {}
     tasks: dict[str, str] = {}
     batch = Batch(id=batch_id, groups=[])
-    if learning_rate is not None:
-        batch["learning_rate"] = learning_rate
+    if settings:
+        batch["settings"] = dict(settings)
     for number, group in enumerate(groups):
         if not group.trajectories:
             continue

@@ -11,12 +11,14 @@
 | `sections` | the other sections |
 | `types` | `Section`, and numbers within limits |
 | `files` | `load`, `save`, `config_hash` |
+| `batch_settings` | what a requested batch chooses for its own step |
 | `overrides` | values given on the command line; errors that name the setting |
 | `checks` | settings that have the right type and can't be used |
 | `secrets` | which values look like secrets; `${NAME}` references |
 """
 
 from pipeline.config.alarms import AlarmsConfig
+from pipeline.config.batch_settings import with_batch_settings
 from pipeline.config.files import config_hash, load, save
 from pipeline.config.gateway import DetectionConfig, GatewayConfig, HttpConfig, KeyConfig, ReplicasConfig
 from pipeline.config.judge import AnchorConfig, JudgeConfig, JudgeRequestConfig, RewardConfig

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pipeline.config.types import (
     Coefficient,
+    Correlation,
     Count,
     Decay,
     Natural,
@@ -83,6 +84,15 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """Weight of an entropy bonus: the batch's mean entropy per trained token, in nats."""
     advantage_scaling: Literal["group", "batch", "none"] = "group"
     """Standard deviation that advantages are divided by: that of the group's rewards, that of the batch's, or none."""
+    advantage_balance: Correlation = 0.0
+    """Above 0: negative advantages are multiplied by 1 less this number. Below 0: positive ones by 1 plus it."""
+    advantage_normalization: Literal["none", "mean_abs"] = "none"
+    """`mean_abs`: divide all advantages of a step by the mean of their absolute values, weighted as the loss weights
+    them, so that steps are equally large whatever the rewards' scale is. ART does so."""
+    kl_penalty: Coefficient = 0.0
+    """Tokens that differ from the base model get a smaller advantage: to the advantage of a token is added `kl_penalty`
+    times the batch's mean of its log ratio to the base model, less its own. Unlike `beta`, it adds no term to
+    the loss. It costs two further forward passes of each step."""
     weighting: Literal["loss", "trajectory"] = "loss"
     """`loss`: trajectories weigh as the loss type defines. `trajectory`: each trajectory has the same weight,
     however long it is."""
@@ -196,6 +206,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     branch: str = "main"
     """Branch of the log to train from. `journeywork replay` and `rejudge` make branches. Training on another branch
     than `main` begins at the base model; its checkpoints are its own, and the gateway does not serve them."""
+    batch_settings: tuple[str, ...] = ("loss", "optimizer.learning_rate")
+    """What a requested batch may choose for its own step, by names below `trainer`: single settings, or whole tables.
+    It takes an operator's key."""
     lora: LoraConfig = LoraConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -29,8 +29,9 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     groups: tuple[str, ...]
     """The groups of the batch. The step begins when each of them is scored or discarded."""
-    learning_rate: float | None = None
-    """Learning rate of the step; `null`: the trainer's."""
+    settings: Json = b"{}"
+    """Settings of the step that differ from the trainer's, by their names below `trainer`:
+    `{"optimizer.learning_rate": 1e-5, "loss.type": "cispo"}`."""
     owner: str = ""
     """Name of the API key that requested the batch. Batches of different keys with one id are different batches."""
 

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from pipeline.config import GatewayConfig
+from pipeline.config import ConfigError, GatewayConfig, TrainerConfig, with_batch_settings
 from pipeline.events import TrajectoryCompleted, TrajectoryOpened
 from pipeline.names import InvalidNameError, check_name, new_dated_id, parse_version
 from rollout_gateway.access.api_keys import Access
@@ -18,7 +18,7 @@ from rollout_gateway.api.schemas import (
     Opening,
     TrajectoryState,
 )
-from rollout_gateway.capture.registry import Completion, Registry
+from rollout_gateway.capture.registry import BatchRequest, Completion, Registry
 from rollout_gateway.http.errors import ApiError, unknown_model, unknown_trajectory
 from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.http.request import Headers
@@ -33,6 +33,7 @@ class TrajectoryRoutes:
 
     _project: str
     _config: GatewayConfig
+    _trainer: TrainerConfig
     _policies: Policies
     _registry: Registry
     _router: VersionRouter
@@ -128,13 +129,22 @@ class TrajectoryRoutes:
             raise ApiError(403, "wrong_role", message)
         if batch is not None:
             check_name(batch.id)
-            if batch.learning_rate is not None and not access.operator:
-                message = "A learning rate needs an operator's key: it decides what the model becomes."
-                raise ApiError(403, "wrong_role", message, param="batch")
+            self._check_settings(batch, access)
         for trajectory in {reference.trajectory for reference in completion.exchanges}:
             opened = await self._registry.opening(trajectory)
             if opened is None or not access.owns(opened.owner):
                 raise unknown_trajectory(trajectory)
+
+    def _check_settings(self, batch: BatchRequest, access: Access) -> None:
+        if not batch.settings:
+            return
+        if not access.operator:
+            message = "A batch's `settings` need an operator's key: they decide what the model becomes."
+            raise ApiError(403, "wrong_role", message, param="batch")
+        try:
+            with_batch_settings(self._trainer, batch.settings)
+        except ConfigError as error:
+            raise ApiError(400, "invalid_settings", f"{error}.", param="batch") from error
 
     def _check_rewards(self, completion: Completion) -> None:
         rewards = {f"rewards.{name}": value for name, value in completion.rewards.items()}

@@ -45,8 +45,9 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     id: str
     groups: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=4096)]
     """The groups of the batch. The step begins when each of them is scored or discarded."""
-    learning_rate: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    """Learning rate of the step, which takes an operator's key; `null`: the trainer's."""
+    settings: Annotated[dict[str, bool | int | float | str | None], msgspec.Meta(max_length=32)] = {}
+    """Settings of the step by their names below `trainer`, such as `loss.type`. They take an operator's key, and the
+    installation says which it permits (`trainer.batch_settings`)."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -321,7 +322,10 @@ def _completed(run: Trajectory, body: Completion, inferred: bool) -> TrajectoryC
 
 
 def _batch(request: BatchRequest | None, owner: str) -> TrainingBatch | None:
-    return TrainingBatch(**msgspec.structs.asdict(request), owner=owner) if request is not None else None
+    if request is None:
+        return None
+    settings = msgspec.json.encode(request.settings, order="sorted")
+    return TrainingBatch(id=request.id, groups=request.groups, settings=settings, owner=owner)
 
 
 _COPIED = ("project", "trajectory", "model", "group", "task", "attempt", "split", "group_size", "owner")

@@ -360,7 +360,7 @@ async def test_a_judge_that_was_down_reads_its_backlog_before_it_closes_groups(
 
 async def test_the_trainer_gets_every_group_of_a_batch(nats_config: NatsConfig) -> None:
     """It waits for all of them, so one that can't be compared is not discarded here."""
-    batch = TrainingBatch(id="b", groups=("full", "small"), learning_rate=0.5)
+    batch = TrainingBatch(id="b", groups=("full", "small"), settings=b'{"optimizer.learning_rate":0.5}')
     async with Broker.connect(nats_config) as broker:
         async with judging(broker, settings(nats_config)):
             await publish(broker, [completed(f"f{n}", "full", n / 2, batch=batch) for n in range(3)])

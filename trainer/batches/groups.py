@@ -6,6 +6,7 @@ masked members and validation members are not trained and do not move the baseli
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -47,6 +48,8 @@ class Example:
     old_logprobs: np.ndarray[Any, np.dtype[np.floating[Any]]] | None = None
     """Logprobs of the trained tokens, [k] in nats, by the policy before the first of several updates of a step.
     `None` where a step takes one update."""
+    kl_penalty: np.ndarray[Any, np.dtype[np.floating[Any]]] | None = None
+    """What `trainer.loss.kl_penalty` adds to the advantage of each trained token, [k]."""
 
 
 @dataclass(eq=False)
@@ -129,7 +132,8 @@ def trainable_members(event: GroupScored) -> list[Member]:
 def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Example]:
     """Every sequence of the batch with its scaled advantage, in the order of the groups.
 
-    The advantage is the reward minus the mean reward of the group, divided as `trainer.loss.advantage_scaling` says."""
+    The advantage is the reward minus the mean reward of the group, divided as `trainer.loss.advantage_scaling` says,
+    then balanced and normalised by the settings after it."""
     everything = [m.reward for g in groups for m in g.members]
     batch_std = float(np.std(everything, ddof=1)) if config.loss.advantage_scaling == "batch" else 0.0
     weights = _weights(groups, config)
@@ -144,12 +148,23 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
             case "none":
                 divisor = 1.0
         advantages = (rewards - rewards.mean()) / divisor
+        balance = config.loss.advantage_balance
+        advantages = np.where((advantages < 0) == (balance > 0), advantages * (1 - abs(balance)), advantages)
         advantage_of = dict(zip((m.trajectory for m in group.members), advantages.tolist(), strict=True))
         out += [
             Example(s, advantage_of[s.trajectory], weights.get(s.trajectory, 1.0))
             for s in group.sequences or ()
         ]
-    return out
+    if config.loss.advantage_normalization == "none":
+        return out
+    shares = np.array([e.weight * _units(e.sequence, config) for e in out])
+    mean = float(np.average(np.abs([e.advantage for e in out]), weights=shares)) if shares.sum() else 0.0
+    return [dataclasses.replace(e, advantage=e.advantage / mean) for e in out] if mean else out
+
+
+def _units(sequence: TokenSequence, config: TrainerConfig) -> int:
+    """How often the loss counts a sequence: losses that average over sequences once, the others once per token."""
+    return 1 if config.loss.type in ("grpo", "sapo") else sequence.trained_tokens
 
 
 def _weights(groups: Sequence[TrainingGroup], config: TrainerConfig) -> dict[str, float]:
@@ -158,10 +173,8 @@ def _weights(groups: Sequence[TrainingGroup], config: TrainerConfig) -> dict[str
     if config.loss.weighting == "loss":
         return {}
     shares: dict[str, int] = {}
-    # Losses that average over sequences count a trajectory once per sequence, the others once per token.
-    per_sequence = config.loss.type in ("grpo", "sapo")
     for group in groups:
         for s in group.sequences or ():
-            shares[s.trajectory] = shares.get(s.trajectory, 0) + (1 if per_sequence else s.trained_tokens)
+            shares[s.trajectory] = shares.get(s.trajectory, 0) + _units(s, config)
     mean = sum(shares.values()) / len(shares) if shares else 1.0
     return {trajectory: mean / n for trajectory, n in shares.items()}

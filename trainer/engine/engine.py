@@ -25,7 +25,7 @@ from trainer.engine import checks
 from trainer.engine.fitting import NothingFitsError, check_within_memory, run_within_memory
 from trainer.engine.model import PolicyModel
 from trainer.engine.optimizer import PolicyOptimizer
-from trainer.engine.passes import Passes, PassResult, first_logprobs
+from trainer.engine.passes import Passes, PassResult, Scores, first_logprobs
 from trainer.engine.state import (
     SamplerMismatchError,
     StepResult,
@@ -49,6 +49,17 @@ def updates_of(groups: Sequence[int], config: TrainerConfig, step: int) -> Itera
         for part in np.array_split(order, count):
             members = {names[i] for i in part}
             yield [index for index, group in enumerate(groups) if group in members]
+
+
+def penalized(examples: Sequence[Example], policy: Scores, base: Scores, coefficient: float) -> list[Example]:
+    """Return the examples with the KL penalty of `trainer.loss.kl_penalty`, from the logprobs of their trained tokens
+    by the policy before the step and by the base model."""
+    ratios = [policy[i] - base[i] for i in range(len(examples))]
+    mean = float(np.concatenate(ratios).mean())
+    return [
+        dataclasses.replace(e, kl_penalty=coefficient * (mean - ratio))
+        for e, ratio in zip(examples, ratios, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,16 +140,22 @@ class Engine:
         if not whole:
             raise NothingFitsError(dropped, state.step + 1)
         examples, groups = [examples[i] for i in whole], [groups[i] for i in whole]
-        parts = list(updates_of(groups, self.config, state.step))
-        if len(parts) > 1:
+        several_updates = len(list(updates_of(groups, self.config, state.step))) > 1
+        kl_penalty = self.config.loss.kl_penalty
+        if several_updates or kl_penalty:
             scored = run_within_memory(
                 passes.scores, examples, groups, passes.budget, passes.free, state.step + 1
             )
-            examples = [
-                dataclasses.replace(e, old_logprobs=scored.result[i]) for i, e in enumerate(scored.examples)
-            ]
-            groups, dropped = scored.groups, [*dropped, *scored.dropped]
-            parts = list(updates_of(groups, self.config, state.step))
+            examples, groups = list(scored.examples), scored.groups
+            dropped = [*dropped, *scored.dropped]
+            if kl_penalty:
+                base = passes.scores(examples, groups, base=True)
+                examples = penalized(examples, scored.result, base, kl_penalty)
+            if several_updates:
+                examples = [
+                    dataclasses.replace(e, old_logprobs=scored.result[i]) for i, e in enumerate(examples)
+                ]
+        parts = list(updates_of(groups, self.config, state.step))
         results: list[PassResult] = []
         norms: list[float] = []
         for part in parts:

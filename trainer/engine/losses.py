@@ -240,7 +240,7 @@ def inputs_of(
         "prompt_mask": torch.zeros((shape[0], 0), dtype=torch.long, device=device),
         "completion_ids": torch.from_numpy(ids_SK).to(device),
         "completion_mask": mask,
-        "advantages": torch.tensor([e.advantage * e.weight for e in examples], device=device),
+        "advantages": _advantages(examples, logprobs_SK),
         "num_items_in_batch": torch.tensor(float(items_in_batch), device=device),
     }
     if config.loss.importance_sampling == "none":
@@ -262,6 +262,22 @@ def inputs_of(
     if reference_SK is not None:
         inputs["ref_per_token_logps"] = reference_SK
     return inputs
+
+
+def _advantages(examples: Sequence[Example], logprobs_SK: torch.Tensor) -> torch.Tensor:
+    """Return the weighted advantages: of each sequence, [S], or of each token, [S, K], with a KL penalty."""
+    dtype = torch.promote_types(logprobs_SK.dtype, torch.float32)
+    weighted = torch.tensor(
+        [e.advantage * e.weight for e in examples], dtype=dtype, device=logprobs_SK.device
+    )
+    if examples[0].kl_penalty is None:
+        return weighted
+    advantages_SK = weighted[:, None].repeat(1, logprobs_SK.shape[1])
+    for row, example in enumerate(examples):
+        if example.kl_penalty is not None:
+            penalty = torch.from_numpy(example.kl_penalty * example.weight).to(advantages_SK)
+            advantages_SK[row, : len(penalty)] += penalty
+    return advantages_SK
 
 
 def micro_batch_share(

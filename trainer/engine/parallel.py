@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,10 @@ class WorkerError(RuntimeError):
     """Another process could not do its part of the step."""
 
 
+Work = Literal["gradients", "scores", "base_scores"]
+"""What is computed: gradients of the loss, or logprobs under the adapter or under the base model."""
+
+
 @dataclass(frozen=True, eq=False)
 class Job:
     """Work that rank 0 distributes to all processes."""
@@ -60,8 +64,7 @@ class Job:
     groups: Sequence[int]
     budget: int
     """The token budget of a pass."""
-    gradients: bool
-    """Whether to compute gradients of the loss; otherwise logprobs."""
+    work: Work
 
 
 class ProcessGroup:

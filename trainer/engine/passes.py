@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,7 +21,7 @@ from trainer.engine import losses
 from trainer.engine.budget import Budget
 from trainer.engine.fitting import detect_out_of_memory
 from trainer.engine.model import PolicyModel, shape_of
-from trainer.engine.parallel import Job, ProcessGroup
+from trainer.engine.parallel import Job, ProcessGroup, Work
 from trainer.engine.state import Logprobs
 from trainer.engine.statistics import sampler_metrics
 from trainer.engine.verify import verify
@@ -31,6 +32,9 @@ _CPU_TOKENS = 1024
 """On CPU, rows share a pass only up to this number of tokens: their activations then stay in its cache."""
 _LEAST_BUDGET = 64
 """Passes are not cut below this number of tokens in order to give each process one."""
+
+_MAX_LOSSES = 8
+"""Losses that are kept ready. Requested batches may choose any number of different ones."""
 
 Scores = dict[int, Logprobs]
 """Logprobs of an example's trained tokens, [k] in nats, by the example's index."""
@@ -100,33 +104,39 @@ class Passes:
         if key not in self._trainers:
             args = losses.grpo_config(self.config, self._scratch, cpu=self.model.device.type == "cpu")
             self._trainers[key] = losses.CapturedGRPOTrainer(self.model.peft, args, self.config.loss.beta)
+            if len(self._trainers) > _MAX_LOSSES:
+                del self._trainers[next(iter(self._trainers))]
         self.trainer = self._trainers[key]
 
     def gradients(self, examples: Sequence[Example], groups: Sequence[int]) -> list[PassResult]:
         """Add the gradient of the batch's loss to the live adapter's; returns what each process computed of it."""
-        return self._in_every_process(examples, groups, gradients=True)
+        return self._in_every_process(examples, groups, "gradients")
 
-    def scores(self, examples: Sequence[Example], groups: Sequence[int]) -> Scores:
-        """Logprobs of the trained tokens of each example under the live adapter."""
-        parts: list[Scores] = self._in_every_process(examples, groups, gradients=False)
+    def scores(self, examples: Sequence[Example], groups: Sequence[int], *, base: bool = False) -> Scores:
+        """Logprobs of the trained tokens of each example under the live adapter, or under the `base` model."""
+        work: Literal["scores", "base_scores"] = "base_scores" if base else "scores"
+        parts: list[Scores] = self._in_every_process(examples, groups, work)
         return {index: logprobs for part in parts for index, logprobs in part.items()}
 
-    def _in_every_process(
-        self, examples: Sequence[Example], groups: Sequence[int], *, gradients: bool
-    ) -> list[Any]:
+    def _in_every_process(self, examples: Sequence[Example], groups: Sequence[int], work: Work) -> list[Any]:
         weights = {} if self.process_group is None else self.model.weights()
-        job = Job(self.number, self.config, weights, examples, groups, self.budget.tokens, gradients)
+        job = Job(self.number, self.config, weights, examples, groups, self.budget.tokens, work)
         if self.process_group is not None:
             self.process_group.send(job)
         return self._do(job)
 
     def _do(self, job: Job) -> list[Any]:
         """This process's part of `job`; returns every process's result. Gradients are summed over the processes."""
-        work = self.own_gradients if job.gradients else self.own_scores
+        work = {
+            "gradients": self.own_gradients,
+            "scores": self.own_scores,
+            "base_scores": self.own_base_scores,
+        }
+        compute = partial(work[job.work], job.examples, job.groups, job.budget)
         if self.process_group is None:
-            return [work(job.examples, job.groups, job.budget)]
+            return [compute()]
         return self.process_group.all_reduce(
-            lambda: work(job.examples, job.groups, job.budget), self.model.parameters if job.gradients else ()
+            compute, self.model.parameters if job.work == "gradients" else ()
         )
 
     def take_part(self, job: Job) -> None:
@@ -175,6 +185,11 @@ class Passes:
         return self.model.logprobs_of(
             self._own_batches(examples, groups, budget), [e.sequence for e in examples]
         )
+
+    def own_base_scores(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> Scores:
+        """`scores` of this process's share of the batch, under the base model."""
+        with self.model.peft.disable_adapter():
+            return self.own_scores(examples, groups, budget)
 
     def own_gradients(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> PassResult:
         """Forward and backward passes over this process's share of the batch."""

@@ -22,6 +22,7 @@ from journeywork.art.backend import AnyModel, AnyTrainableModel, UnsupportedErro
 from journeywork.art.dev import settings_of
 from journeywork.art.local.finetuning import fine_tune, newest_model
 from journeywork.art.model import TrainableModel
+from journeywork.art.options import LEARNING_RATE, loss_settings
 from journeywork.art.remote import RemoteBackend
 from journeywork.art.training import TrainingError
 from journeywork.art.trajectories import TrajectoryGroup
@@ -141,6 +142,9 @@ class LocalBackend(RemoteBackend):
             log.warning(
                 "options without effect in _internal_config: %s (docs/art.md)", ", ".join(without_effect)
             )
+        # A step for which the program chooses nothing is trained as ART trains it.
+        defaults = {"optimizer.learning_rate": LEARNING_RATE, **loss_settings({})}
+        settings = {f"trainer.{name}": v for name, v in defaults.items() if v is not None} | settings
         settings |= {
             "models.0.name": model.name,
             "models.0.base": self._base(model),

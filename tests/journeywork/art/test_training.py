@@ -196,8 +196,8 @@ async def test_choices_of_one_call_are_told_apart(model: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"kl_penalty_coef": 0.1}, "trainer.loss.beta"), ({"loss_fn": "ppo"}, "trainer.loss.type"),
-        ({"scale_rewards": False}, "trainer.loss.advantage_scaling"), ({"kimi_k2_tau": 0.1}, "leave it out"),
+        ({"epsilon": 0.5}, "loss_fn='ppo'"), ({"kimi_k2_tau": 0.1}, "kl_penalty_coef"),
+        ({"importance_sampling_level": "average"}, "token or sequence"), ({"adam_params": 1}, "trainer.optimizer"),
     ],
 )  # fmt: skip
 async def test_what_a_step_cannot_choose_is_refused(model: Any, options: dict[str, Any], named: str) -> None:

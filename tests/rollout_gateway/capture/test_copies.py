@@ -14,6 +14,7 @@ from pipeline.events import (
     ExchangeRecorded,
     GroupDiscarded,
     GroupScored,
+    TrainingBatch,
     TrajectoryCompleted,
     encode,
 )
@@ -23,7 +24,7 @@ from tests.rollout_gateway.kit import ASK, exchanges, key_config, serves
 
 pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 
-BATCH = {"id": "b1", "groups": ["g1", "g2"], "learning_rate": 0.5}
+BATCH = {"id": "b1", "groups": ["g1", "g2"], "settings": {"optimizer.learning_rate": 0.5}}
 
 
 def reference(choice: Any) -> dict[str, Any]:
@@ -73,7 +74,8 @@ async def test_calls_of_one_trajectory_become_the_members_of_a_group(
     assert {e.trajectory: (e.group_size, e.attempt, e.task, e.split) for e in ended} == {
         f"m{n}": (3, n, "play", "train") for n in (1, 2, 3)
     }
-    assert all(msgspec.to_builtins(e.batch) == {**BATCH, "groups": ("g1", "g2"), "owner": ""} for e in ended)
+    settings = b'{"optimizer.learning_rate":0.5}'
+    assert {e.batch for e in ended} == {TrainingBatch(id="b1", groups=("g1", "g2"), settings=settings)}
 
 
 async def test_answers_of_other_runs_carry_no_reference(gateway: GatewayProcess) -> None:
@@ -96,7 +98,14 @@ async def test_what_cannot_be_referenced_is_named(gateway: GatewayProcess) -> No
     assert refused({"exchanges": [{**good, "trajectory": "nobody"}]}) == (404, "trajectory_not_found")
     assert refused({"id": "new", "exchanges": [good]}, model="chess") == (404, "model_not_found")
     assert refused({"exchanges": [good], "batch": {"id": "b", "groups": []}}) == (400, "invalid_body")
-    assert refused({"exchanges": [good], "batch": {**BATCH, "learning_rate": -1}}) == (400, "invalid_body")
+    for name, value in (
+        ("optimizer.learning_rate", -1),
+        ("loss.type", "nope"),
+        ("lora.rank", 4),
+        ("loss", 1),
+    ):
+        batch = {**BATCH, "settings": {name: value}}
+        assert refused({"exchanges": [good], "batch": batch}) == (400, "invalid_settings")
     own = gateway.open(id="own", group="g", key_completes=True)
     gateway.agent(own).chat.completions.create(**ASK)
     assert refused({"id": "own", "exchanges": [good]}) == (409, "calls_of_its_own")
@@ -160,7 +169,7 @@ async def test_what_became_of_a_group(gateway: GatewayProcess, nats_config: Nats
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_a_learning_rate_needs_an_operator(start_front: StartGateway) -> None:
+async def test_settings_of_a_batch_need_an_operator(start_front: StartGateway) -> None:
     gateway = start_front(keys=(key_config("agent"), key_config("boss", role="operator")))
 
     def refused(key: str, batch: dict[str, Any]) -> tuple[int, str]:

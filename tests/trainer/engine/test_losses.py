@@ -79,7 +79,7 @@ def reference_inputs(examples: list[Example]) -> dict[str, torch.Tensor]:
         "completion_ids": torch.zeros(size, length, dtype=torch.long),
         "completion_mask": torch.zeros(size, length, dtype=torch.long),
         "tool_mask": torch.ones(size, length, dtype=torch.long),
-        "advantages": torch.tensor([e.advantage for e in examples]),
+        "advantages": torch.tensor([e.advantage for e in examples], dtype=torch.float64),
     }
     sampled = torch.zeros(size, length)
     for i, (prompt, (s, start)) in enumerate(zip(prompts, completions, strict=True)):

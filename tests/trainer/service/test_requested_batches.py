@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.anyio
 
 
 def batch_request(*groups: str, rate: float | None = None) -> TrainingBatch:
-    return TrainingBatch(id="b", groups=groups, learning_rate=rate)
+    settings = {} if rate is None else {"optimizer.learning_rate": rate}
+    return TrainingBatch(id="b", groups=groups, settings=json.dumps(settings).encode())
 
 
 @pytest.mark.usefixtures("quick_redelivery")
@@ -63,7 +65,7 @@ async def test_a_batch_of_another_key_with_the_same_id_is_another_batch(
     """It neither takes the learning rate away nor has a group wait for groups that never come."""
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=3)
     theirs = TrainingBatch(id="b", groups=("b0", "never"), owner="bob")
-    mine = TrainingBatch(id="b", groups=("a0",), learning_rate=0.125, owner="alice")
+    mine = TrainingBatch(id="b", groups=("a0",), settings=b'{"optimizer.learning_rate":0.125}', owner="alice")
     async with Broker.connect(nats_config) as broker, running(config):
         await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=theirs)
         await kit.publish_group(broker, "a0", [0.0, 1.0], seed=2, batch=mine)

@@ -1,0 +1,128 @@
+"""The loss that a program written for ART asks for, against ART's formula written out: loss and gradient in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from journeywork.art.options import loss_settings
+from pipeline.config import LoraConfig, TrainerConfig, with_batch_settings
+from tests.trainer import kit
+from trainer.batches.groups import Example, examples
+from trainer.batches.sequences import build
+from trainer.engine import losses
+from trainer.engine.engine import Engine, penalized
+
+REWARDS = ((0.0, 1.0, 0.25), (0.5, 0.5, 2.0))
+LENGTHS = ((3, 5, 2), (4, 6, 1))
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path_factory.mktemp("scratch"))
+
+
+def art_advantages(options: dict[str, Any]) -> list[float]:
+    """Each trajectory's advantage, before ART normalises them."""
+    out: list[float] = []
+    for rewards in np.array(REWARDS):
+        group = rewards - rewards.mean()
+        if options.get("scale_rewards", True):
+            # The trainer divides by the sample's deviation, as TRL does; ART by the population's.
+            group = group / (rewards.std(ddof=1) + 1e-4)
+        out += group.tolist()
+    balance = options.get("advantage_balance", 0.0)
+    if balance > 0:
+        return [a if a > 0 else a * (1 - balance) for a in out]
+    return [a if a < 0 else a * (1 + balance) for a in out]
+
+
+def art_loss(
+    options: dict[str, Any], new: list[torch.Tensor], old: list[np.ndarray], base: list[np.ndarray]
+) -> torch.Tensor:
+    """ART's loss of a batch, in its terms: a weight of 1 / length for each token, normalised to a mean of 1, and
+    advantages normalised to a weighted mean of 1."""
+    advantages = art_advantages(options)
+    lengths = [len(row) for row in new]
+    weights = [1 / n for n in lengths for _ in range(n)]
+    mean_weight = sum(weights) / len(weights)
+    weights = [w / mean_weight for w in weights]
+    per_token = [a for a, n in zip(advantages, lengths, strict=True) for _ in range(n)]
+    scale = sum(abs(a) * w for a, w in zip(per_token, weights, strict=True)) / len(weights)
+    kl = [float(v) for row, b in zip(new, base, strict=True) for v in (row.detach().numpy() - b)]
+    mean_kl = sum(kl) / len(kl)
+    ppo = options.get("loss_fn") == "ppo"
+    low = options.get("epsilon", 0.2 if ppo else 1.0)
+    high = options.get("epsilon_high", low if ppo else 4.0)
+    total, place = torch.zeros((), dtype=torch.float64), 0
+    for row, recorded in zip(new, old, strict=True):
+        difference = row - torch.from_numpy(recorded)
+        ratios = difference.exp()
+        if options.get("importance_sampling_level") == "sequence":
+            ratios = difference.mean().exp().expand(len(row))
+        for t in range(len(row)):
+            advantage = per_token[place] / scale + options.get("kl_penalty_coef", 0.0) * (mean_kl - kl[place])
+            ratio = ratios[t]
+            if limit := options.get("max_negative_advantage_importance_sampling_weight"):
+                ratio = ratio.clamp(max=limit)
+            clipped = ratio.clamp(1 - low, 1 + high)
+            cispo = -clipped.detach() * advantage * row[t]
+            term = -torch.min(ratio * advantage, clipped * advantage) if ppo else cispo
+            total = total + term * weights[place]
+            place += 1
+    return total / place
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"loss_fn": "cispo"}, {"epsilon_high": 0.2}, {"max_negative_advantage_importance_sampling_weight": 1.1},
+        {"loss_fn": "ppo"}, {"loss_fn": "ppo", "epsilon": 0.1, "epsilon_high": 0.3}, {"scale_rewards": False},
+        {"loss_fn": "ppo", "max_negative_advantage_importance_sampling_weight": 1.4}, {"advantage_balance": 0.4},
+        {"advantage_balance": -0.4}, {"kl_penalty_coef": 0.3}, {"loss_fn": "ppo", "kl_penalty_coef": 0.3},
+        {"importance_sampling_level": "sequence"}, {"loss_fn": "ppo", "importance_sampling_level": "sequence"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_step_is_trained_with_the_loss_that_was_asked_for(engine: Engine, options: dict[str, Any]) -> None:
+    config = with_batch_settings(TrainerConfig(lora=LoraConfig(rank=4)), loss_settings(options))
+    engine.configure(config)
+    rng = np.random.default_rng(3)
+    groups, old, new, base = [], [], [], []
+    for g, (rewards, lengths) in enumerate(zip(REWARDS, LENGTHS, strict=True)):
+        sequences = []
+        for i, n in enumerate(lengths):
+            recorded = rng.uniform(-3, -1, n).astype(np.float32)
+            exchange = kit.exchange(f"g{g}-{i}", 0, [5, 6], list(range(7, 7 + n)), logprobs=recorded.tolist())
+            sequences += build(f"g{g}-{i}", [exchange])
+            old.append(recorded.astype(np.float64))
+            new.append(old[-1] + rng.normal(0, 0.4, n))
+            base.append(old[-1] + rng.normal(0, 0.4, n))
+        groups.append(kit.training_group(kit.group(f"g{g}", rewards), sequences, g + 1))
+    batch: list[Example] = [dataclasses.replace(e) for e in examples(groups, config)]
+    if config.loss.kl_penalty:
+        scores = dict(enumerate(new))
+        batch = penalized(batch, scores, dict(enumerate(base)), config.loss.kl_penalty)
+    width = max(map(len, new))
+    mine = torch.zeros(len(new), width, dtype=torch.float64)
+    for row, values in enumerate(new):
+        mine[row, : len(values)] = torch.from_numpy(values)
+    mine.requires_grad_()
+    inputs = losses.inputs_of(
+        batch, mine, config=config, items_in_batch=sum(map(len, new)), reference_SK=None
+    )
+    loss = engine.passes.trainer.loss(inputs, mine, torch.ones_like(mine))
+    loss.backward()
+
+    theirs = [torch.from_numpy(row.copy()).requires_grad_() for row in new]
+    expected = art_loss(options, theirs, old, base)
+    expected.backward()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-10)
+    for row, values in enumerate(theirs):
+        assert mine.grad is not None
+        assert values.grad is not None
+        np.testing.assert_allclose(mine.grad[row, : len(values)], values.grad, rtol=1e-10, atol=1e-12)
