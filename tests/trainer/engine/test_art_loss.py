@@ -121,7 +121,7 @@ def test_a_step_is_trained_with_the_loss_that_was_asked_for(engine: Engine, opti
     theirs = [torch.from_numpy(row.copy()).requires_grad_() for row in new]
     expected = art_loss(options, theirs, old, base)
     expected.backward()
-    assert float(loss) == pytest.approx(float(expected), rel=1e-10)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
     for row, values in enumerate(theirs):
         assert mine.grad is not None
         assert values.grad is not None
