@@ -87,7 +87,7 @@ DETECTED_PREFIX = "detected"
 DETECTED = StreamSpec(
     "DETECTED",
     (f"{DETECTED_PREFIX}.>",),
-    "detected runs that wait for their next call, one message each",
+    "detected runs that wait for their next call, and what calls may quote of them",
     max_age_s=2 * DAY_S,
     share=0.005,
     discard="old",

@@ -22,6 +22,8 @@ compared as JSON, since clients parse them and write them again in their own way
 _INSTRUCTIONS = ("system", "developer")
 _QUOTE_CHARS = 40
 """Shorter texts may be the same in two runs by chance."""
+_COMPARED = 64
+"""Messages of a history that are compared, the newest ones."""
 _LOOKED_UP = 32
 """Lines of a call, the longest first, that are looked up as quotations."""
 _NOT_QUOTED = re.compile(r"<analysis>.*?</analysis>", re.DOTALL)
@@ -126,8 +128,8 @@ class Quote(msgspec.Struct, array_like=True):
     kind: Literal["history", "summary", "task"]
     fingerprint: str
     said: list[str]
-    """`history`: a hash of each message that is no instruction. `summary`: the long lines of the answer, hashed.
-    `task`: the text that the answer hands to a tool, hashed."""
+    """`history`: a hash of each message that is no instruction, the newest ones. `summary`: the long lines of the
+    answer, hashed. `task`: the text that the answer hands to a tool, hashed."""
     call_ids: tuple[str, ...]
     programs: list[str]
     """Hashes of the programs that made the run's calls."""
@@ -185,7 +187,8 @@ def quotes(answered: Conversation, programs: list[str]) -> list[Quote]:
 
 
 def _hashes(conversation: Conversation) -> list[str]:
-    return [("a" if m[0] == "assistant" else "-") + conversation.digest(m)[:10] for m in conversation.spoken]
+    newest = conversation.spoken[-_COMPARED:]
+    return [("a" if m[0] == "assistant" else "-") + conversation.digest(m)[:10] for m in newest]
 
 
 def _long_lines(text: str) -> list[str]:

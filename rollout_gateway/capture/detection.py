@@ -44,6 +44,8 @@ log = get_logger("rollout_gateway.capture.detection")
 _CHECK_S = 1.0
 _LEFT_S = 2.0
 """How long a run may have no call in flight in the process that took it. After that its call has failed."""
+_RESTART_S = 60.0
+"""How much longer quotes are kept than runs wait, for the time in which no gateway may be there."""
 _PROGRAMS = 8
 """Programs of a run that are remembered, the newest ones."""
 _PREFIX = "i"
@@ -71,7 +73,9 @@ class TrajectoryDetector:
         self._idle_s, self._outcome = config.detection.idle_s, config.detection.outcome
         # Another gateway may have a call of a restored run in flight; it is recorded only when it ends.
         self._restored_idle_s = config.detection.idle_s + config.replicas.timeout_s
-        self._waiting = WaitingRuns(registry.log.broker, project, self._restored_idle_s)
+        self._waiting = WaitingRuns(
+            registry.log.broker, project, self._idle_s + _RESTART_S, self._restored_idle_s
+        )
         self._taken: dict[int, _Taken] = {}
         """By `id` of the call."""
         self._to_put: list[WaitingRun] = []

@@ -72,16 +72,17 @@ def no_history(run: str) -> str:
 class WaitingRuns:
     """The detected runs of a project that wait. All raise `BrokerError`."""
 
-    def __init__(self, broker: Broker, project: str, hints_s: float) -> None:
-        """`hints_s`: seconds after which a hint expires."""
+    def __init__(self, broker: Broker, project: str, quotes_s: float, branches_s: float) -> None:
+        """`quotes_s`, `branches_s`: seconds after which quotes, and notes of branches in flight, expire."""
         self._broker, self._prefix = broker, f"{streams.DETECTED_PREFIX}.{subject_token(project)}"
-        self._expires = {"Nats-TTL": f"{int(hints_s) + 1}s"}
+        self._quotes_expire = {"Nats-TTL": f"{int(quotes_s) + 1}s"}
+        self._branches_expire = {"Nats-TTL": f"{int(branches_s) + 1}s"}
 
     async def put(self, waiting: WaitingRun, quotes: Iterable[Quote] = ()) -> None:
         """Have a run wait, with what calls may quote of it. It waits once, if it waits there already."""
         for quote in quotes:
             hint = f"{self._prefix}.quoted.{quote.fingerprint}.{waiting.token}"
-            await self._broker.publish_raw(hint, msgspec.msgpack.encode(quote), self._expires)
+            await self._broker.publish_raw(hint, msgspec.msgpack.encode(quote), self._quotes_expire)
         state = msgspec.msgpack.encode(_State(waiting.calls, waiting.restored, waiting.cut, waiting.programs))
         subject = f"{self._prefix}.{waiting.token}"
         await self._broker.publish_raw(subject, state, {}, message_id=new_id("waits"))
@@ -127,7 +128,7 @@ class WaitingRuns:
     async def begin_branch(self, run: str) -> int:
         """Note that a call of a branch is in flight. Returns the number for `end_branch`."""
         subject = f"{self._prefix}.busy.{subject_token(run)}.{new_id('b')}"
-        return (await self._broker.publish_raw(subject, b"", self._expires)).seq
+        return (await self._broker.publish_raw(subject, b"", self._branches_expire)).seq
 
     async def end_branch(self, number: int) -> None:
         await self._broker.delete(streams.DETECTED.name, number)

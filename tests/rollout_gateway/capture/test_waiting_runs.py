@@ -20,7 +20,7 @@ async def test_a_run_is_taken_once_although_its_acknowledgement_was_lost(
 ) -> None:
     """Another gateway takes the run before the publish is repeated: the repetition must not put it there again."""
     async with Broker.connect(nats_config) as broker, Broker.connect(nats_config) as elsewhere:
-        runs, others = WaitingRuns(broker, "test", 60), WaitingRuns(elsewhere, "test", 60)
+        runs, others = WaitingRuns(broker, "test", 60, 60), WaitingRuns(elsewhere, "test", 60, 60)
         publish, taken = broker.client.publish_acked, []
 
         async def take() -> WaitingRun | None:
