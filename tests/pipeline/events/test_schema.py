@@ -87,6 +87,13 @@ def test_an_older_reader_skips_what_a_newer_writer_adds(cls: type[Event]) -> Non
 
 
 @pytest.mark.parametrize("cls", EVENTS, ids=wire_name)
+def test_every_event_can_be_published(cls: type[Event]) -> None:
+    event = sample(cls)
+    assert event.subject()
+    assert event.message_id() == sample(cls).message_id() != ""
+
+
+@pytest.mark.parametrize("cls", EVENTS, ids=wire_name)
 def test_every_event_survives_its_encoding(cls: type[Event]) -> None:
     event = sample(cls)
     assert decode(encode(event)) == event
