@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+import json
+from typing import Any, Literal, TypedDict
 
 
 class InitArgs(TypedDict, total=False):
@@ -22,6 +23,7 @@ class EngineArgs(TypedDict, total=False):
     enforce_eager: bool
     max_num_seqs: int
     tensor_parallel_size: int
+    max_lora_rank: int
 
 
 class PeftArgs(TypedDict, total=False):
@@ -47,6 +49,56 @@ class InternalModelConfig(TypedDict, total=False):
     engine_args: EngineArgs
     peft_args: PeftArgs
     trainer_args: TrainerArgs
+    tinker_args: TinkerArgs | None
+    tinker_native_args: TinkerArgs | None
+    trainer_gpu_ids: list[int]
+    inference_gpu_ids: list[int]
+    rollout_weights_mode: Literal["lora", "merged"]
+    chat_template_kwargs: dict[str, object]
+    chat_template: str
+    chat_template_path: str
+    chat_template_content_format: str
+    chat_template_tool_schema_format: Literal["default", "vllm_openai"]
+    allow_unvalidated_arch: bool
+
+
+class TinkerTrainingClientArgs(TypedDict, total=False):
+    """Options of Tinker. Without effect: the installation trains."""
+
+    rank: int
+    seed: int | None
+    train_mlp: bool
+    train_attn: bool
+    train_unembed: bool
+    user_metadata: dict[str, str] | None
+
+
+class TinkerArgs(TypedDict, total=False):
+    """Options of a Tinker backend. Without effect: the installation trains."""
+
+    renderer_name: str
+    training_client_args: TinkerTrainingClientArgs
+
+
+TinkerNativeArgs = TinkerArgs
+
+
+class OpenAIServerConfig(TypedDict, total=False):
+    """Options of the inference server. Without effect in `register`: it is the installation's (`vllm`)."""
+
+    log_file: str
+    server_args: ServerArgs
+    engine_args: EngineArgs
+
+
+class ServerArgs(TypedDict, total=False):
+    """Options of the inference server's HTTP side."""
+
+    api_key: str | None
+    chat_template: str | None
+    enable_auto_tool_choice: bool
+    tool_call_parser: str | None
+    reasoning_parser: str | None
 
 
 class TrainConfig(TypedDict, total=False):
@@ -62,31 +114,60 @@ class TrainSFTConfig(TypedDict, total=False):
     """Experimental options of supervised fine-tuning."""
 
 
-SETTINGS: dict[tuple[str, str], str] = {
-    ("init_args", "max_seq_length"): "vllm.max_model_len",
-    ("engine_args", "max_model_len"): "vllm.max_model_len",
-    ("init_args", "load_in_4bit"): "trainer.unsloth.load_in_4bit",
-    ("peft_args", "r"): "trainer.lora.rank",
-    ("peft_args", "lora_alpha"): "trainer.lora.alpha",
-    ("trainer_args", "learning_rate"): "trainer.optimizer.learning_rate",
-    ("trainer_args", "weight_decay"): "trainer.optimizer.weight_decay",
-    ("trainer_args", "max_grad_norm"): "trainer.optimizer.max_grad_norm",
+SETTINGS: dict[str, str] = {
+    "init_args.max_seq_length": "vllm.max_model_len",
+    "engine_args.max_model_len": "vllm.max_model_len",
+    "init_args.load_in_4bit": "trainer.unsloth.load_in_4bit",
+    "peft_args.r": "trainer.lora.rank",
+    "peft_args.lora_alpha": "trainer.lora.alpha",
+    "trainer_args.learning_rate": "trainer.optimizer.learning_rate",
+    "trainer_args.weight_decay": "trainer.optimizer.weight_decay",
+    "trainer_args.max_grad_norm": "trainer.optimizer.max_grad_norm",
 }
-"""Options with an effect, and the settings that they are."""
+"""Options that are settings of an installation."""
+SERVER_OPTIONS: dict[str, str] = {
+    "init_args.gpu_memory_utilization": "gpu-memory-utilization",
+    "engine_args.gpu_memory_utilization": "gpu-memory-utilization",
+    "engine_args.tensor_parallel_size": "tensor-parallel-size",
+    "engine_args.enforce_eager": "enforce-eager",
+    "engine_args.max_num_seqs": "max-num-seqs",
+    "chat_template": "chat-template",
+    "chat_template_path": "chat-template",
+    "chat_template_content_format": "chat-template-content-format",
+    "chat_template_kwargs": "default-chat-template-kwargs",
+}
+"""Options of vLLM. Prompts are trained as vLLM rendered them, so its template is the trainer's too."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as the largest rank of an adapter."""
 
 
 def settings_of(config: InternalModelConfig | None) -> tuple[dict[str, Any], list[str]]:
-    """Return an installation's settings for the options, and the names of the options that have no effect."""
-    found: dict[str, Any] = {}
-    without_effect: list[str] = []
-    for part, options in (config or {}).items():
-        if not isinstance(options, dict):
-            without_effect.append(part)
-            continue
-        for name, value in options.items():
-            setting = SETTINGS.get((part, name))
-            if setting is None:
-                without_effect.append(f"{part}.{name}")
-            elif value is not None:
-                found[setting] = value
-    return found, without_effect
+    """Return an installation's settings for the options, and the names of the options that have no effect.
+
+    Raises `ValueError` for two chat templates."""
+    options: dict[str, Any] = {}
+    for part, value in (config or {}).items():
+        nested = isinstance(value, dict) and part != "chat_template_kwargs"
+        options |= {f"{part}.{name}": v for name, v in value.items()} if nested else {part: value}  # type: ignore[attr-defined]
+    options = {name: value for name, value in options.items() if value is not None}
+    if {"chat_template", "chat_template_path"} <= options.keys():
+        raise ValueError("_internal_config: give chat_template or chat_template_path, not both")
+    rank = max(options.get("peft_args.r", 0), options.pop("engine_args.max_lora_rank", 0))
+    settings = {SETTINGS[name]: value for name, value in options.items() if name in SETTINGS}
+    if rank:
+        settings["vllm.max_lora_rank"] = next((r for r in _RANKS if r >= rank), rank)
+    if arguments := [
+        argument
+        for name, value in options.items()
+        if name in SERVER_OPTIONS
+        for argument in _server_argument(SERVER_OPTIONS[name], value)
+    ]:
+        settings["vllm.args"] = arguments
+    return settings, [name for name in options if name not in SETTINGS | SERVER_OPTIONS]
+
+
+def _server_argument(name: str, value: Any) -> list[str]:
+    """Return an option as vLLM's command line takes it."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
