@@ -19,6 +19,8 @@ It needs the extra `art` (the package `openai`). docs/art.md lists what behaves 
 | `records` | a model's folder: its state, and what it logged |
 | `local`, `remote`, `serverless` | backends: an installation here, or at a URL |
 | `captured`, `gateway`, `training` | from trajectories to recorded calls, groups and steps |
+| `openai`, `guided_completion` | completions of streams; replies that a teacher gave |
+| `errors`, `refused` | what a program of ART can't use here, and what to do instead |
 | `options` | the options of a step, as settings of the trainer |
 | `rewards`, `utils`, `langgraph`, `mcp`, `dev` | as in ART |
 """

@@ -12,11 +12,13 @@ from typing import Any, Literal, overload
 
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from journeywork.art.captured import REFERENCE
+from journeywork.art.openai import StreamedCompletion
+from journeywork.art.refused import refusing
 from journeywork.art.trajectories import History, Trajectory, get_messages
 
 _current: contextvars.ContextVar[Trajectory | None] = contextvars.ContextVar("auto_trajectory", default=None)
 _PATH = "/chat/completions"
+__getattr__ = refusing(__name__)
 
 
 @overload
@@ -155,40 +157,16 @@ def _read(body: bytes) -> ChatCompletion | None:
 
 def read_stream(body: bytes) -> ChatCompletion | None:
     """Return the chat completion that the chunks of a stream make up, or `None` if it was cut off."""
-    from openai.lib.streaming.chat import (
-        ChatCompletionStreamState,
-    )  # 20 ms that few programs need at their start
-
-    state = ChatCompletionStreamState()
-    references: dict[int, Any] = {}
-    begun: set[int] = set()
-    finished = False
+    streamed = StreamedCompletion()
     for line in body.split(b"\n"):
         data = line.removeprefix(b"data:").strip()
         if not line.startswith(b"data:") or not data or data == b"[DONE]":
             continue
         try:
-            chunk = ChatCompletionChunk.model_validate_json(data)
+            streamed.add(ChatCompletionChunk.model_validate_json(data))
         except ValueError:
             return None
-        for choice in chunk.choices:
-            finished |= choice.finish_reason is not None
-            if choice.index in begun:
-                choice.delta.role = None  # some servers repeat it, and the client's library would join it
-            begun.add(choice.index)
-            if reference := (choice.model_extra or {}).get(REFERENCE):
-                references[choice.index] = reference
-        state.handle_chunk(chunk)
-    if not finished:
-        return None
-    completion = ChatCompletion.model_validate(state.current_completion_snapshot.model_dump())
-    for choice_made in completion.choices:
-        if choice_made.index in references:
-            choice_made.__pydantic_extra__ = {
-                **(choice_made.model_extra or {}),
-                REFERENCE: references[choice_made.index],
-            }
-    return completion
+    return streamed.completion() if streamed.finished else None
 
 
 class _Tee:

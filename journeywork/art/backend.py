@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from journeywork.art.trajectories import TrajectoryGroup
+from journeywork.art.errors import UnsupportedError as UnsupportedError
+from journeywork.art.trajectories import AnyGroup, TrajectoryGroup
 from journeywork.art.types import TrainResult
 
 
@@ -28,10 +29,6 @@ class AnyTrainableModel(AnyModel, Protocol):
         """Close the client of the running event loop."""
 
 
-class UnsupportedError(Exception):
-    """The program uses a feature of ART that Journeywork does not have. The message says what to do instead."""
-
-
 class Backend(Protocol):
     """Serves and trains models."""
 
@@ -42,7 +39,7 @@ class Backend(Protocol):
         """Connect a model. Sets its `inference_base_url` and `inference_api_key`."""
 
     async def train(
-        self, model: AnyTrainableModel, trajectory_groups: Iterable[TrajectoryGroup], **kwargs: Any
+        self, model: AnyTrainableModel, trajectory_groups: Iterable[AnyGroup], **kwargs: Any
     ) -> TrainResult:
         """Train one step on the groups, and return once the new version is served."""
 

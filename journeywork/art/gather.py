@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Literal, overload
 
 from journeywork.art.gathering import Gathering, as_current
+from journeywork.art.refused import refusing
 from journeywork.art.trajectories import PendingGroup, Trajectory, TrajectoryGroup, cancel_all
 
+__getattr__ = refusing(__name__)
 AfterEach = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup | list[TrajectoryGroup] | None]]
 
 

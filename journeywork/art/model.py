@@ -15,13 +15,15 @@ from typing_extensions import TypeVar
 
 from journeywork.art.backend import Backend, UnsupportedError
 from journeywork.art.records import RunFolder, merge
-from journeywork.art.trajectories import Trajectory, TrajectoryGroup
+from journeywork.art.refused import METHODS, refuse_method, refusing
+from journeywork.art.trajectories import AnyGroup, Trajectory, as_groups
 from journeywork.art.types import TrainConfig, TrainSFTConfig
 
 if TYPE_CHECKING:
     from journeywork.art.dev import InternalModelConfig
     from journeywork.art.dev import TrainSFTConfig as DevTrainSFTConfig
 
+__getattr__ = refusing(__name__)
 log = logging.getLogger("journeywork.art")
 
 ModelConfig = TypeVar("ModelConfig", bound="pydantic.BaseModel | None")
@@ -75,6 +77,11 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
             inference_model_name=inference_model_name, base_path=base_path, report_metrics=report_metrics,
             **kwargs,
         )  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        if name in METHODS:
+            refuse_method(self, name)
+        return super().__getattr__(name)  # type: ignore[misc]  # pydantic's, which type checkers don't see
 
     # -- inference -------------------------------------------------------------------------------------------------
 
@@ -156,7 +163,7 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
 
     async def log(
         self,
-        trajectories: Iterable[Trajectory | BaseException] | Iterable[TrajectoryGroup] | None = None,
+        trajectories: Iterable[Trajectory | BaseException | AnyGroup] | None = None,
         split: str = "val",
         *,
         metrics: dict[str, float] | None = None,
@@ -170,7 +177,7 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
         at = step if step is not None else await self.get_step()
         row = dict(metrics or {})
         if trajectories is not None:
-            groups = _as_groups(trajectories)
+            groups = as_groups(trajectories)
             row |= self._folder.write_trajectories(groups, split, at)
             if self.trainable and self._backend is not None and split != "train":
                 await self._backend.log_validation(self, groups, split)
@@ -238,7 +245,7 @@ class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateTy
 
     async def train(
         self,
-        trajectory_groups: Iterable[TrajectoryGroup],
+        trajectory_groups: Iterable[AnyGroup],
         config: TrainConfig | None = None,
         _config: dict[str, Any] | None = None,
         verbose: bool = False,
@@ -246,15 +253,14 @@ class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateTy
         """Log the groups and train one step on them. Returns once the new version is served.
 
         Fields of `config` that are not given are the installation's settings. Raises as `backend.train` does."""
-        groups = list(trajectory_groups)
+        groups = as_groups(trajectory_groups)
         given = config.model_dump(exclude_unset=True) if config is not None else {}
         result = await self.backend().train(self, groups, verbose=verbose, **{**given, **(_config or {})})
         await self.log(groups, split="train", metrics=result.metrics, step=result.step)
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
-        """Nothing: the trainer deletes old checkpoints by itself, and keeps the newest and the best.
-
-        Raises `UnsupportedError` for another metric than `val/reward`."""
+        """Nothing: the trainer deletes old checkpoints by itself, and keeps the newest and the best by validation
+        reward. Warns for another metric."""
         await cast(Any, self.backend()).delete_checkpoints(self, best_checkpoint_metric)
 
     async def train_sft(
@@ -283,10 +289,3 @@ class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateTy
         if chosen.batch_size != "auto":
             options += ["--batch-size", str(chosen.batch_size)]
         await cast(Any, self.backend()).train_sft(self, chats, options)
-
-
-def _as_groups(
-    trajectories: Iterable[Trajectory | BaseException] | Iterable[TrajectoryGroup],
-) -> list[TrajectoryGroup]:
-    """Return groups as they are, and put single trajectories into one group each, so that none are compared."""
-    return [item if isinstance(item, TrajectoryGroup) else TrajectoryGroup([item]) for item in trajectories]

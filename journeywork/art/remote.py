@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Never, Self
 
 from journeywork.art.backend import AnyModel, AnyTrainableModel, UnsupportedError
 from journeywork.art.gateway import Gateway
 from journeywork.art.model import TrainableModel
 from journeywork.art.options import step_settings
+from journeywork.art.refused import refuse_method
 from journeywork.art.training import StepResult, record_groups, train_groups
-from journeywork.art.trajectories import TrajectoryGroup
+from journeywork.art.trajectories import AnyGroup, TrajectoryGroup, as_groups
 from journeywork.art.types import ServerlessTrainResult, TrainResult
+
+log = logging.getLogger("journeywork.art")
 
 
 class RemoteBackend:
@@ -25,6 +29,9 @@ class RemoteBackend:
         self._url = url or os.environ.get("JOURNEYWORK_URL", "")
         self._api_key = api_key if api_key is not None else os.environ.get("JOURNEYWORK_API_KEY", "")
         self._models: list[AnyTrainableModel] = []
+
+    def __getattr__(self, name: str) -> Never:
+        refuse_method(self, name)
 
     async def url_of(self, model: AnyModel) -> str:
         """Return the URL of the gateway that serves a model. Raises `ValueError` if none is known."""
@@ -80,20 +87,20 @@ class RemoteBackend:
     async def _train(
         self,
         model: AnyTrainableModel,
-        groups: Iterable[TrajectoryGroup],
+        groups: Iterable[AnyGroup],
         learning_rate: float | None,
         options: dict[str, Any],
     ) -> StepResult:
         settings = step_settings(learning_rate, options)
         async with await self._gateway(model) as gateway:
-            result = await train_groups(gateway, model.name, list(groups), settings)
+            result = await train_groups(gateway, model.name, as_groups(groups), settings)
             await self._open_calls(gateway, model)
         return result
 
     async def train(
         self,
         model: AnyTrainableModel,
-        trajectory_groups: Iterable[TrajectoryGroup],
+        trajectory_groups: Iterable[AnyGroup],
         *,
         learning_rate: float | None = None,
         **options: Any,
@@ -124,12 +131,11 @@ class RemoteBackend:
         )
 
     async def delete_checkpoints(self, model: AnyTrainableModel, best_checkpoint_metric: str) -> None:
-        """Nothing for `val/reward`: the trainer keeps the newest checkpoints and the best one by itself.
-
-        Raises `UnsupportedError` for another metric."""
+        """Nothing: the trainer keeps the newest checkpoints and the best by validation reward by itself. Warns for
+        another metric."""
         if best_checkpoint_metric != "val/reward":
-            raise UnsupportedError(
-                f"delete_checkpoints: the trainer keeps the newest trainer.keep_checkpoints and the best by "
-                f"validation reward, and can't rank by {best_checkpoint_metric!r}. Leave the metric out, and record "
-                'validation runs with model.log(..., split="val") (docs/art.md)'
+            log.warning(
+                "delete_checkpoints: the trainer keeps the newest trainer.keep_checkpoints and the best by validation "
+                "reward, not by %r; record validation runs with model.log(..., split='val')",
+                best_checkpoint_metric,
             )

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iter
 from contextlib import asynccontextmanager
 from datetime import datetime
 from types import TracebackType
-from typing import Any, TypeGuard, cast, overload
+from typing import Any, TypeAlias, TypeGuard, cast, overload
 
 import pydantic
 from openai.types.chat import ChatCompletionMessageParam
@@ -245,6 +245,22 @@ class TrajectoryGroup(pydantic.BaseModel):
         )
         copied.exceptions = list(self.exceptions)
         return copied
+
+
+AnyGroup: TypeAlias = "TrajectoryGroup | list[Trajectory | BaseException] | list[Trajectory] | None"
+"""A group as a program may give it. `None` stands for one that was dropped."""
+
+
+def as_groups(items: Iterable[Trajectory | BaseException | AnyGroup]) -> list[TrajectoryGroup]:
+    """Return groups as they are, lists as groups, and single trajectories in groups of their own, so that none are
+    compared. `None` is left out."""
+    return [
+        item
+        if isinstance(item, TrajectoryGroup)
+        else TrajectoryGroup(item if isinstance(item, list) else [item])
+        for item in items
+        if item is not None
+    ]
 
 
 def _are_awaitables(items: list[Any]) -> TypeGuard[list[Awaitable[Trajectory]]]:

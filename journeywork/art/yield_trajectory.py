@@ -6,8 +6,10 @@ import contextvars
 from collections.abc import Coroutine
 from typing import Any
 
+from journeywork.art.refused import refusing
 from journeywork.art.trajectories import Trajectory
 
+__getattr__ = refusing(__name__)
 _yielded: contextvars.ContextVar[list[Trajectory] | None] = contextvars.ContextVar("yielded", default=None)
 
 

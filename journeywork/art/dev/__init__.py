@@ -147,8 +147,10 @@ def settings_of(config: InternalModelConfig | None) -> tuple[dict[str, Any], lis
     Raises `ValueError` for two chat templates."""
     options: dict[str, Any] = {}
     for part, value in (config or {}).items():
-        nested = isinstance(value, dict) and part != "chat_template_kwargs"
-        options |= {f"{part}.{name}": v for name, v in value.items()} if nested else {part: value}  # type: ignore[attr-defined]
+        if isinstance(value, dict) and part != "chat_template_kwargs":
+            options |= {f"{part}.{name}": option for name, option in value.items()}
+        else:
+            options[part] = value
     options = {name: value for name, value in options.items() if value is not None}
     if {"chat_template", "chat_template_path"} <= options.keys():
         raise ValueError("_internal_config: give chat_template or chat_template_path, not both")

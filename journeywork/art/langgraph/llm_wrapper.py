@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from journeywork.art.auto_trajectory import capture_auto_trajectory
 from journeywork.art.model import Model
+from journeywork.art.refused import refusing
 from journeywork.art.trajectories import Trajectory
 
 if TYPE_CHECKING:
     from langchain_openai import ChatOpenAI
+__getattr__ = refusing(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T", bound=Trajectory)

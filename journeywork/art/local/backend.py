@@ -25,7 +25,7 @@ from journeywork.art.model import TrainableModel
 from journeywork.art.options import LEARNING_RATE, loss_settings
 from journeywork.art.remote import RemoteBackend
 from journeywork.art.training import TrainingError
-from journeywork.art.trajectories import TrajectoryGroup
+from journeywork.art.trajectories import AnyGroup
 from journeywork.art.types import LocalTrainResult
 
 log = logging.getLogger("journeywork.art")
@@ -181,7 +181,7 @@ class LocalBackend(RemoteBackend):
     async def train(
         self,
         model: AnyTrainableModel,
-        trajectory_groups: Iterable[TrajectoryGroup],
+        trajectory_groups: Iterable[AnyGroup],
         *,
         learning_rate: float | None = None,
         **options: Any,

@@ -13,8 +13,10 @@ from journeywork.art.mcp.types import (
     MCPResource,
     MCPTool,
 )
+from journeywork.art.refused import refusing
 from journeywork.scenarios import Writer, write_scenarios
 
+__getattr__ = refusing(__name__)
 _DESCRIPTION = """\
 It has the tools and resources of a server.
 

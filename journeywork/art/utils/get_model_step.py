@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from journeywork.art.refused import refusing
+
+__getattr__ = refusing(__name__)
+
 
 def get_model_step(model: Any, art_path: str) -> int:
     """Return the newest step of `model` that has a checkpoint in `art_path`, the `path` of its `LocalBackend`; 0 if

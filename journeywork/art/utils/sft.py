@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, cast, get_args
 
 from journeywork.art.backend import UnsupportedError
+from journeywork.art.refused import refusing
 
+__getattr__ = refusing(__name__)
 Schedule = Literal["cosine", "linear", "constant"]
 
 

@@ -225,8 +225,6 @@ async def test_what_has_no_counterpart_says_what_to_do(model: Any, tmp_path: Pat
     chats.write_text('{"messages": [{"role": "assistant", "content": "a1"}]}\n')
     with pytest.raises(art.UnsupportedError, match="journeywork sft"):
         await train_sft_from_file(model, str(chats))
-    with pytest.raises(art.UnsupportedError, match="train/reward"):
-        await model.delete_checkpoints(best_checkpoint_metric="train/reward")
     await model.delete_checkpoints()
 
 

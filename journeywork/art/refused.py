@@ -1,0 +1,173 @@
+"""Names of ART that Journeywork does not provide. Importing one raises an error that says what to do instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Never
+
+from journeywork.art.errors import UnsupportedError, UnsupportedImportError
+
+PACKAGE = "journeywork.art"
+_INTERNAL = "it is a part of ART's own trainer and server; here the installation trains and serves, as its settings say"
+_COSTS = "put costs into `trajectory.metrics`; the view `verdicts` holds the judge's"
+_TYPES = "import the types from journeywork.art.dev"
+_HISTORY = "query the history with `journeywork sql`, or read trajectories/<split>/<step>.jsonl of the model's folder"
+_DEPLOY = "write the adapter with `journeywork export`, and deploy that folder with the provider's own tool"
+_BUCKET = "set store.dir to a bucket, and write an adapter with `journeywork export`"
+_CAPTURE = "use auto_trajectory and capture_auto_trajectory of journeywork.art"
+_GATHER = "pass max_exceptions and max_metrics to gather_trajectory_groups or gather_trajectories"
+_TUNING = (
+    "use train_sft_from_file of journeywork.art.utils.sft, which reads the file and schedules the rate itself"
+)
+REFUSED: dict[str, str] = {
+    "api_costs": _COSTS,
+    "auto_trajectory.AutoTrajectoryContext": _CAPTURE,
+    "auto_trajectory.auto_trajectory_context_var": _CAPTURE,
+    "auto_trajectory.parse_sse_to_chat_completion": "use consume_chat_completion_stream of journeywork.art.openai",
+    "auto_trajectory.patch_httpx": _CAPTURE,
+    "cli": "use the command `journeywork`",
+    "conf": "set the environment variable PYTORCH_CUDA_ALLOC_CONF of the installation",
+    "costs": _COSTS,
+    "dev.engine": _TYPES,
+    "dev.get_model_config": _INTERNAL,
+    "dev.get_openai_server_config": "the inference server is the installation's: set `vllm`",
+    "dev.is_dedicated_mode": _INTERNAL,
+    "dev.model": _TYPES,
+    "dev.openai_server": _TYPES,
+    "dev.train": _TYPES,
+    "dev.validate": _INTERNAL,
+    "dev.validate_dedicated_config": _INTERNAL,
+    "gather.GatherContext": _GATHER,
+    "gather.gather_context_var": _GATHER,
+    "gather.get_gather_context": _GATHER,
+    "gather.record_metrics": _GATHER,
+    "gather.set_gather_context": _GATHER,
+    "gather.wrap_group_awaitable": _GATHER,
+    "gather.wrap_trajectories_awaitable": _GATHER,
+    "langgraph.llm_wrapper.CURRENT_CONFIG": "use wrap_rollout and init_chat_model of journeywork.art.langgraph",
+    "langgraph.llm_wrapper.LoggingLLM": "use init_chat_model of journeywork.art.langgraph",
+    "langgraph.llm_wrapper.add_thread": "use wrap_rollout of journeywork.art.langgraph",
+    "langgraph.llm_wrapper.create_messages_from_logs": "use wrap_rollout of journeywork.art.langgraph",
+    "langgraph.llm_wrapper.mappings": "use wrap_rollout of journeywork.art.langgraph",
+    "langgraph.logging": "use wrap_rollout of journeywork.art.langgraph, which records the calls",
+    "langgraph.message_utils": "use convert_to_openai_messages of langchain_core.messages",
+    "local.adapter_leases": "name a version in the call by model.get_inference_name(step): it stays loaded meanwhile",
+    "local.checkpoints": "set trainer.keep_checkpoints: the trainer deletes older checkpoints by itself",
+    "local.service": _INTERNAL,
+    "loss": _INTERNAL,
+    "megatron": _INTERNAL,
+    "metrics": _COSTS,
+    "metrics_taxonomy": _COSTS,
+    "mcp.generate_scenarios.preview_scenarios": "use GeneratedScenarioCollection.preview",
+    "model.METRICS_BUILDER_STATE_KEY": _COSTS,
+    "model.METRIC_SECTIONS": _COSTS,
+    "model.METRIC_SPLITS": _COSTS,
+    "openai.init_chat_completion": "use consume_chat_completion_stream",
+    "openai.update_chat_completion": "use consume_chat_completion_stream",
+    "pipeline_trainer": "use journeywork.loop, which plays while the trainer trains, and bounds the staleness",
+    "preprocessing": _INTERNAL,
+    "serverless.client": "use ServerlessBackend(base_url=..., api_key=...)",
+    "test": "it is ART's own tests",
+    "tinker": _INTERNAL,
+    "tinker_native": _INTERNAL,
+    "transformers": _INTERNAL,
+    "unsloth": _INTERNAL,
+    "utils.benchmark_rollout": "use gather_trajectories, and take the mean of the rewards",
+    "utils.benchmarking": _HISTORY,
+    "utils.convert_moe_lora": _INTERNAL,
+    "utils.deploy_model": _DEPLOY,
+    "utils.deployment": _DEPLOY,
+    "utils.get_model_step.get_step_from_dir": "use get_model_step of journeywork.art.utils",
+    "utils.get_repo_root_path": "use pathlib.Path of your repository",
+    "utils.group_aggregate": "use polars or `journeywork sql`",
+    "utils.lifecycle": _INTERNAL,
+    "utils.logging": "use Python's module logging; ours is the logger journeywork.art",
+    "utils.managed_process": _INTERNAL,
+    "utils.model_config": _INTERNAL,
+    "utils.network": "bind a socket to port 0",
+    "utils.old_benchmarking": _HISTORY,
+    "utils.record_provenance": "no artifacts of Weights & Biases are made; put it into `trajectory.metadata`",
+    "utils.s3": _BUCKET,
+    "utils.s3_checkpoint_utils": _BUCKET,
+    "utils.sft.SFTChunk": _TUNING,
+    "utils.sft.create_lr_schedule": _TUNING,
+    "utils.sft.get_file_row_count": _TUNING,
+    "utils.sft.iterate_file": _TUNING,
+    "utils.sft.resolve_sft_batch_size": _TUNING,
+    "utils.suppress_litellm_serialization_warnings": "use warnings.filterwarnings",
+    "utils.trajectory_logging": _HISTORY,
+    "utils.trajectory_migration": "use Trajectory.model_dump_json and Trajectory.model_validate_json",
+    "vllm_runtime": _INTERNAL,
+    "weight_transfer": _INTERNAL,
+    "yield_trajectory.YieldTrajectoryContext": "use yield_trajectory and capture_yielded_trajectory",
+    "yield_trajectory.yield_trajectory_context_var": "use yield_trajectory and capture_yielded_trajectory",
+}
+"""What to do instead, by the dotted name below `art`. A module's entry holds for all of its names."""
+METHODS: dict[str, str] = {
+    "_experimental_fork_checkpoint": "write the version's merged weights with `journeywork export`, and start from "
+    "them with base_model at that folder",
+    "_experimental_pull_from_s3": _BUCKET,
+    "_experimental_pull_model_checkpoint": "write the adapter of a version with `journeywork export`",
+    "_experimental_push_to_s3": _BUCKET,
+    "activate_metrics_context": _COSTS,
+    "adapter_lease": "name a version in the call by model.get_inference_name(step): it stays loaded meanwhile",
+    "automatic_gpu_cost_per_hour_usd": _COSTS,
+    "cost_calculator": _COSTS,
+    "delete": "stop the installation, and delete its run directory",
+    "metrics_builder": _COSTS,
+    "prune_model_adapters": "set trainer.keep_checkpoints: versions are unloaded and deleted by themselves",
+    "set_cost_calculator": _COSTS,
+    "supports_automatic_train_step_metrics": _COSTS,
+    "update_wandb_config": "no runs of Weights & Biases are made; put it into `trajectory.metadata`",
+}
+"""What to do instead of a method of a model or a backend."""
+
+
+def sentence_for(name: str) -> str | None:
+    """Return what to do instead of a dotted name below `art`; `None` for a name that is not refused."""
+    while name:
+        if name in REFUSED:
+            return REFUSED[name]
+        name = name.rpartition(".")[0]
+    return None
+
+
+def _refuse(full_name: str) -> None:
+    name = full_name.removeprefix(f"{PACKAGE}.")
+    if (sentence := sentence_for(name)) is not None:
+        raise UnsupportedImportError(f"art.{name} is not in Journeywork: {sentence} (docs/art.md)")
+
+
+def refusing(module: str) -> Callable[[str], Never]:
+    """Return a module's `__getattr__`, which raises `UnsupportedImportError` for names that are refused."""
+
+    def missing(name: str) -> Never:
+        if not name.startswith("_"):
+            _refuse(f"{module}.{name}")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return missing
+
+
+def refuse_method(owner: object, name: str) -> Never:
+    """Raise `UnsupportedError` for a method that is refused, else `AttributeError`."""
+    where = f"{type(owner).__name__}.{name}"
+    if name in METHODS:
+        raise UnsupportedError(f"{where} is not in Journeywork: {METHODS[name]} (docs/art.md)")
+    raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")
+
+
+class RefusedModules:
+    """The last finder of modules: raises `UnsupportedImportError` for modules that are refused."""
+
+    @staticmethod
+    def find_spec(
+        full_name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> None:
+        if full_name.startswith(f"{PACKAGE}."):
+            _refuse(full_name)
+
+
+sys.meta_path.append(RefusedModules)

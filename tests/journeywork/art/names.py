@@ -1,0 +1,133 @@
+"""The public names of openpipe-art, and the table of docs/art.md that says which of them `journeywork.art` has.
+
+    python -m tests.journeywork.art.names                  # writes the table from names.json
+    python -m tests.journeywork.art.names --package PATH   # first reads the names of the unpacked wheel's folder `art`
+
+It reads the package's syntax and does not import it, as most of its modules need a GPU's libraries. Public are the
+names of `__all__`, those that a module defines, those that an `__init__` imports of the package, and the methods of
+models, backends, trajectories and groups; but type variables, loggers, and what begins with an underscore."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from journeywork.art.refused import METHODS, REFUSED, sentence_for
+
+FILE = Path(__file__).with_name("names.json")
+PAGE = Path(__file__).parents[3] / "docs" / "art.md"
+BEGIN, END = "<!-- names of openpipe-art, generated -->\n", "<!-- end -->\n"
+CLASSES = (
+    "Model",
+    "TrainableModel",
+    "Trajectory",
+    "TrajectoryGroup",
+    "History",
+    "LocalBackend",
+    "ServerlessBackend",
+)
+WHOLE = (
+    "megatron",
+    "preprocessing",
+    "test",
+    "tinker",
+    "tinker_native",
+    "transformers",
+    "unsloth",
+    "weight_transfer",
+)
+"""Packages that are refused as a whole: their names are not listed."""
+
+
+def names_of(path: Path) -> list[str]:
+    """The public names that a module's file defines."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            if isinstance(node, ast.ClassDef) and node.name in CLASSES:
+                methods = (n.name for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+                names |= {
+                    f"{node.name}.{name}" for name in methods if name[0] != "_" or name.startswith("_experi")
+                }
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            if isinstance(node.value, ast.Call) and re.search("TypeVar|getLogger", ast.dump(node.value.func)):
+                continue
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name) and target.id == "__all__" and node.value is not None:
+                    names |= set(ast.literal_eval(node.value))
+                elif isinstance(target, ast.Name):
+                    names.add(target.id)
+        elif isinstance(node, ast.ImportFrom) and path.stem == "__init__" and _is_arts(node):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def _is_arts(node: ast.ImportFrom) -> bool:
+    return bool(node.level) or (node.module or "").startswith("art")
+
+
+def inventory(package: Path) -> dict[str, list[str]]:
+    """The public names of each module of an unpacked openpipe-art."""
+    modules: dict[str, list[str]] = {name: [] for name in WHOLE}
+    for path in sorted(package.rglob("*.py")):
+        parts = [*path.relative_to(package).parent.parts, *([] if path.stem == "__init__" else [path.stem])]
+        if not parts or (parts[0] not in WHOLE and not any(part.startswith("_") for part in parts)):
+            modules[".".join(parts)] = names_of(path)
+    return modules
+
+
+def state_of(module: str, name: str) -> str:
+    """`here`, or what to do instead. Raises `LookupError` if a name is neither here nor refused."""
+    if (sentence := sentence_for(f"{module}.{name}".strip("."))) is not None:
+        return sentence
+    value: Any = importlib.import_module(f"journeywork.art.{module}".rstrip("."))
+    for part in name.split("."):
+        if hasattr(value, part) or part in getattr(value, "model_fields", {}):
+            value = getattr(value, part, None)
+        elif part in METHODS:
+            return METHODS[part]
+        else:
+            raise LookupError(
+                f"art.{module}.{name} is neither in journeywork.art nor in its module `refused`"
+            )
+    return "here"
+
+
+def table(modules: dict[str, list[str]]) -> str:
+    """The table as Markdown: a line a module with what is here, and a line for each sentence of refusal."""
+    rows = ["| module of ART | names | |", "| --- | --- | --- |"]
+    for module, names in sorted(modules.items()):
+        if (
+            refused := next((name for name in REFUSED if f"{module}.".startswith(f"{name}.")), None)
+        ) is not None:
+            row = f"| `art.{refused}` | all | refused: {REFUSED[refused]} |"
+            rows += [row] if row not in rows else []
+            continue
+        states: dict[str, list[str]] = {}
+        for name in names:
+            states.setdefault(state_of(module, name), []).append(f"`{name}`")
+        for state, listed in sorted(states.items(), key=lambda item: item[0] != "here"):
+            said = "here" if state == "here" else f"refused: {state}"
+            rows.append(f"| `{f'art.{module}'.rstrip('.')}` | {', '.join(listed)} | {said} |")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--package", type=Path)
+    package = parser.parse_args().package
+    if package is not None:
+        FILE.write_text(json.dumps(inventory(package), indent=1) + "\n")
+    page = PAGE.read_text("utf-8")
+    before, _, rest = page.partition(BEGIN)
+    PAGE.write_text(before + BEGIN + table(json.loads(FILE.read_text())) + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()

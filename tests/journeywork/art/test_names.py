@@ -1,0 +1,128 @@
+"""Every public name of openpipe-art 0.5.18 is here, or is refused by a sentence that says what to do instead."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat.chat_completion import Choice
+
+import journeywork.art as art
+from journeywork.art.guided_completion import get_guided_completion_params
+from journeywork.art.openai import consume_sync_chat_completion_stream
+from journeywork.art.refused import METHODS, REFUSED
+from journeywork.art.trajectories import as_groups
+from journeywork.art.utils.strip_logprobs import strip_logprobs
+from tests.journeywork.art import names
+
+MODULES: dict[str, list[str]] = json.loads(names.FILE.read_text())
+
+
+def test_the_table_of_the_page_is_the_generated_one() -> None:
+    page = names.PAGE.read_text("utf-8")
+    assert names.table(MODULES) in page, "run `python -m tests.journeywork.art.names`"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_name_says_what_to_do(name: str) -> None:
+    module, _, member = name.rpartition(".")
+    with pytest.raises(art.UnsupportedError, match="is not in Journeywork: ") as refused:
+        exec(f"from journeywork.art.{module} import {member}".replace(". ", " "), {})
+    assert isinstance(refused.value, ImportError)
+    assert any(name == module or name.rpartition(".")[0] == module for module in MODULES)
+
+
+def test_names_that_art_does_not_have_are_ordinary_errors() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("journeywork.art.nonsense")
+    with pytest.raises(AttributeError):
+        importlib.import_module("journeywork.art.gather").nonsense  # noqa: B018
+    with pytest.raises(AttributeError):
+        art.RemoteBackend("http://gateway").nonsense()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_refused_method_says_what_to_do(name: str) -> None:
+    model = art.TrainableModel(name="m", project="p", base_model="b")
+    for owner in (model, art.RemoteBackend("http://gateway")):
+        with pytest.raises(art.UnsupportedError, match=rf"\.{name} is not in Journeywork: "):
+            getattr(owner, name)
+
+
+def test_lists_are_groups_and_none_is_left_out() -> None:
+    trajectory = art.Trajectory(messages_and_choices=[], reward=1.0)
+    group = art.TrajectoryGroup([trajectory])
+    groups = as_groups([group, [trajectory, trajectory], None, trajectory])
+    assert [len(each) for each in groups] == [1, 2, 1]
+    assert groups[0] is group
+
+
+@pytest.mark.anyio
+async def test_another_metric_of_delete_checkpoints_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = art.TrainableModel(name="m", project="p", base_model="b")
+    await art.RemoteBackend("http://gateway").delete_checkpoints(model, "val/accuracy")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "'val/accuracy'" in caplog.text
+
+
+def chunk(delta: dict[str, Any], **fields: Any) -> ChatCompletionChunk:
+    choice = {"index": 0, "delta": delta, "finish_reason": None, **fields}
+    return ChatCompletionChunk.model_validate(
+        {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
+    )
+
+
+def test_a_streamed_completion_keeps_its_reference() -> None:
+    call = {"index": 0, "id": "i", "type": "function", "function": {"name": "look", "arguments": '{"at"'}}
+    chunks = [
+        chunk({"role": "assistant", "content": "a"}), chunk({"role": "assistant", "content": "b"}),
+        chunk({"tool_calls": [call]}), chunk({"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}}]}),
+        chunk({}, finish_reason="tool_calls", journeywork={"trajectory": "t", "reply": "c"}),
+    ]  # fmt: skip
+    choice = consume_sync_chat_completion_stream(chunks).choices[0]  # type: ignore[arg-type]  # any iterable
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+        "assistant",
+        "ab",
+        "tool_calls",
+    )
+    (call_made,) = choice.message.tool_calls or ()
+    assert call_made.model_dump()["function"].items() >= {"name": "look", "arguments": '{"at":1}'}.items()
+    assert choice.model_extra == {"journeywork": {"trajectory": "t", "reply": "c"}}
+    with pytest.raises(ValueError, match="no chunk"):
+        consume_sync_chat_completion_stream([])  # type: ignore[arg-type]
+
+
+def test_a_teachers_reply_guides_a_student() -> None:
+    def completion(message: dict[str, Any]) -> ChatCompletion:
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", **message}}
+        made = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+        return ChatCompletion.model_validate(made)
+
+    tools: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    assert get_guided_completion_params(completion({"content": "yes"})) == (["yes"], None, None)
+    call = {"id": "i", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    choices, tool, frozen = get_guided_completion_params(completion({"tool_calls": [call]}), tools)
+    assert (choices, tool) == (None, {"type": "function", "function": {"name": "look"}})
+    assert frozen is not None
+    assert frozen[0]["function"]["parameters"]["properties"] == {"at": {"const": 1}}
+    assert tools[0]["function"]["parameters"] == {"type": "object"}, "the given tool is as it was"
+    with pytest.raises(ValueError, match="'look', which is not in `base_tools`"):
+        get_guided_completion_params(completion({"tool_calls": [call]}))
+
+
+def test_logprobs_are_left_out_at_every_depth() -> None:
+    choice = Choice.model_validate(
+        {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "a"},
+         "logprobs": {"content": [], "refusal": None}}
+    )  # fmt: skip
+    stripped = strip_logprobs({"logprobs": 1, "calls": [choice, (choice,)]})
+    assert stripped.keys() == {"calls"}
+    assert stripped["calls"][0].logprobs is None
+    assert stripped["calls"][1][0].logprobs is None
+    assert choice.logprobs is not None
+    assert strip_logprobs(SimpleNamespace(a=1)).a == 1
