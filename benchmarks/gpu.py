@@ -141,6 +141,10 @@ def measure(size: str, scratch: Path, *, device: str, tiny: bool, rounds: int) -
     # reported, and does not end the measurement.
     engine.configure(msgspec.structs.replace(config, logprob_bound=math.inf))
     state = engine.initial_state()
+    peft = engine.model.peft
+    # The input embeddings need no multiplications.
+    embeddings = peft.get_base_model().get_input_embeddings().weight.numel()
+    parameters = sum(p.numel() for p in peft.parameters()) - embeddings
     out: dict[str, Any] = {
         "dtype": str(engine.model.dtype).removeprefix("torch."), "layout": engine.passes.verified.layout,
         "logprob_difference": engine.passes.verified.padded.mean, "token_budget": engine.passes.budget.tokens,
@@ -162,7 +166,7 @@ def measure(size: str, scratch: Path, *, device: str, tiny: bool, rounds: int) -
         ours |= {
             "loss": metrics["loss"], "trained_tokens_per_s": metrics["tokens"] / ours["seconds"],
             # Forward, and backward through activations only: the base model's weights take no gradient.
-            "model_tflops": 4 * engine.passes.size * metrics["tokens_forward"] / ours["seconds"] / 1e12,
+            "model_tflops": 4 * parameters * metrics["tokens_forward"] / ours["seconds"] / 1e12,
         }  # fmt: skip
         theirs = _trl(engine, state, examples, rounds, scratch)
         out["batches"][name] = {"journeywork": ours, "trl": theirs}

@@ -36,7 +36,9 @@ def quick_consumers(ack_wait_s: float = ACK_WAIT_S) -> tuple[streams.ConsumerSpe
     """Return the consumers with a short acknowledgement time, so that what a dead process held is delivered again at
     once, and without an end of redeliveries and deaths, so that none makes a dead letter."""
     return tuple(
-        dataclasses.replace(c, ack_wait_s=ack_wait_s, max_deliver=1_000_000, max_deaths=1_000_000)
+        dataclasses.replace(
+            c, ack_wait_s=ack_wait_s, max_deliver=1_000_000, max_deaths=c.max_deaths and 1_000_000
+        )
         for c in streams.CONSUMERS
     )
 
@@ -52,6 +54,9 @@ def serve(order: dict[str, Any]) -> None:
     config = configuration.load(order["config"])
     log.configure(name, "WARNING", config.path(f"{name}.log").open("a"))
     streams.CONSUMERS = quick_consumers(float(sys.argv[1]))
+    if name == "store":
+        # After 100 commits a slow machine would pass the stop point too rarely.
+        importlib.import_module("store.lake.maintenance")._CHECKPOINT_EVERY = 10  # type: ignore[attr-defined]
     crash.arm(order["crash"])
 
     def ready(**_: str | int | float) -> None:

@@ -33,7 +33,7 @@ def run_dir(history: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "here"
     shutil.copytree(history, folder)
     (folder / SETTINGS).write_text(
-        f'project = "p"\nrun_dir = "{folder}"\n\n[[models]]\nname = "m"\nbase = "base"\n'
+        f'project = "p"\nrun_dir = "{folder}"\nui.port = 0\n\n[[models]]\nname = "m"\nbase = "base"\n'
     )
     return folder
 
