@@ -77,7 +77,8 @@ class Progress:
         """Count a game whose last move step `step` made."""
         self.games += 1
         self.recent.append(won)
-        self.staleness.append(self.step - step)
+        # The newest step is asked for once a second, so a game can know a newer one.
+        self.staleness.append(max(self.step - step, 0))
 
     def advance(self, step: int, training_s: float) -> None:
         self.step = step
