@@ -47,6 +47,8 @@ from journeywork.transport import (
 )
 
 P = ParamSpec("P")
+_TIMEOUT_S = 60.0
+"""How long a request may wait to connect, to send, or for the next bytes of its answer."""
 Result = TypeVar("Result")
 
 
@@ -99,7 +101,7 @@ class AsyncJourneywork:
 
     def __init__(self, url: str | None = None, *, api_key: str = "", wait_s: float = 120.0) -> None:
         self.url, self._wait_s = gateway_url(url), wait_s
-        self._http = httpx.AsyncClient(base_url=self.url, headers=authorization(api_key), timeout=60)
+        self._http = httpx.AsyncClient(base_url=self.url, headers=authorization(api_key), timeout=_TIMEOUT_S)
 
     async def aclose(self) -> None:
         await self._http.aclose()
@@ -217,16 +219,19 @@ class AsyncJourneywork:
             except JourneyworkError as error:
                 failure.add_note(f"its trajectory could not be completed as no_result: {error}")
 
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = _TIMEOUT_S
+    ) -> dict[str, Any]:
         """Send a request, and retry it while the gateway is unreachable or overloaded. Return the JSON of the response.
 
-        Raises `GatewayUnavailableError` if this lasts longer than `wait_s`, and `JourneyworkError` if the gateway
+        `timeout_s` bounds every wait of one attempt: to connect, to send, and for the next bytes of the answer.
+        Raises `GatewayUnavailableError` if the gateway stays away longer than `wait_s`, and `JourneyworkError` if it
         refuses the request."""
         backoff = Backoff(self._wait_s)
         while True:
             pause_s = 0.0
             try:
-                reply = await self._send(method, path, body)
+                reply = await self._send(method, path, body, timeout_s)
             except httpx.TransportError as error:
                 last_problem = transport_problem(error)
                 backoff.unreachable(self.url, last_problem)
@@ -239,8 +244,10 @@ class AsyncJourneywork:
 
     # -- what the blocking client does otherwise -----------------------------------------------------------------
 
-    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
-        return await self._http.request(method, path, json=body)
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> httpx.Response:
+        return await self._http.request(method, path, json=body, timeout=timeout_s)
 
     async def _pause(self, seconds: float) -> None:
         await anyio.sleep(seconds)
@@ -259,10 +266,14 @@ class _BlockingCore(AsyncJourneywork):
 
     def __init__(self, url: str | None, *, api_key: str, wait_s: float) -> None:
         self.url, self._wait_s = gateway_url(url), wait_s
-        self._blocking_http = httpx.Client(base_url=self.url, headers=authorization(api_key), timeout=60)
+        self._blocking_http = httpx.Client(
+            base_url=self.url, headers=authorization(api_key), timeout=_TIMEOUT_S
+        )
 
-    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
-        return self._blocking_http.request(method, path, json=body)
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> httpx.Response:
+        return self._blocking_http.request(method, path, json=body, timeout=timeout_s)
 
     async def _pause(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 - there is no event loop

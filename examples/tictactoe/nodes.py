@@ -40,6 +40,8 @@ from pipeline.running.plan import LOOPBACK, free_port
 LOOK_EVERY_S = 0.2
 NODE_DOWN_S = 10.0
 """How long a killed NATS server stays away."""
+NODE_STOP_S = 30.0
+"""How long a NATS server may take to write everything and end."""
 PARTITION_S = 30.0
 SECRET = "JOURNEYWORK_KEY_SECRET"
 """Variable with the secret from which both gateways make the keys of trajectories."""
@@ -148,11 +150,20 @@ class NatsNode:
             self.process = None
 
     def stop(self) -> None:
-        """Let it write everything and end."""
-        if self.process is not None:
-            self.process.terminate()
-            self.process.wait(30)
-            self.process = None
+        """Let the server write everything and end. Kills it and raises `ExampleError` if it takes longer than
+        `NODE_STOP_S`."""
+        if self.process is None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(NODE_STOP_S)
+        except subprocess.TimeoutExpired:
+            raise ExampleError(
+                f"the NATS server {self.folder.name} did not stop in {NODE_STOP_S:g} s and was killed; "
+                f"see {self.folder}/nats.log"
+            ) from None
+        finally:
+            self.kill()  # no effect on a server that has ended
 
 
 class Nodes:
@@ -228,17 +239,19 @@ class Nodes:
         return sum(installation.restarts() for installation in self.installations.values())
 
     def stop(self) -> None:
-        """Stop everything: agents and trainer first, then the stores with all that the log holds, the log last."""
-        try:
-            for name in ("trainer", "second", "first"):
-                if name in self.installations:
-                    self.installations[name].stop()
-        finally:
-            for node in self.nats:
-                node.stop()
+        """Stop everything: the trainer first, then the installations whose stores write what the log holds, then the
+        NATS servers, the relays, and the relays' event loop.
+
+        What does not stop in time is killed, and everything else is stopped all the same. Raises the `ExampleError` of
+        the last one that was killed; the earlier ones are its context."""
+        with self._exit as stops:  # called in reverse order, each one even if another one raises
             for relay in (*self.relays, self.front):
-                self._portal.call(relay.close)
-            self._exit.close()
+                stops.callback(self._portal.call, relay.close)
+            for node in self.nats:
+                stops.callback(node.stop)
+            for name in ("first", "second", "trainer"):
+                if name in self.installations:
+                    stops.callback(self.installations[name].stop)
 
 
 async def _started(installation: Installation) -> None:

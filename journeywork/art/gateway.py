@@ -44,10 +44,16 @@ class Gateway(AsyncJourneywork):
     async def complete_group(
         self, group: str, model: str, members: Sequence[Member], *, task: str = "", split: str = "train"
     ) -> None:
-        """Make the trajectories of a group from recorded calls. Calling it again has no effect."""
-        self._http.timeout = httpx.Timeout(_COMPLETE_S)
+        """Make the trajectories of a group from recorded calls, and complete them with the results of `members`.
+
+        `group` is the name of the group on the log, `model` the model that played it, `task` the description of its
+        task. `split` is `train` or `val`. Completing a group again with the same members has no effect. The gateway
+        copies every call before it answers, so this request may wait `_COMPLETE_S`; the client's other requests keep
+        their timeout. Raises `GatewayUnavailableError` and `JourneyworkError`."""
         body = {"model": model, "task": task, "split": split, "trajectories": list(members)}
-        await self._request("POST", f"/v1/groups/{quote(group, safe='')}/complete", body)
+        await self._request(
+            "POST", f"/v1/groups/{quote(group, safe='')}/complete", body, timeout_s=_COMPLETE_S
+        )
 
     async def group_state(self, group: str, model: str) -> dict[str, Any]:
         """Return whether a group was trained or discarded."""

@@ -43,13 +43,21 @@ class VersionRouter:
     def resolve(self, model: str, opening: TrajectoryOpened | None) -> str:
         """Return the exact version that answers a call now.
 
-        If the trajectory is pinned, this is the pinned version, even if the call names another version. Otherwise it is
-        the version that `model` resolves to. Raises as `check` does, and a 409 `ApiError` if the gateway refuses to
-        serve the version because its adapter failed a check, even if the version is promoted."""
+        `model` is the name in the call, `opening` the opening event of its trajectory, if any. A pinned trajectory gets
+        its pinned version, even if the call names another one. A pinned version of this model that is not known here
+        is returned as well: the call then waits for it, because another gateway may have read its checkpoint first.
+        Without a pin, an exact version is returned as it is, and a model name as `current` resolves it, which
+        remembers the version as reached.
+
+        Raises as `check` does, a 404 `ApiError` if the pin is no version of the trajectory's model, and a 409
+        `ApiError` if the gateway refuses to serve the version because its adapter failed a check, even if the version
+        is promoted."""
         self.check(model, opening)
         if opening is not None and opening.pinned:
-            version = opening.pinned  # not validated when the trajectory was opened
-            if not is_version(version):
+            version = opening.pinned
+            # A gateway checks the pin of a request that opens a trajectory. An opening read from the log may be of
+            # any program that can write there.
+            if not is_version(version) or self.name(version) != opening.model:
                 raise unknown_model(version, self._policies.names(opening.model))
         elif model in self._policies.models:
             version = self.current(model, opening.trajectory if opening else "")
@@ -61,9 +69,10 @@ class VersionRouter:
         return version
 
     def current(self, model: str, trajectory: str = "") -> str:
-        """Return the version that the model name `model` resolves to.
+        """Return the version that the model name `model` resolves to, and remember it as reached if no decision named
+        it: the name does not fall back to an older version later.
 
-        In an A/B split, the same trajectory always gets the same version."""
+        In an A/B split, the same `trajectory` id always gets the same version."""
         state = self._policies.models[model]
         if state.promoted is not None:
             return _version_in_split(state.promoted, trajectory)

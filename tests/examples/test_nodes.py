@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from examples.tictactoe.nodes import NatsNode, Relay
+from examples.common.running import ExampleError
+from examples.tictactoe.nodes import NatsNode, Nodes, Relay
 from pipeline.config import NatsConfig
 from pipeline.events import TrajectoryOpened
 from pipeline.log.broker import Broker
@@ -88,3 +90,43 @@ async def test_a_killed_nats_server_comes_back_with_its_store_and_the_cluster_go
     finally:
         for node in nodes:
             node.stop()
+
+
+class Unstoppable:
+    """A process that ends only when it is killed, or an installation that reports that it had to be."""
+
+    killed = stopped = False
+
+    def terminate(self) -> None:
+        pass
+
+    def wait(self, timeout: float | None = None) -> None:
+        if timeout is not None:
+            raise subprocess.TimeoutExpired("nats-server", timeout)
+        assert self.killed
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def stop(self) -> None:
+        self.stopped = True
+        raise ExampleError("journeywork up did not stop")
+
+
+def test_what_does_not_end_in_time_does_not_keep_the_rest_running(tmp_path: Path) -> None:
+    """The fault that was: one server that did not end left the later servers and the relays running."""
+    nodes = Nodes(tmp_path / "run", tmp_path / "config.toml", {})
+    stuck, installations = Unstoppable(), {name: Unstoppable() for name in ("first", "second", "trainer")}
+    nodes.nats[1].kill()
+    nodes.nats[1].process = stuck  # type: ignore[assignment]
+    nodes.installations.update(installations)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(ExampleError):
+            nodes.stop()
+        assert stuck.killed
+        assert all(installation.stopped for installation in installations.values())
+        assert [node.process for node in nodes.nats] == [None, None, None]
+    finally:
+        nodes._exit.close()  # else the thread of the relays would keep the tests from ending
+        for node in nodes.nats:
+            node.kill()

@@ -11,8 +11,8 @@ import hashlib
 import secrets
 import time
 import tomllib
+from collections.abc import Iterable
 from datetime import UTC, datetime
-from pathlib import Path
 
 import msgspec
 from starlette.requests import Request
@@ -20,7 +20,10 @@ from starlette.responses import Response
 
 from pipeline.config import Config, ConfigError, KeyConfig
 from pipeline.security.host_names import is_loopback, name_in_host
+from pipeline.telemetry.logs import get_logger
 from store.showing.dashboard.errors import PageError
+
+log = get_logger("store.showing.dashboard.access")
 
 COOKIE = "journeywork_session"
 _SESSION_S = 12 * 3600.0
@@ -45,57 +48,91 @@ class _KeyFile(msgspec.Struct, frozen=True):
 
 
 class Keys:
-    """The operator keys of a run, from its settings and its file of keys, which is read again when it changes."""
+    """The operator keys of a run, from its settings and its file of keys.
+
+    The file is read again when it changes, at most once in `_FILE_CHECK_S`. While it cannot be read, the keys stay as
+    they were, as in the gateway, and the log says why."""
 
     def __init__(self, config: Config) -> None:
-        self._settings, self._project = config.gateway.keys, config.project
+        """Raises `ConfigError` if the file of keys, or a key of the settings, is invalid or cannot be read."""
+        self._keys_in_settings, self._project = config.gateway.keys, config.project
         self._file = config.path(config.gateway.keys_file)
-        self._checked_at = -_FILE_CHECK_S
-        self._version: tuple[int, int] | None = None
-        self._of_file: tuple[KeyConfig, ...] = ()
-        self._ever = bool(self._settings)
+        self._file_version: tuple[int, int] | None = None
+        """Modification time in nanoseconds and size of the file when it was read; `None` if there was none."""
+        self._keys_in_file: tuple[KeyConfig, ...] = ()
+        self._had_keys = bool(self._keys_in_settings)
+        """Never reset: a file of keys that is removed must not open the dashboard to everyone."""
+        self._logged_problem = ""
+        _check_keys(self._keys_in_settings, "gateway.keys")
+        self._read_file()
+        self._checked_at = time.monotonic()
 
     def required(self) -> bool:
-        """Whether the run has or had any key. Raises `ConfigError` where the file of keys is invalid."""
-        self._read()
-        return self._ever
+        """Return whether the run has keys, or had any since this process started. Reads the file again if it has
+        changed."""
+        self._reload()
+        return self._had_keys
 
     def accepts(self, key: str) -> bool:
-        """Whether `key` is an operator's key of this run that has not expired. Raises `ConfigError`."""
-        self._read()
+        """Return whether `key` is an operator's key of this run and project that has not expired. Reads the file again
+        if it has changed."""
+        self._reload()
         digest = hashlib.sha256(key.encode()).hexdigest()
         return any(
-            secrets.compare_digest(one.sha256.lower(), digest) and self._usable(one)
-            for one in (*self._settings, *self._of_file)
+            secrets.compare_digest(known_key.sha256.lower().encode(), digest.encode())
+            and self._usable(known_key)
+            for known_key in (*self._keys_in_settings, *self._keys_in_file)
         )
 
     def _usable(self, key: KeyConfig) -> bool:
+        """Return whether `key` is an operator's, for this project, and has not expired."""
         if key.role != "operator" or (key.projects and self._project not in key.projects):
             return False
-        if not key.expires:
-            return True
-        moment = datetime.fromisoformat(key.expires)
-        return datetime.now(UTC) < (moment if moment.tzinfo else moment.replace(tzinfo=UTC))
+        return datetime.now(UTC) < _expiry(key)
 
-    def _read(self) -> None:
+    def _reload(self) -> None:
+        """Read the file again if the last look at it was `_FILE_CHECK_S` ago. Logs a problem once and keeps the
+        keys."""
         if time.monotonic() - self._checked_at < _FILE_CHECK_S:
             return
         self._checked_at = time.monotonic()
         try:
+            self._read_file()
+            self._logged_problem = ""
+        except ConfigError as error:
+            if self._logged_problem != str(error):
+                self._logged_problem = str(error)
+                log.error("cannot read the file of API keys: the keys stay as they were", error=str(error))
+
+    def _read_file(self) -> None:
+        """Read the file if it has changed; without one, it has no keys. Raises `ConfigError` and keeps the keys if the
+        file is invalid or cannot be read."""
+        try:
             status = self._file.stat()
+            self._had_keys = True
+            if (version := (status.st_mtime_ns, status.st_size)) != self._file_version:
+                keys = msgspec.convert(tomllib.loads(self._file.read_text("utf-8")), _KeyFile).keys
+                _check_keys(keys, str(self._file))
+                self._keys_in_file, self._file_version = keys, version
         except FileNotFoundError:
-            self._of_file, self._version = (), None
-            return
-        self._ever = True
-        if (version := (status.st_mtime_ns, status.st_size)) != self._version:
-            self._of_file, self._version = _read_file(self._file), version
+            self._keys_in_file, self._file_version = (), None
+        except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self._file}: {error}") from error
 
 
-def _read_file(path: Path) -> tuple[KeyConfig, ...]:
-    try:
-        return msgspec.convert(tomllib.loads(path.read_text("utf-8")), _KeyFile).keys
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+def _check_keys(keys: Iterable[KeyConfig], source: str) -> None:
+    """Raise `ConfigError`, which names `source`, if a key's `expires` is no date."""
+    for key in keys:
+        try:
+            _expiry(key)
+        except ValueError as error:
+            raise ConfigError(f"{source}: key {key.name!r}: expires: {error}") from error
+
+
+def _expiry(key: KeyConfig) -> datetime:
+    """Return when a key expires; the end of time if it never does. Raises `ValueError` if `expires` is no date."""
+    moment = datetime.fromisoformat(key.expires) if key.expires else datetime.max
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 class Sessions:
@@ -126,7 +163,7 @@ class Access:
     """Decides about every request."""
 
     def __init__(self, config: Config) -> None:
-        """Raises `ConfigError` where the run has no keys and `ui.host` is not of the loopback interface."""
+        """Raises `ConfigError` as `Keys`, and if the run has no keys and `ui.host` is not of the loopback interface."""
         self.keys, self.sessions = Keys(config), Sessions()
         host = config.ui.host
         self._loopback = is_loopback(host)

@@ -96,3 +96,20 @@ async def test_a_key_that_was_revoked_ends_the_wait() -> None:
     )
     with pytest.raises(art.TrainingError, match="whether the groups were trained is not known: 401"):
         await served({}, breaks=refused)
+
+
+async def test_the_long_wait_for_a_group_is_that_of_its_request_alone() -> None:
+    """The fault that was: completing one group set the timeout of every later request of the client."""
+    waits: list[tuple[str, float]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        waits.append((request.method, request.extensions["timeout"]["read"]))
+        return httpx.Response(200, json={})
+
+    async with Gateway("http://gateway") as gateway:
+        gateway._http = httpx.AsyncClient(
+            base_url=gateway.url, timeout=60, transport=httpx.MockTransport(answer)
+        )
+        await gateway.complete_group("g", "m", [])
+        await gateway.group_state("g", "m")
+    assert waits == [("POST", 600.0), ("GET", 60.0)]

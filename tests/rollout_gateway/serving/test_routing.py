@@ -43,6 +43,14 @@ async def test_a_pin_wins_over_the_version_that_the_call_names() -> None:
     assert router.resolve("tictactoe@0", opening("t", pinned="tictactoe@7")) == "tictactoe@7"
 
 
+@pytest.mark.parametrize("pin", ["chess@0", "chess@9", "tictactoe", "elsewhere@1"])
+async def test_a_recorded_pin_that_is_no_version_of_the_trajectorys_model_is_refused(pin: str) -> None:
+    router = VersionRouter(Policies(PROJECT, ["tictactoe", "chess"]), Fleet())
+    with pytest.raises(ApiError) as refused:
+        router.resolve("tictactoe", opening("t", pinned=pin))
+    assert (refused.value.status, refused.value.code) == (404, "model_not_found")
+
+
 def opening(trajectory: str, pinned: str = "") -> TrajectoryOpened:
     return TrajectoryOpened(
         project=PROJECT, trajectory=trajectory, model="tictactoe", group="g", pinned=pinned

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
 from pipeline.config import ConfigError
+from store.showing.dashboard import access
 from tests.store.showing.dashboard.conftest import URL, Open
 
 OPERATOR, AGENT, EXPIRED = "jw-operator", "jw-agent", "jw-expired"
@@ -51,19 +53,60 @@ def test_a_program_sends_its_key(client: TestClient) -> None:
     assert client.get("/groups.json", headers={"authorization": f"Bearer {OPERATOR}"}).status_code == 200
 
 
-@pytest.mark.usefixtures("keys")
+@pytest.fixture
+def every_change_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of keys is looked at for every request."""
+    monkeypatch.setattr(access, "_FILE_CHECK_S", 0.0)
+
+
+@pytest.mark.usefixtures("keys", "every_change_is_seen")
 def test_a_revoked_key_ends_its_sessions(client: TestClient, run_dir: Path) -> None:
     client.post("/sign-in", data={"key": OPERATOR}, headers={"origin": URL})
     (run_dir / "keys.toml").unlink()
-    client.app.state  # noqa: B018 - the application is the same
-    from store.showing.dashboard import access
+    assert client.get("/overview").headers["location"] == "/sign-in"
 
-    access_check = access._FILE_CHECK_S
-    access._FILE_CHECK_S = 0.0
-    try:
-        assert client.get("/overview").headers["location"] == "/sign-in"
-    finally:
-        access._FILE_CHECK_S = access_check
+
+def broken(file: Path) -> None:
+    file.write_text("keys = [")
+
+
+def unreadable(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def without_a_date(file: Path) -> None:
+    file.write_text(f'[[keys]]\nsha256 = "{"a" * 64}"\nrole = "operator"\nexpires = "soon"\n')
+
+
+@pytest.mark.usefixtures("keys", "every_change_is_seen")
+@pytest.mark.parametrize("spoil", [broken, unreadable, without_a_date])
+def test_the_keys_stay_while_their_file_cannot_be_read(
+    client: TestClient, run_dir: Path, spoil: Callable[[Path], None]
+) -> None:
+    known, guess = {"authorization": f"Bearer {OPERATOR}"}, {"authorization": "Bearer guess"}
+    assert client.get("/groups.json", headers=known).status_code == 200
+    spoil(run_dir / "keys.toml")
+    for _ in range(2):
+        assert client.get("/groups.json", headers=known).status_code == 200
+        assert client.get("/groups.json", headers=guess).status_code == 401
+
+
+@pytest.mark.usefixtures("every_change_is_seen")
+def test_a_first_file_of_keys_that_cannot_be_read_closes_the_pages(client: TestClient, run_dir: Path) -> None:
+    assert client.get("/overview").status_code == 200
+    broken(run_dir / "keys.toml")
+    assert client.get("/overview.json").status_code == 401
+
+
+@pytest.mark.usefixtures("keys")
+@pytest.mark.parametrize("spoil", [broken, unreadable, without_a_date])
+def test_the_dashboard_does_not_start_with_a_file_of_keys_that_cannot_be_read(
+    open_dashboard: Open, run_dir: Path, spoil: Callable[[Path], None]
+) -> None:
+    spoil(run_dir / "keys.toml")
+    with pytest.raises(ConfigError, match=r"keys\.toml"):
+        open_dashboard()
 
 
 def test_without_keys_only_the_loopback_interface_is_served(open_dashboard: Open) -> None:
