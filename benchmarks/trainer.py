@@ -231,8 +231,12 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
             *_: Any,
             **options: Any,
         ) -> Any:
+            """Return the logprobs [B, T] of the last T = `logits_to_keep` tokens of `input_ids`, in nats, the entropies
+            [B, T] of their distributions or, on a GPU, what TRL returns for them, and no load-balancing loss.
+
+            Puts the importance ratios into the pass's inputs, where TRL's loss reads them."""
             if on_gpu:
-                chosen, entropies, _unused = super()._get_per_token_logps_and_entropies(
+                token_logprobs, entropies, _unused = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, **options
                 )
             else:
@@ -244,14 +248,18 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
                 logprobs = torch.log_softmax(logits.float(), -1)
                 with torch.no_grad():
                     entropies = -(logprobs.exp() * logprobs).sum(-1)
-                chosen = logprobs.gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
+                token_logprobs = logprobs.gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
             # With one optimizer step per batch the old logprobs are these: TRL's extra forward pass is spared.
             batch = self._batch
             mask = batch["completion_mask"] * batch["tool_mask"]
             batch["importance_sampling_ratio"] = grpo.importance_ratio(
-                chosen, batch["sampled"], mask, config.loss.importance_sampling, config.loss.importance_clip
+                token_logprobs,
+                batch["sampled"],
+                mask,
+                config.loss.importance_sampling,
+                config.loss.importance_clip,
             )
-            return chosen, entropies, None
+            return token_logprobs, entropies, None
 
     args = grpo.grpo_config(config, scratch, cpu=not on_gpu)
     trainer = Padded(

@@ -47,9 +47,9 @@ from journeywork.transport import (
 )
 
 P = ParamSpec("P")
-_TIMEOUT_S = 60.0
-"""How long a request may wait to connect, to send, or for the next bytes of its answer."""
 Result = TypeVar("Result")
+_TIMEOUT_S = 60.0
+"""Seconds that a request may wait to connect, to send, or for the next bytes of its answer."""
 
 
 def _new_id() -> str:

@@ -143,8 +143,8 @@ async def call_rollout(
         if inspect.iscoroutinefunction(rollout):
             reward: float | None = await rollout(run, task)
             return reward
-        found = await anyio.to_thread.run_sync(rollout, run, task, limiter=limiter, abandon_on_cancel=True)
-        return await found if inspect.isawaitable(found) else found
+        result = await anyio.to_thread.run_sync(rollout, run, task, limiter=limiter, abandon_on_cancel=True)
+        return await result if inspect.isawaitable(result) else result
     except SystemExit as error:  # one attempt's end, not the end of the program that plays them all
         raise RuntimeError(f"the rollout called sys.exit({error.code!r})") from error
 
@@ -210,30 +210,44 @@ class _Gathering(Generic[Task]):
         concurrency: int,
         max_exceptions: float,
     ) -> None:
+        """`groups` are empty groups, into which `run` puts trajectories and exceptions. `group_size`: attempts per
+        group. `concurrency`: attempts that run at once. `max_exceptions`: exceptions that are tolerated, as a count (1
+        or more) or as a share of all attempts (below 1)."""
         self._client, self._model, self._rollout = client, model, rollout
         self._groups, self._group_size = groups, group_size
         self.total = len(groups) * group_size
-        self._allowed = max_exceptions if max_exceptions >= 1 else max_exceptions * self.total
-        self._slots, self._limiter = anyio.Semaphore(concurrency), anyio.CapacityLimiter(concurrency)
-        self._opened: list[dict[int, Trajectory]] = [{} for _ in groups]
-        self._raised: list[Exception] = []
-        self._done = 0
+        self._max_raised = max_exceptions if max_exceptions >= 1 else max_exceptions * self.total
+        self._slots = anyio.Semaphore(concurrency)
+        """One for each attempt that runs."""
+        self._thread_limiter = anyio.CapacityLimiter(concurrency)
+        """Lets as many threads run plain rollouts, instead of anyio's default number."""
+        self._trajectories: list[dict[int, Trajectory]] = [{} for _ in groups]
+        """For each group, the opened trajectories by attempt number."""
+        self._exceptions: list[Exception] = []
+        """Of the rollouts of all groups, in the order in which they were raised."""
+        self._attempts_ended = 0
         self._scope = anyio.CancelScope()
 
     async def run(
         self, options: OpenOptions, describe: Callable[[Task], str], count: Callable[[], object]
     ) -> None:
-        """Play all attempts, and put their trajectories into the groups. Raises `TooManyExceptionsError`."""
+        """Play all attempts, and put their trajectories into the groups, by attempt number.
+
+        `options` open every trajectory, `describe` returns the description of a task that the judge reads, `count` is
+        called when an attempt has ended. Raises `TooManyExceptionsError` if more rollouts raised than are tolerated;
+        the attempts that still ran are then cancelled."""
         with self._scope:
             async with anyio.create_task_group() as running:
                 for at in range(len(self._groups)):
                     for number in range(self._group_size):
                         await self._slots.acquire()
                         running.start_soon(self._attempt, at, number, options, describe, count)
-        for group, runs in zip(self._groups, self._opened, strict=True):
+        for group, runs in zip(self._groups, self._trajectories, strict=True):
             group.trajectories = [run for _, run in sorted(runs.items())]
-        if len(self._raised) > self._allowed:
-            raise TooManyExceptionsError(self._raised, self._done, int(self._allowed)) from self._raised[0]
+        if len(self._exceptions) > self._max_raised:
+            raise TooManyExceptionsError(
+                self._exceptions, self._attempts_ended, int(self._max_raised)
+            ) from self._exceptions[0]
 
     async def _attempt(
         self,
@@ -243,28 +257,31 @@ class _Gathering(Generic[Task]):
         describe: Callable[[Task], str],
         count: Callable[[], object],
     ) -> None:
-        """Play one attempt, whose slot is taken. After more exceptions than are allowed, the others are cancelled."""
+        """Play the attempt `number` of the group at index `at`, and free the slot that `run` took for it.
+
+        An exception is put into the group, and the outcome becomes `no_result`. If it is one too many, all attempts
+        are cancelled."""
         group, began = self._groups[at], time.monotonic()
         try:
             opening: OpenOptions = {
                 **options, "group": group.name, "attempt": number, "task": describe(group.task),
             }  # fmt: skip
             async with self._client.trajectory(self._model, **opening) as run:
-                self._opened[at][number] = run
-                reward = await call_rollout(self._rollout, run, group.task, self._limiter)
+                self._trajectories[at][number] = run
+                reward = await call_rollout(self._rollout, run, group.task, self._thread_limiter)
                 if reward is not None:
                     run.reward = reward
             run.duration_s = time.monotonic() - began
         except Exception as error:  # noqa: BLE001 - kept and counted as the result of the rollout
             group.exceptions.append(error)
-            self._raised.append(error)
-            if number in self._opened[at]:
-                self._opened[at][number].outcome = "no_result"
+            self._exceptions.append(error)
+            if number in self._trajectories[at]:
+                self._trajectories[at][number].outcome = "no_result"
         finally:
             self._slots.release()
-        self._done += 1
+        self._attempts_ended += 1
         count()
-        if len(self._raised) > self._allowed:
+        if len(self._exceptions) > self._max_raised:
             self._scope.cancel()
 
 

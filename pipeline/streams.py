@@ -233,17 +233,18 @@ def stream_of_subject(subject: str) -> str:
 
 
 def bucket_stream(bucket: str) -> str:
-    """Return the name of the stream that holds a bucket."""
+    """Return the name of the JetStream stream in which NATS keeps the object bucket `bucket`."""
     return f"OBJ_{bucket}"
 
 
 def key_value_stream(bucket: str) -> str:
-    """Return the name of the stream that holds a key-value bucket."""
+    """Return the name of the JetStream stream in which NATS keeps the key-value bucket `bucket`."""
     return f"KV_{bucket}"
 
 
 def key_subject(bucket: str, key: str) -> str:
-    """Return the subject of a key. `key` may hold wildcards."""
+    """Return the subject on which NATS keeps `key` of the key-value bucket `bucket`. With NATS wildcards (`*`, `>`) in
+    `key`, it is a filter of several keys."""
     return f"$KV.{bucket}.{key}"
 
 
@@ -270,7 +271,7 @@ def trainer_consumer(branch: str) -> ConsumerSpec:
 
 
 def stream(name: str) -> StreamSpec:
-    """Return the stream called `name`."""
+    """Return the stream of events, or of timers, called `name`. Raises `StopIteration` if there is none."""
     return next(s for s in (*STREAMS, TIMERS) if s.name == name)
 
 

@@ -59,25 +59,26 @@ async def play(
     before: it is entrant 0 and does not play again.
     Raises `ValueError` if there is no entrant or no task, `attempts` is below 1, two entrants have one name, or the
     gateway has no such model or version; `TooManyExceptionsError` and `JourneyworkError` as `gather`."""
-    listed, played = list(tasks), [parse_entrant(e) if isinstance(e, str) else e for e in entrants]
-    given = [entrant.name for entrant in played]
-    if not played or len(set(given)) < len(given):
-        raise ValueError(f"an evaluation needs entrants with different names, not {given}")
+    task_list = list(tasks)
+    parsed_entrants = [parse_entrant(e) if isinstance(e, str) else e for e in entrants]
+    entrant_names = [entrant.name for entrant in parsed_entrants]
+    if not parsed_entrants or len(set(entrant_names)) < len(entrant_names):
+        raise ValueError(f"an evaluation needs entrants with different names, not {entrant_names}")
     if attempts < 1:
         raise ValueError(f"attempts must be at least 1, not {attempts}")
-    if not listed:
+    if not task_list:
         raise ValueError(f"there are no tasks in {scenarios or 'the given list'}")
-    if client is None and any(entrant.kind == "policy" for entrant in played):
+    if client is None and any(entrant.kind == "policy" for entrant in parsed_entrants):
         raise ValueError("a policy is played through a gateway: name the gateway's URL")
     evaluation = f"e-{secrets.token_hex(6)}"
     began = datetime.now(UTC).isoformat(timespec="seconds")
-    names = [name(task) if name else task_name(task, n) for n, task in enumerate(listed)]
-    versions = await _versions(client, played)
+    names = [name(task) if name else task_name(task, n) for n, task in enumerate(task_list)]
+    versions = await _versions(client, parsed_entrants)
     results: list[EntrantResult] = [] if baseline is None else [baseline]
     if baseline is not None and [task.task for task in baseline.tasks] != names:
         raise ValueError(f"{baseline.entrant.name} played other tasks, so it is no baseline of these")
-    for position, (entrant, version) in enumerate(zip(played, versions, strict=True), len(results)):
-        numbered = _Tasks(listed, names, f"{evaluation}-{position}")
+    for position, (entrant, version) in enumerate(zip(parsed_entrants, versions, strict=True), len(results)):
+        numbered = _Tasks(task_list, names, f"{evaluation}-{position}")
         groups, wall_s = await _play(client, entrant, version, numbered, rollout, attempts, options)
         results.append(result_of(entrant, version, groups, names, wall_s, usd_per_hour))
     report = EvaluationReport(
@@ -86,7 +87,7 @@ async def play(
         rollout_name,
         tuple(results),
         began,
-        {"attempts": attempts, "tasks": len(listed)},
+        {"attempts": attempts, "tasks": len(task_list)},
     )
     if record and client is not None:
         for position in range(len(results)):
@@ -96,21 +97,26 @@ async def play(
 
 @dataclass(frozen=True)
 class _Tasks(Generic[Task]):
-    """Tasks by number, since equal tasks may occur twice."""
+    """The tasks of one entrant. `gather` plays their numbers, counted from 0, so that equal tasks may occur twice."""
 
     tasks: Sequence[Task]
     names: Sequence[str]
     prefix: str
+    """Beginning of the names of the groups: the evaluation and the position of the entrant."""
 
     def group(self, number: int) -> str:
+        """Return the name of the group of a task's attempts, of at most `_MAX_GROUP` characters."""
         return f"{self.prefix}-{number}-{self.names[number]}"[:_MAX_GROUP]
 
-    def rollout(self, rollout: Rollout[Task]) -> Rollout[int]:
+    def rollout_by_number(self, rollout: Rollout[Task]) -> Rollout[int]:
+        """Return a rollout that takes the number of a task, and plays that task with `rollout`.
+
+        It is a coroutine function exactly if `rollout` is one, because `gather` runs a plain function in a thread."""
         if inspect.iscoroutinefunction(rollout):
 
             async def play(run: Trajectory, number: int) -> float | None:
-                found: float | None = await rollout(run, self.tasks[number])
-                return found
+                reward: float | None = await rollout(run, self.tasks[number])
+                return reward
 
             return play
         return lambda run, number: rollout(run, self.tasks[number])
@@ -130,8 +136,9 @@ async def _play(
     async def gather(by: gathering.Client) -> tuple[list[TaskGroup[int]], float]:
         start = time.monotonic()
         groups = await gathering.gather(
-            by, entrant.model, range(len(tasks.tasks)), tasks.rollout(rollout), group_size=attempts, split="val",
-            pinned=version, name=tasks.group, describe=tasks.names.__getitem__, **options,
+            by, entrant.model, range(len(tasks.tasks)), tasks.rollout_by_number(rollout),
+            group_size=attempts, split="val", pinned=version, name=tasks.group,
+            describe=tasks.names.__getitem__, **options,
         )  # fmt: skip
         return groups, time.monotonic() - start
 
@@ -157,10 +164,10 @@ async def _versions(client: AsyncJourneywork | None, entrants: Sequence[Entrant]
 def task_name(task: object, number: int) -> str:
     """Return a text's first line, the `id` of a mapping or object, or the task's number."""
     if isinstance(task, str):
-        found: object = task.strip().partition("\n")[0]
+        label: object = task.strip().partition("\n")[0]
     else:
-        found = task.get("id") if isinstance(task, dict) else getattr(task, "id", None)
-    text = "" if found is None else "".join(c for c in str(found) if c.isprintable())
+        label = task.get("id") if isinstance(task, dict) else getattr(task, "id", None)
+    text = "" if label is None else "".join(c for c in str(label) if c.isprintable())
     return text[:120] or str(number)
 
 

@@ -91,11 +91,11 @@ class Pacing:
         state = self._models[model]
         while not self._is_ahead(state, group):
             async with state.admitting:
-                if self._is_full(state, owner) or not state.was_read:
+                if self._must_refuse(state, owner) or not state.was_read:
                     await self._read(model, state)
                 if self._is_ahead(state, group):
                     break
-                if self._is_full(state, owner):
+                if self._must_refuse(state, owner):
                     self._refuse(state, model, group, owner)
                 await self._publish(model, state, group, owner)
                 if group in state.groups:
@@ -106,8 +106,12 @@ class Pacing:
     def _is_ahead(self, state: _Model, group: str) -> bool:
         return group in state.groups and state.groups[group].at > now_us() - self._forget_us
 
-    def _is_full(self, state: _Model, owner: str) -> bool:
-        """Return whether `owner` must wait: the limit is reached, and it has its share of it."""
+    def _must_refuse(self, state: _Model, owner: str) -> bool:
+        """Return whether a new group of `owner`, the name of an API key, must be refused.
+
+        It must if as many groups are ahead of the trainer as the limit allows, and `owner` has opened its share of
+        them: the limit divided by the number of owners with groups ahead, itself included, and at least 1. If the
+        limit is reached, this first removes groups from `state` that are older than `forget_s`."""
         if len(state.groups) < self._limit:
             return False
         oldest = now_us() - self._forget_us

@@ -20,9 +20,9 @@ from trainer.engine.forward import Forward
 from trainer.engine.loading import device_for, load
 from trainer.engine.state import Logprobs, Weights
 
-_VOCAB_CHUNK = 32_000_000
-"""Maximum of logits (tokens times vocabulary) in memory. Larger ones are computed in pieces, and again for the
-gradient."""
+_MAX_LOGITS = 32_000_000
+"""Maximum number of logits (positions times vocabulary) in memory at once. More are computed in chunks of positions,
+and again in the backward pass."""
 
 
 def fixed_settings(config: TrainerConfig) -> dict[str, object]:
@@ -108,9 +108,9 @@ class PolicyModel:
     # -- forward -------------------------------------------------------------------------------------------------
 
     @property
-    def logits_at_once(self) -> int:
-        """Positions whose logits are held at once."""
-        return max(1, _VOCAB_CHUNK // self.vocabulary)
+    def positions_at_once(self) -> int:
+        """Number of positions whose logits are in memory at once: as many as `_MAX_LOGITS` allows, and at least 1."""
+        return max(1, _MAX_LOGITS // self.vocabulary)
 
     def logprobs(
         self, layout: Layout, shape: tuple[int, int], *, entropy: bool = True
@@ -124,7 +124,7 @@ class PolicyModel:
             layout.targets_N,
             layout.temperatures_N,
             layout.cuts_N3,
-            self.logits_at_once,
+            self.positions_at_once,
             # Where the entropy is only measured no gradient is kept for it.
             "trained" if entropy and self.config.loss.entropy_coef else "measured" if entropy else "none",
         )

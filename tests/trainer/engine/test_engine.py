@@ -82,7 +82,7 @@ def test_logits_of_large_vocabularies_are_computed_in_chunks(
         return [p.grad.clone() for p in engine.model.parameters]
 
     whole = gradient()
-    monkeypatch.setattr("trainer.engine.model._VOCAB_CHUNK", 4 * VOCAB)
+    monkeypatch.setattr("trainer.engine.model._MAX_LOGITS", 4 * VOCAB)
     for mine, other in zip(gradient(), whole, strict=True):
         torch.testing.assert_close(mine, other)
 
