@@ -204,10 +204,12 @@ async def test_a_retried_call_is_answered_from_the_log(
     gateway.start()
     retried = {**ASK, "extra_headers": {"x-stainless-retry-count": "1"}}
     if stream:
-        body = {**ASK, "stream": True}
-        list(client.chat.completions.create(**body))
-        chunks = client.chat.completions.create(**{**retried, "stream": True})
-        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        streams = [
+            list(client.chat.completions.create(**{**call, "stream": True})) for call in (ASK, retried)
+        ]
+        said = [[c.choices[0].delta.content or "" for c in chunks if c.choices] for chunks in streams]
+        assert "".join(said[0]) == "".join(said[1])
+        assert streams[0][0].id == streams[1][0].id
     else:
         assert client.chat.completions.create(**retried).id == first.id
     async with Broker.connect(nats_config) as broker:
