@@ -28,6 +28,15 @@ class InvalidNameError(ValueError):
         self.name = name
 
 
+def is_name(name: str) -> bool:
+    """Whether `check_name` accepts a name."""
+    try:
+        check_name(name)
+    except InvalidNameError:
+        return False
+    return True
+
+
 def check_name(name: str) -> str:
     """Return `name` if it is a valid identifier. Raises `InvalidNameError` with the reason otherwise."""
     if not name:

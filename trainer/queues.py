@@ -13,6 +13,7 @@ from pipeline.config import TrainerConfig
 from pipeline.events import DeadLettered, GroupDiscarded, GroupScored, TrainingBatch
 from pipeline.log.broker import Broker
 from pipeline.log.subjects import subject_filter
+from pipeline.names import is_name
 from trainer.batches.groups import TrainingGroup
 from trainer.batches.histories import Histories
 from trainer.learner import Learner
@@ -105,14 +106,16 @@ class ModelQueue:
         if request is None or (request.owner, request.id) in self.requested:
             return
         batch = self.requested[request.owner, request.id] = RequestedBatch(request)
-        for name in request.groups:
+        names = [name for name in request.groups if is_name(name)]
+        batch.settled.update(set(request.groups).difference(names))  # no group can have such a name
+        for name in names:
             keys: dict[str, Any] = {"project": event.project, "model": event.model, "group": name}
             discards = await broker.read(GroupDiscarded, **keys)
             if any(r.event.branch == event.branch and r.event.reason != "too_large" for r in discards):
                 batch.settled.add(name)
         letters = await broker.read(DeadLettered, stream="GROUPS", consumer=consumer)
         subjects = [letter.event.original_subject for letter in letters]
-        for name in request.groups:
+        for name in names:
             prefix = subject_filter(GroupScored, project=event.project, model=event.model, group=name)
             if any(subject.startswith(prefix.removesuffix(">")) for subject in subjects):
                 batch.settled.add(name)

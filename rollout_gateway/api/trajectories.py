@@ -128,7 +128,8 @@ class TrajectoryRoutes:
             message = "A trajectory's key can't set `exchanges` or `batch`. Use the opener's key."
             raise ApiError(403, "wrong_role", message)
         if batch is not None:
-            check_name(batch.id)
+            for name in (batch.id, *batch.groups):
+                check_name(name)
             self._check_settings(batch, access)
         for trajectory in {reference.trajectory for reference in completion.exchanges}:
             opened = await self._registry.opening(trajectory)

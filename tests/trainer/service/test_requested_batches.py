@@ -126,3 +126,13 @@ async def test_a_requested_learning_rate_out_of_bounds_goes_to_the_dead_letters(
         (dead,) = [letter async for letter in dead_letters(broker)]
     assert event.groups == ("plain",)
     assert "trainer.optimizer.learning_rate" in dead.detail
+
+
+async def test_a_batch_that_names_what_no_group_can_be_called_does_not_end_the_trainer(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=batch_request("b0", "", "a b", ">"))
+        (event,) = await steps_reach(broker, 1)
+    assert event.groups == ("b0",)
