@@ -98,7 +98,7 @@ async def test_what_cannot_be_referenced_is_named(gateway: GatewayProcess) -> No
     assert refused({"exchanges": [{**good, "trajectory": "nobody"}]}) == (404, "trajectory_not_found")
     assert refused({"id": "new", "exchanges": [good]}, model="chess") == (404, "model_not_found")
     assert refused({"exchanges": [good], "batch": {"id": "b", "groups": []}}) == (400, "invalid_body")
-    for name in ("", "a b", "a.*", ">"):  # the trainer reads the groups of a batch from the log by these names
+    for name in ("", "x" * 600):  # the trainer reads the groups of a batch from the log by their names
         batch = {"id": "b", "groups": ["g", name]}
         assert refused({"exchanges": [good], "batch": batch}) == (400, "invalid_name")
     for name, value in (

@@ -133,6 +133,6 @@ async def test_a_batch_that_names_what_no_group_can_be_called_does_not_end_the_t
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
     async with Broker.connect(nats_config) as broker, running(config):
-        await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=batch_request("b0", "", "a b", ">"))
+        await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=batch_request("b0", "", "x" * 600))
         (event,) = await steps_reach(broker, 1)
     assert event.groups == ("b0",)
