@@ -7,7 +7,6 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import msgspec
 import nats.errors
 import pytest
 
@@ -64,7 +63,8 @@ async def on_the_log(broker: Broker, name: str = "t") -> list[tuple[int, int, st
     return [(e.seq, e.choice, e.replica) for e in events if isinstance(e, ExchangeRecorded)]
 
 
-OPENED = TrajectoryOpened(project="test", trajectory="t", model="m", group="g", at=now_us())
+def opened(trajectory: str = "t") -> TrajectoryOpened:
+    return TrajectoryOpened(project="test", trajectory=trajectory, model="m", group="g", at=now_us())
 
 
 async def test_a_log_that_lost_its_end_ends_the_gateway(
@@ -73,7 +73,7 @@ async def test_a_log_that_lost_its_end_ends_the_gateway(
     """Nothing is recorded on what is gone; the next start reads what the log still holds."""
     power = Power(nats_server, tmp_path)
     async with Broker.connect(nats_config) as broker:
-        run = await Registry(broker, "test", TOKENS).open(OPENED, "")
+        run = await Registry(broker, "test", TOKENS).open(opened(), "")
         await run.record(made("t", "kept"))
     await power.synced()
     async with Broker.connect(nats_config) as broker, Broker.connect(nats_config) as beside:
@@ -81,12 +81,10 @@ async def test_a_log_that_lost_its_end_ends_the_gateway(
         run = await registry.find("t")
         await run.record(made("t", "lost"))
         read = await reader.find("t")
-        await registry.open(msgspec.structs.replace(OPENED, trajectory="lost"), "")
+        await registry.open(opened("lost"), "")
         await power.cut()
         async with Broker.connect(nats_config) as third:  # the log's numbers are given again
-            other = await Registry(third, "test", TOKENS).open(
-                msgspec.structs.replace(OPENED, trajectory="other"), ""
-            )
+            other = await Registry(third, "test", TOKENS).open(opened("other"), "")
             await other.record(made("other", "other", 3))
         with anyio.fail_after(30):
             for gateway, known in ((registry, run), (reader, read)):
@@ -109,9 +107,9 @@ async def test_a_server_that_comes_back_with_all_of_its_log_changes_nothing(
 ) -> None:
     async with Broker.connect(nats_config) as broker:
         registry = Registry(broker, "test", TOKENS)
-        found = await registry.open(OPENED, "")
+        found = await registry.open(opened(), "")
         await found.record(made("t", "a", 2))
-        silent = await registry.open(msgspec.structs.replace(OPENED, trajectory="silent"), "")
+        silent = await registry.open(opened("silent"), "")
         await broker.js.publish("rollout.exchange.test.t", b"\xc1")
         assert not await found.refresh()
         nats_server.kill()
@@ -126,7 +124,7 @@ async def test_a_call_whose_acknowledgement_was_lost_is_recorded_once_though_ano
 ) -> None:
     """The server knows no message id of it: the payload tells that the repeated publish is the same call."""
     async with Broker.connect(nats_config) as broker, Broker.connect(nats_config) as beside:
-        found = await Registry(broker, "test", TOKENS).open(OPENED, "")
+        found = await Registry(broker, "test", TOKENS).open(opened(), "")
         other = await Registry(beside, "test", TOKENS).find("t")
         publish = broker.client.publish_acked
 
