@@ -123,7 +123,6 @@ CONSUMERS: tuple[ConsumerSpec, ...] = (
     ConsumerSpec("store-dead", "DEAD", ("dead.>",), "Parquet", max_ack_pending=200_000),
     ConsumerSpec("telemetry-rollouts", "ROLLOUTS", ("rollout.>",), "spans", start="new"),
     ConsumerSpec("telemetry-groups", "GROUPS", ("group.>",), "spans", start="new"),
-    ConsumerSpec("telemetry-policy", "POLICY", ("policy.>",), "spans", start="new"),
 )  # fmt: skip
 
 RETRY_HEADER = "Journeywork-Retry"

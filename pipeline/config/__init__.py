@@ -25,7 +25,6 @@ from pipeline.config.judge import AnchorConfig, JudgeConfig, JudgeRequestConfig,
 from pipeline.config.overrides import with_values
 from pipeline.config.sections import (
     CurvesConfig,
-    MetricsConfig,
     NatsConfig,
     RetentionConfig,
     SamplerConfig,

@@ -229,9 +229,8 @@ class TelemetryConfig(Section, frozen=True, kw_only=True):
 
     enabled: Literal["auto", "on", "off"] = "auto"
     """`auto`: on if such a variable is set."""
-    content: Literal["all", "masked", "none"] | bool = "all"
-    """Whether prompts, replies, tool results, explanations and metadata are sent. `masked`: with every match of `masks`
-    replaced. `true` and `false` mean `all` and `none`."""
+    content: Literal["all", "masked", "none"] = "all"
+    """Whether prompts, replies, explanations and metadata are sent. `masked`: with every match of `masks` replaced."""
     masks: tuple[str, ...] = (
         r"[\w.+-]+@[\w-]+\.[\w.-]+",
         r"(?i)\bbearer\s+[\w.~+/=-]{8,}",
@@ -240,8 +239,6 @@ class TelemetryConfig(Section, frozen=True, kw_only=True):
     )
     """Regular expressions of the text that `content = "masked"` replaces: mail addresses, bearer tokens, API keys, card
     numbers."""
-    scores: bool = True
-    """Whether rewards and verdicts become Langfuse scores."""
 
 
 class CurvesConfig(Section, frozen=True, kw_only=True):
@@ -257,17 +254,6 @@ class CurvesConfig(Section, frozen=True, kw_only=True):
     address and login come from its own environment variables (docs/tracing.md)."""
     tracker_project: str = ""
     """Project, for MLflow the experiment, that the runs belong to at the trackers. Empty: `project`."""
-
-
-class MetricsConfig(Section, frozen=True, kw_only=True):
-    """Metrics for Prometheus (docs/operations.md). The gateway's are at `/metrics` of its own address."""
-
-    ports: dict[
-        Literal["judge", "trainer", "store", "ui", "telemetry"], Annotated[int, Meta(ge=1, le=65535)]
-    ] = {}
-    """Port on which a service answers `GET /metrics`, by service. A service that is not named has no such page."""
-    host: str = "127.0.0.1"
-    """Address that these pages listen on. They ask for no key."""
 
 
 class SigningConfig(Section, frozen=True, kw_only=True):

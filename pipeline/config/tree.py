@@ -13,7 +13,6 @@ from pipeline.config.judge import JudgeConfig
 from pipeline.config.overrides import convert, merged
 from pipeline.config.sections import (
     CurvesConfig,
-    MetricsConfig,
     NatsConfig,
     RetentionConfig,
     SamplerConfig,
@@ -66,7 +65,6 @@ class Config(Section, frozen=True, kw_only=True):
     alarms: AlarmsConfig = AlarmsConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     curves: CurvesConfig = CurvesConfig()
-    metrics: MetricsConfig = MetricsConfig()
     signing: SigningConfig = SigningConfig()
     environment: dict[str, tuple[str, ...]] = {}
     """Further environment variables that `journeywork up` passes to a process (`nats`, `vllm`, `gateway`,

@@ -43,7 +43,6 @@ from pipeline.log.messages import Recorded as Recorded
 from pipeline.log.messages import StoredMessage, parse_ack_subject
 from pipeline.log.pulling import pulling
 from pipeline.security.users import READER as READER
-from pipeline.telemetry import counts
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("pipeline.log.broker")
@@ -200,9 +199,7 @@ class Broker(Reader):
             sent[_EXPECTED_LAST_SEQ] = str(after)
         if _EXPECTED_LAST_SEQ not in sent:
             sent[_MSG_ID] = message_id or event.message_id()
-        ack = await self._publish_until_acked(subject, payload, sent)
-        counts.published[wire_name(event)] += 1
-        return ack
+        return await self._publish_until_acked(subject, payload, sent)
 
     async def publish_raw(
         self, subject: str, payload: bytes, headers: Mapping[str, str], *, message_id: str = ""

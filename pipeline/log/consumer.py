@@ -37,7 +37,6 @@ from pipeline.log.fast_client import FastClient, Pulled
 from pipeline.log.messages import Place, Recorded, parse_ack_subject
 from pipeline.log.pulling import ConsumerGoneError, Puller
 from pipeline.log.stream_reader import StreamReader
-from pipeline.telemetry import counts
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("pipeline.log.consumer")
@@ -70,8 +69,6 @@ class Delivery(Recorded[AnyEvent]):
     """An event that a consumer holds until it acknowledges it or gives it back."""
 
     deliveries: int = 1
-    pending: int = 0
-    """How many more messages wait for the consumer after this one."""
     _message: Pulled | None = None
     _consumption: Consumption | None = None
     _reconnects: int = 0
@@ -100,7 +97,6 @@ class Delivery(Recorded[AnyEvent]):
         else:
             await client.publish(self.reply)
         self._consumption.settle(self)
-        counts.done[self._consumption.spec.name] += 1
         crash.point("broker.after_ack")
 
     async def give_back(self, delay_s: float) -> None:
@@ -252,14 +248,11 @@ class Consumption:
 
     def _hold(self, event: AnyEvent, message: Pulled, reconnects: int) -> Delivery:
         deliveries, place = parse_ack_subject(message.reply)
-        pending = int(message.reply.split(".")[-1 if message.reply.count(".") == 8 else -2])
         delivery = Delivery(
-            event, self.spec.stream, place.seq, message.subject, message.headers, deliveries, pending, message, self,
+            event, self.spec.stream, place.seq, message.subject, message.headers, deliveries, message, self,
             reconnects,
         )  # fmt: skip
         self.held.add(delivery)
-        counts.taken[self.spec.name] += 1
-        counts.pending[self.spec.name] = pending
         return delivery
 
     async def _wait_for_leader(self, gone: ConsumerGoneError) -> None:

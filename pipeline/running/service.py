@@ -21,7 +21,6 @@ import msgspec
 
 from pipeline.config import Config, ConfigError, load
 from pipeline.telemetry import logs as log
-from pipeline.telemetry import metrics
 
 BEAT_S = 1.0
 """Seconds between two heartbeats."""
@@ -125,8 +124,7 @@ def main(
     log.configure(name, config.log_level)
     os.umask(0o077)  # files of a run hold prompts, replies and keys: only the owner may read them
     try:
-        with metrics.served(config, name):
-            anyio.run(_run, serve, config, args, backend_options={"use_uvloop": True})
+        anyio.run(_run, serve, config, args, backend_options={"use_uvloop": True})
     except Exception as error:
         if settings := _unusable_settings(error):
             sys.stderr.write("\n".join(settings) + "\n")

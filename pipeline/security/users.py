@@ -110,7 +110,7 @@ USERS: tuple[User, ...] = (
     User(
         "telemetry", "exports spans of events",
         consumes=tuple(c.name for c in streams.CONSUMERS if c.name.startswith("telemetry-")),
-        reads=("ROLLOUTS", "GROUPS", "POLICY"),
+        reads=("ROLLOUTS", "GROUPS"),
     ),
     User(
         OPERATOR, "the supervisor and the `journeywork` commands: provisioning, status, dead letters, replay, rejudge",

@@ -93,8 +93,8 @@ async def send(backend: TraceBackend, spans: list[ReadableSpan]) -> None:
     """Send spans until the backend has them.
 
     While it can't be reached, or refuses for a reason that may pass, the request is repeated every `RETRY_S` seconds.
-    A request that it refuses for good is halved. A single span is then sent without its texts; if that is refused too,
-    an error in the log names it and it is left out, so that one span stops no others."""
+    A request that it refuses for good is halved. A single span that it refuses is left out with an error in the log, so
+    it stops no others."""
     pending = [spans]
     while pending:
         request = pending.pop()
@@ -113,8 +113,6 @@ async def send(backend: TraceBackend, spans: list[ReadableSpan]) -> None:
         elif len(request) > 1:
             middle = len(request) // 2
             pending += [request[middle:], request[:middle]]
-        elif (short := _without_texts(request[0])) is not None:
-            pending.append([short])
         else:
             context = request[0].context
             logger.error(
@@ -123,19 +121,3 @@ async def send(backend: TraceBackend, spans: list[ReadableSpan]) -> None:
                 trace=f"{context.trace_id:032x}" if context else "",
                 status=status,
             )
-
-
-def _without_texts(span: ReadableSpan) -> ReadableSpan | None:
-    """Return a copy of a span with every long text replaced by its length; None if it has none."""
-    attributes = dict(span.attributes or {})
-    texts = {key: value for key, value in attributes.items() if isinstance(value, str) and len(value) > 1000}
-    if not texts:
-        return None
-    left_out = {
-        key: f"left out: {len(value)} characters, refused by the backend" for key, value in texts.items()
-    }
-    return ReadableSpan(
-        span.name, span.context, span.parent, span.resource, attributes | left_out, span.events, span.links, span.kind,
-        status=span.status, start_time=span.start_time, end_time=span.end_time,
-        instrumentation_scope=span.instrumentation_scope,
-    )  # fmt: skip

@@ -10,32 +10,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from typing import TypeVar
 
 import anyio
 from opentelemetry.sdk.trace import ReadableSpan
 
 from pipeline.config import Config
-from pipeline.events import (
-    AnyEvent,
-    CheckpointPublished,
-    ExchangeRecorded,
-    GroupScored,
-    PolicyLoaded,
-    TrajectoryCompleted,
-    TrajectoryOpened,
-    unpack_seqs,
-)
-from pipeline.log.broker import Broker, Consumption, HistoryGoneError, Recorded
-from pipeline.log.messages import Place
+from pipeline.events import AnyEvent, ExchangeRecorded, GroupScored, TrajectoryCompleted, TrajectoryOpened
+from pipeline.log.broker import Broker, Consumption, Recorded
 from pipeline.running.service import Ready, main
-from pipeline.telemetry import scores, spans
+from pipeline.telemetry import langfuse, spans
 from pipeline.telemetry.backend import TraceBackend, requests_of, send
 from pipeline.telemetry.content import Content
-from pipeline.telemetry.langfuse import Langfuse, Score, destination
 from pipeline.telemetry.trace import Run, caller, make_run
-
-T = TypeVar("T")
 
 BATCH = 512
 _REMEMBERED = 10_000
@@ -47,74 +33,29 @@ class SpanMaker:
     def __init__(self, broker: Broker, content: Content) -> None:
         self._broker, self._content = broker, content
         self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()
-        self._ended: OrderedDict[tuple[str, str], int] = OrderedDict()
-        """End of the newest call of a trajectory, in microseconds."""
 
-    async def make(self, recorded: Recorded[AnyEvent]) -> tuple[list[ReadableSpan], list[Score]]:
+    async def make(self, recorded: Recorded[AnyEvent]) -> tuple[list[ReadableSpan], list[langfuse.Score]]:
         event, content = recorded.event, self._content
         match event:
             case ExchangeRecorded():
                 run = await self._run(event.project, event.trajectory, event.group, event.model, recorded)
-                since, called_by = (
-                    self._since(event),
-                    caller(event.project, event.trajectory, recorded.headers),
-                )
-                return spans.call_spans(event, run, content, since, called_by), []
+                called_by = caller(event.project, event.trajectory, recorded.headers)
+                return [spans.call_span(event, run, content, called_by)], []
             case TrajectoryCompleted():
+                keys = {"project": event.project, "trajectory": event.trajectory}
                 run = await self._run(event.project, event.trajectory, event.group, event.model)
-                last = await self._last(event) if content.shown else None
-                return [spans.run_span(event, run, last, content)], scores.agent_scores(event, run)
+                last = await self._broker.read_last(ExchangeRecorded, **keys) if content.shown else None
+                return [spans.run_span(event, run, last.event if last else None, content)], []
             case GroupScored():
-                runs = [
-                    await self._run(event.project, m.trajectory, event.group, event.model)
-                    for m in event.members
-                ]
-                judged = list(zip(event.members, runs, strict=True))
-                return (
-                    [s for m, run in judged for s in spans.verdict_spans(event, m, run, content)],
-                    [s for m, run in judged for s in scores.verdict_scores(event, m, run, content)],
-                )
-            case CheckpointPublished():
-                return spans.step_spans(event, await self._learned_from(event)), []
-            case PolicyLoaded():
-                step = await self._broker.read_last(
-                    CheckpointPublished, project=event.project, model=event.model, step=event.step
-                )
-                if step is None:
-                    return [], []  # the base model has no training step
-                return spans.load_spans(event, step.event, await self._learned_from(step.event)), []
+                made: list[ReadableSpan] = []
+                scores: list[langfuse.Score] = []
+                for member in event.members:
+                    run = await self._run(event.project, member.trajectory, event.group, event.model)
+                    made.append(spans.verdict_span(event, member, run, content))
+                    scores += langfuse.scores(event, member, run, content)
+                return made, scores
             case _:
                 return [], []
-
-    def _since(self, event: ExchangeRecorded) -> int:
-        """Return when the call before this one ended; 0 if that is not known."""
-        key = (event.project, event.trajectory)
-        since = self._ended.get(key, 0)
-        _remember(self._ended, key, event.at)
-        return since
-
-    async def _last(self, event: TrajectoryCompleted) -> ExchangeRecorded | None:
-        last = await self._broker.read_last(
-            ExchangeRecorded, project=event.project, trajectory=event.trajectory
-        )
-        return last.event if last else None
-
-    async def _learned_from(self, event: CheckpointPublished) -> list[Run]:
-        runs = []
-        seqs = unpack_seqs(event.group_seqs).tolist()
-        times = unpack_seqs(event.group_times).tolist() or [0] * len(seqs)
-        for seq, at in zip(seqs, times, strict=True):
-            try:
-                recorded = await self._broker.read_at(GroupScored, seq)
-            except HistoryGoneError:
-                continue  # retention deleted the group
-            # After a power cut, another group may have this sequence.
-            if recorded.place.matches(Place(seq, at)) and recorded.event.group in event.groups:
-                runs += [
-                    await self._run(event.project, m.trajectory, recorded.event.group, event.model)
-                    for m in recorded.event.members
-                ]
-        return runs
 
     async def _run(
         self,
@@ -133,8 +74,9 @@ class SpanMaker:
                 project, trajectory, await self._first_headers(project, trajectory, call)
             )
             event = opened.event if opened else None
-            run = make_run(project, trajectory, group, model, event, context, self._content)
-            _remember(self._runs, key, run)
+            self._runs[key] = make_run(project, trajectory, group, model, event, context, self._content)
+            if len(self._runs) > _REMEMBERED:
+                self._runs.popitem(last=False)
         return self._runs[key]
 
     async def _first_headers(
@@ -147,44 +89,35 @@ class SpanMaker:
         return page.events[0].headers if page.events else {}
 
 
-def _remember(known: OrderedDict[tuple[str, str], T], key: tuple[str, str], value: T) -> None:
-    known[key] = value
-    known.move_to_end(key)
-    while len(known) > _REMEMBERED:
-        known.popitem(last=False)
-
-
 async def export(
-    messages: Consumption, maker: SpanMaker, backend: TraceBackend, langfuse: Langfuse | None
+    messages: Consumption, maker: SpanMaker, backend: TraceBackend, to: langfuse.Destination | None
 ) -> None:
     """Export the spans and scores of one consumer's events, and acknowledge the events when the backend has them.
 
-    `langfuse`: where scores are written; None: nowhere."""
+    `to`: where scores are written; None: nowhere."""
     while True:
         batch = await messages.batch(BATCH)
         made = [await maker.make(delivery) for delivery in batch]
-        for spans_of_request in requests_of([span for some, _ in made for span in some]):
-            await send(backend, spans_of_request)
-        if langfuse is not None:
-            await langfuse.put([score for _, some in made for score in some])
+        for request in requests_of([span for some, _ in made for span in some]):
+            await send(backend, request)
+        if to is not None and (scores := [score for _, some in made for score in some]):
+            await langfuse.put(to, scores)
         for delivery in batch:
             await delivery.ack()
 
 
 async def serve(config: Config, ready: Ready) -> None:
-    settings = config.telemetry
-    backend, content, to = TraceBackend.from_environment(), Content(settings), destination()
+    backend, content = TraceBackend.from_environment(), Content(config.telemetry)
     async with AsyncExitStack() as stack:
         broker = await stack.enter_async_context(Broker.connect(config.nats, name="telemetry"))
-        langfuse = await stack.enter_async_context(Langfuse.connect(to)) if to else None
         maker = SpanMaker(broker, content)
         consumed = [
             await stack.enter_async_context(broker.consume(f"telemetry-{name}"))
-            for name in ("rollouts", "groups", "policy")
+            for name in ("rollouts", "groups")
         ]
         async with anyio.create_task_group() as tg:
             for messages in consumed:
-                tg.start_soon(export, messages, maker, backend, langfuse if settings.scores else None)
+                tg.start_soon(export, messages, maker, backend, langfuse.destination())
             ready()
 
 

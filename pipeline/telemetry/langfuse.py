@@ -1,15 +1,16 @@
-"""Writes scores to Langfuse, and names the Langfuse project that the environment sets.
+"""Langfuse: the project that the environment names, and its scores: the reward of a trajectory, the components of that
+reward, and what each judge said.
 
 The path and the fields are those of Langfuse's published OpenAPI file; `tests/kits/langfuse_api.json` holds the
-part that is used.
+part that is used. The id of a score is a hash of its event, so a score that is sent twice is one score.
 """
 
 from __future__ import annotations
 
 import base64
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
@@ -17,7 +18,11 @@ import msgspec
 
 from pipeline.backoff import Backoff
 from pipeline.config import ConfigError
+from pipeline.events import GroupScored, Member
+from pipeline.telemetry.content import Content
 from pipeline.telemetry.logs import get_logger
+from pipeline.telemetry.spans import verdict_span_id
+from pipeline.telemetry.trace import Run, hashed
 
 log = get_logger("pipeline.telemetry.langfuse")
 
@@ -64,44 +69,57 @@ class Score(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defa
     environment: str = ""
 
 
-class Langfuse:
-    """A client."""
+def scores(event: GroupScored, member: Member, run: Run, content: Content) -> list[Score]:
+    """Return the reward of a member of a group, its components, and the score of each verdict on it."""
+    branch = "" if event.branch == "main" else f"{event.branch}/"
+    at = datetime.fromtimestamp(event.at / 1e6, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self._client = client
+    def score(name: str, value: float, about: int, number: str = "", comment: str = "", **more: Any) -> Score:
+        identity = hashed("score", event.message_id(), number, run.trajectory, name, size=16)
+        return Score(
+            id=f"{identity:032x}", trace_id=f"{run.trace:032x}", name=f"{branch}{name}", value=value,
+            data_type="NUMERIC", timestamp=at, observation_id=f"{about:016x}", comment=comment,
+            metadata={"judge": event.judge, "group": event.group, "branch": event.branch, **more},
+            environment=os.environ.get("LANGFUSE_TRACING_ENVIRONMENT", ""),
+        )  # fmt: skip
 
-    @classmethod
-    @asynccontextmanager
-    async def connect(cls, to: Destination) -> AsyncIterator[Langfuse]:
-        headers = {"Authorization": to.authorization, "Content-Type": "application/json"}
-        async with httpx.AsyncClient(base_url=to.url, headers=headers, timeout=_TIMEOUT_S) as client:
-            yield cls(client)
+    out = [score("reward", member.reward, run.root)]
+    out += [score(f"reward.{name}", value, run.root) for name, value in member.components.items()]
+    for number, verdict in enumerate(event.verdicts):
+        about = {"judge_model": verdict.judge_model, "rubric_hash": verdict.rubric_hash, "pass": number}
+        out += [
+            score(
+                f"judge.{verdict.rubric or 'default'}", said.score, verdict_span_id(event, member.trajectory),
+                str(number), content.text(said.explanation), **about,
+            )
+            for said in verdict.scores
+            if said.trajectory == member.trajectory and verdict.judge_model != "agent"
+        ]  # fmt: skip
+    return out
 
-    async def put(self, scores: Sequence[Score]) -> None:
-        """Write scores. Repeat a request for as long as that may help. Scores that Langfuse refuses are logged and
-        left out."""
+
+async def put(to: Destination, scores: Sequence[Score]) -> None:
+    """Write scores. Repeat a request for as long as that may help. Scores that Langfuse refuses are logged and left
+    out."""
+    headers = {"Authorization": to.authorization, "Content-Type": "application/json"}
+    async with httpx.AsyncClient(base_url=to.url, headers=headers, timeout=_TIMEOUT_S) as client:
         for first in range(0, len(scores), _AT_ONCE):
             backoff = Backoff(_RETRY_S, _RETRY_LONGEST_S)
-            while not await self._post(scores[first : first + _AT_ONCE]):
+            while not await _post(client, scores[first : first + _AT_ONCE]):
                 await backoff.wait()
 
-    async def _post(self, scores: Sequence[Score]) -> bool:
-        """Send scores. Return whether the request is done with; false: it may succeed later."""
-        try:
-            answer = await self._client.post("/api/public/scores", content=msgspec.json.encode(scores))
-        except httpx.HTTPError as error:
-            log.warning("Langfuse does not answer; trying again", error=str(error) or type(error).__name__)
-            return False
-        if answer.status_code in _LATER or answer.status_code >= 500:
-            log.warning(
-                "Langfuse took no scores; trying again", status=answer.status_code, answer=answer.text[:200]
-            )
-            return False
-        if not answer.is_success or answer.status_code == _SOME_REFUSED:
-            log.error(
-                "Langfuse refused scores",
-                scores=len(scores),
-                status=answer.status_code,
-                answer=answer.text[:200],
-            )
-        return True
+
+async def _post(client: httpx.AsyncClient, scores: Sequence[Score]) -> bool:
+    """Send scores. Return whether the request is done with; false: it may succeed later."""
+    try:
+        answer = await client.post("/api/public/scores", content=msgspec.json.encode(scores))
+    except httpx.HTTPError as error:
+        log.warning("Langfuse does not answer; trying again", error=str(error) or type(error).__name__)
+        return False
+    facts: dict[str, Any] = {"status": answer.status_code, "answer": answer.text[:200]}
+    if answer.status_code in _LATER or answer.status_code >= 500:
+        log.warning("Langfuse took no scores; trying again", **facts)
+        return False
+    if not answer.is_success or answer.status_code == _SOME_REFUSED:
+        log.error("Langfuse refused scores", scores=len(scores), **facts)
+    return True

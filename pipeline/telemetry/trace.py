@@ -77,8 +77,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     session: str
     user: str = ""
     tags: tuple[str, ...] = ()
-    prompt: tuple[str, int] | None = None
-    """Name and version of a prompt that is kept in Langfuse."""
     metadata: dict[str, str] = {}
 
     @property
@@ -131,16 +129,12 @@ def make_run(
     shown = content.value(metadata) if content.shown else {}
     task = content.text(opened.task)[:_NAME_CHARS] if opened else ""
     tags = metadata.get("tags", metadata.get("langfuse_tags", []))
-    version = metadata.get("prompt_version")
     group = opened.group if opened else group
     return Run(
         project=project, trajectory=trajectory, group=group, trace=trace, above=above, name=task or model,
         session=_text(metadata, "session_id", "langfuse_session_id") or group or trajectory,
         user=_text(metadata, "user_id", "langfuse_user_id"),
         tags=(model, opened.split if opened else "train", *(str(t)[:_NAME_CHARS] for t in _list(tags))),
-        prompt=(str(metadata["prompt_name"]), version)
-        if isinstance(version, int) and "prompt_name" in metadata
-        else None,
         metadata={
             key: str(value)[:_NAME_CHARS] for key, value in shown.items() if isinstance(value, str | int | float)
         },

@@ -26,7 +26,6 @@ from pipeline.log.consumer import keep_alive
 from pipeline.log.fast_client import Pulled
 from pipeline.log.messages import Place, parse_ack_subject
 from pipeline.log.pulling import ConsumerGoneError, Puller, pulling
-from pipeline.telemetry import counts
 from pipeline.telemetry.logs import get_logger
 from store.lake import columns
 from store.lake.lake import Lake
@@ -155,7 +154,6 @@ class Writer:
         if not batch.messages:
             batch.began = time.monotonic()
             batch.reconnects = self._broker.client.stats["reconnects"]
-        counts.taken[self.spec.name] += len(delivered)
         for message in delivered:
             place = position(message)
             if self._writing is not None and place in self._writing.messages:
@@ -199,7 +197,6 @@ class Writer:
         crash.point("store.half_acked")
         await self._broker.client.acknowledge(messages[half:])
         crash.point("store.after_ack")
-        counts.done[self.spec.name] += len(messages)
         batch.messages = {}
 
     async def _require_whole_log(self, batch: WriteBatch) -> None:

@@ -1,4 +1,4 @@
-"""The life of two trajectories on the log, from first call to the adapter that they trained."""
+"""The life of two trajectories on the log, from first call to verdict."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ import pytest
 
 from pipeline.config import Config, NatsConfig, TelemetryConfig
 from pipeline.events import (
-    CheckpointPublished,
     ExchangeRecorded,
     GroupScored,
     Member,
-    PolicyLoaded,
     Score,
     TrajectoryCompleted,
     TrajectoryOpened,
     Verdict,
     pack_ids,
     pack_logprobs,
-    pack_seqs,
 )
 from pipeline.log.broker import Broker
 from pipeline.telemetry import exporter, trace
@@ -31,14 +28,7 @@ from tests.kits.langfuse import PUBLIC, SECRET, LangfuseReceiver
 START = 1_700_000_000_000_000
 AGENTS_TRACE, AGENTS_SPAN = "ab" * 16, "cd" * 8
 OWN = {"traceparent": f"00-{AGENTS_TRACE}-{AGENTS_SPAN}-01"}
-METADATA = {
-    "user_id": "u-7", "session_id": "ticket-12", "tags": ["vip"], "prompt_name": "support", "prompt_version": 3,
-    "contact": "ann@example.com",
-}  # fmt: skip
-TOOL_CALL = {
-    "id": "call_1", "type": "function",
-    "function": {"name": "lookup", "arguments": '{"mail":"ann@example.com"}'},
-}  # fmt: skip
+METADATA = {"user_id": "u-7", "session_id": "ticket-12", "tags": ["vip"], "contact": "ann@example.com"}
 
 
 def point_at(monkeypatch: pytest.MonkeyPatch, receiver: LangfuseReceiver) -> None:
@@ -48,11 +38,19 @@ def point_at(monkeypatch: pytest.MonkeyPatch, receiver: LangfuseReceiver) -> Non
     monkeypatch.delenv("LANGFUSE_HOST", raising=False)
 
 
-def exchange(trajectory: str, seq: int, request: dict[str, Any], message: dict[str, Any]) -> ExchangeRecorded:
+def exchange(trajectory: str, seq: int, asked: str) -> ExchangeRecorded:
+    tools = [{"type": "function", "function": {"name": "lookup", "parameters": {}}}]
+    request = {
+        "model": "m",
+        "temperature": 0.5,
+        "tools": tools,
+        "messages": [{"role": "user", "content": asked}],
+    }
+    choice = {"index": 0, "message": {"role": "assistant", "content": "Ann."}}
     return ExchangeRecorded(
         project="p", trajectory=trajectory, seq=seq, model="m", policy_version="m@0", step=0, group="g",
         request=json.dumps(request).encode(),
-        response=json.dumps({"id": f"cmpl-{seq}", "choices": [{"index": 0, "message": message}]}).encode(),
+        response=json.dumps({"id": f"cmpl-{seq}", "choices": [choice]}).encode(),
         prompt_ids=pack_ids([1, 2]), sampled_ids=pack_ids([3]), logprobs=pack_logprobs([-0.5]),
         finish_reason="stop", started_at=START + 10_000_000 * seq, first_token_at=START + 10_000_000 * seq + 5,
         at=START + 10_000_000 * seq + 2_000_000,
@@ -60,19 +58,8 @@ def exchange(trajectory: str, seq: int, request: dict[str, Any], message: dict[s
 
 
 def calls(trajectory: str) -> list[ExchangeRecorded]:
-    """Two turns: the first calls a tool, the second brings its result."""
-    tools = [{"type": "function", "function": {"name": "lookup", "parameters": {}}}]
-    asked = {"role": "user", "content": "Who is ann@example.com?"}
-    called = {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]}
-    result = {"role": "tool", "tool_call_id": "call_1", "content": "Ann, ann@example.com"}
-    common = {"model": "m", "temperature": 0.5, "tools": tools}
-    return [
-        exchange(trajectory, 0, {**common, "messages": [asked]}, called),
-        exchange(
-            trajectory, 1, {**common, "messages": [asked, called, result]},
-            {"role": "assistant", "content": "Ann."},
-        ),
-    ]  # fmt: skip
+    """Two turns."""
+    return [exchange(trajectory, seq, "Who is ann@example.com?") for seq in (0, 1)]
 
 
 async def publish_lives(broker: Broker) -> None:
@@ -109,29 +96,16 @@ async def publish_lives(broker: Broker) -> None:
             for m in members
         ),
     )  # fmt: skip
-    ack = await broker.publish(
+    await broker.publish(
         GroupScored(
             project="p", group="g", model="m", judge="h", members=members, verdicts=(verdict,),
             at=START + 40_000_000,
         )
     )  # fmt: skip
-    await broker.publish(
-        CheckpointPublished(
-            project="p", model="m", step=1, version="m@1", parent="m@0", batch_id="b", groups=("g",),
-            group_seqs=pack_seqs([ack.seq]), config_hash="c", adapter="a", adapter_sha256="s", adapter_bytes=1,
-            metrics={"loss": 0.1}, started_at=START + 50_000_000, at=START + 60_000_000,
-        )
-    )  # fmt: skip
-    await broker.publish(
-        PolicyLoaded(
-            project="p", model="m", step=1, version="m@1", replica="r", probe_delta=0.1,
-            started_at=START + 61_000_000, at=START + 62_000_000,
-        )
-    )  # fmt: skip
 
 
-SPANS = 2 * (1 + 2 + 1 + 1 + 1 + 1 + 1) + 2
-"""Spans of the two lives: run, calls, tool, verdict, pass, step and load of each; training and serving."""
+SPANS = 2 * (1 + 2 + 1)
+"""Spans of the two lives: run, calls and verdict of each."""
 
 
 async def run_until(config: NatsConfig, done: Callable[[], bool], **settings: Any) -> None:
