@@ -33,7 +33,6 @@ from pipeline.events import GroupDiscarded, GroupTimedOut, TrajectoryCompleted
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.log.consumer import handling
-from pipeline.running.environment import process_number
 from pipeline.running.service import Ready
 from pipeline.streams import consumer
 from pipeline.telemetry.logs import get_logger
@@ -81,8 +80,7 @@ async def serve(config: Config, ready: Ready) -> None:
         broker.consume("judge") as completions,
         broker.consume("judge-timers") as timers,
     ):
-        # One process per machine scores the anchors, because they measure the judge model, not the process.
-        file = config.judge.anchors.file if process_number() == 1 else ""
+        file = config.judge.anchors.file
         anchors = read_labelled(Path(file)) if file else []
         async with anyio.create_task_group() as tg:
             if composer is not None:

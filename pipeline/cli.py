@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,7 +44,6 @@ from pipeline.running.plan import (
 )
 from pipeline.running.runs import find_run
 from pipeline.running.supervisor import Supervisor, SupervisorError, Watched
-from pipeline.running.terminal import Terminal
 from pipeline.telemetry import logs as log
 
 SUBCOMMANDS = {
@@ -128,7 +126,6 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--dry-run", action="store_true", help="print the resolved settings and commands, start nothing"
     )
-    up.add_argument("--plain", action="store_true", help="no live view, also on a terminal")
     up.set_defaults(run=_up)
 
     asked = commands.add_parser("status", help="processes, stream lag, policy versions, alarms")
@@ -185,9 +182,8 @@ def _up(args: argparse.Namespace) -> None:
     with run_lock.hold(Path(config.run_dir)) as lock:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as sink:
-            terminal = Terminal(console, planned.run_dir, view="store" in services and not args.plain)
-            supervisor = Supervisor(planned, specs, on_change=partial(_report, terminal), inherit=(lock,))
-            _hold_up(planned, services, supervisor, terminal, sink)
+            supervisor = Supervisor(planned, specs, on_change=_report, inherit=(lock,))
+            _hold_up(planned, services, supervisor, sink)
 
 
 def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> None:
@@ -204,8 +200,8 @@ def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> Non
         save(with_values(planned, values), file)
         for spec in specs:
             module = SERVICES.get(spec.name, "trainer")
-            if module == "trainer" or spec.service:
-                continue  # `load` checked all that can be checked without loading a model; or another process checks it
+            if module == "trainer":
+                continue  # `load` checked all that can be checked without loading a model
             argv = [sys.executable, "-m", module, "--config", str(file), "--check"]
             env = environment.environment_of(config, spec.name, os.environ)
             done = subprocess.run(argv, env=env, capture_output=True, text=True)
@@ -215,16 +211,10 @@ def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> Non
         raise ConfigError("\n".join(refused))
 
 
-def _hold_up(
-    config: Config,
-    services: Sequence[str],
-    supervisor: Supervisor,
-    terminal: Terminal,
-    sink: TextIO,
-) -> None:
+def _hold_up(config: Config, services: Sequence[str], supervisor: Supervisor, sink: TextIO) -> None:
     log.configure("supervisor", config.log_level, sink)
     try:
-        anyio.run(_supervise, config, services, supervisor, terminal)
+        anyio.run(_supervise, config, services, supervisor)
     except* (SupervisorError, BrokerError) as group:
         raise SupervisorError("\n".join(_messages(group))) from None
     finally:
@@ -270,12 +260,7 @@ def _provision(args: argparse.Namespace) -> None:
     console.print(f"provisioned {config.nats.address}")
 
 
-async def _supervise(
-    config: Config,
-    services: Sequence[str],
-    supervisor: Supervisor,
-    terminal: Terminal,
-) -> None:
+async def _supervise(config: Config, services: Sequence[str], supervisor: Supervisor) -> None:
     """Run the supervisor until it ends, and show what it does. The first SIGTERM or SIGINT stops the processes in
     order, the second one at once."""
     async with anyio.create_task_group() as tg:
@@ -289,7 +274,6 @@ async def _supervise(
                         tg.cancel_scope.cancel()
                         return
                     asked = True
-                    await terminal.close()
                     console.print("stopping in order; once more stops at once")
                     supervisor.stop()
 
@@ -304,10 +288,10 @@ async def _supervise(
         console.print(ready, soft_wrap=True)
         if "ui" in supervisor.watched:
             console.print(f"the dashboard is at [bold]http://{config.ui.host}:{config.ui.port}[/]")
+            console.print("`journeywork watch` shows the run live in another terminal")
         console.print(memory.retention(config.nats), soft_wrap=True)
         for alarm in supervisor.alarms:
             console.print(f"[bold red]alarm[/] {alarm}")
-        tg.start_soon(terminal.show)
 
 
 def _ready(config: Config, services: Sequence[str]) -> str:
@@ -317,10 +301,10 @@ def _ready(config: Config, services: Sequence[str]) -> str:
     return f"{', '.join(services) or 'nats'}, on the log at [bold]{config.nats.address}[/]; no gateway was started"
 
 
-def _report(terminal: Terminal, watched: Watched) -> None:
-    terminal.say(f"{watched.spec.name:<10} {watched.state:<9} pid {watched.pid}")
+def _report(watched: Watched) -> None:
+    console.print(f"{watched.spec.name:<10} {watched.state:<9} pid {watched.pid}")
     for error in watched.errors:
-        terminal.say(f"[bold red]{watched.spec.name}[/] {escape(error)}")
+        console.print(f"[bold red]{watched.spec.name}[/] {escape(error)}")
 
 
 def _status(args: argparse.Namespace) -> None:

@@ -31,7 +31,7 @@ def _check_addresses(config: Config) -> None:
         ("ui.gateway_url", (config.ui.gateway_url,), "the dashboard's page for signing in"),
     )
     others = (
-        ("nats.url", config.nats.servers, "nats.credentials or nats.nkey_seed"),
+        ("nats.url", config.nats.servers, "nats.users or nats.nkey_seed"),
         ("sampler.advertise", config.sampler.advertise, "vllm.api_key_file"),
         ("store.s3_endpoint", (config.store.s3_endpoint,), "the AWS_* variables"),
         ("alarms.webhook", (config.alarms.webhook,), 'an environment variable in its place: "${NAME}"'),
@@ -71,13 +71,8 @@ def _check_access(config: Config) -> None:
             f"judge.timeout_s: a group may wait at most half of nats.rollouts_max_age_h, which is "
             f"{nats.rollouts_max_age_s / 2:g} s, else the log deletes its runs before they are scored"
         )
-    named = [n for n in ("users", "nkey_seed", "credentials") if getattr(nats, n)]
-    if len(named) > 1:
-        raise ConfigError(f"nats: {' and '.join(named)} are set; set one of them")
-    if nats.tls_key and not nats.tls_cert:
-        raise ConfigError("nats.tls_key is set without nats.tls_cert")
-    if bool(nats.server_cert) != bool(nats.server_key):
-        raise ConfigError("nats.server_cert and nats.server_key: set both or neither")
+    if nats.users and nats.nkey_seed:
+        raise ConfigError("nats: users and nkey_seed are set; set one of them")
     if any(arg.partition("=")[0] == "--api-key" for arg in config.vllm.args):
         raise ConfigError(
             "vllm.args: --api-key would be visible in the list of processes; use vllm.api_key_file"

@@ -101,9 +101,7 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     rubric: str = ""
     """Path of a rubric, or the name of one that comes with Journeywork. Empty: `general`."""
     concurrency: Count = 16
-    """Calls to the judge model at once, of each process."""
-    processes: Count = 1
-    """Judge processes that `journeywork up` starts. More of them may run on other machines."""
+    """Calls to the judge model at once. Further judges may run on other machines, each with as many."""
     passes: Count = 2
     """Number of passes over one group. Each pass shows the trajectories in another order."""
     attempts: Count = 4

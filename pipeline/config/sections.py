@@ -56,25 +56,10 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     """Folder with the nkey seed of each NATS user: `gateway.nk`, `judge.nk` and so on (docs/streams.md lists the
     users). Each process connects with its own. `journeywork up` makes them for the server that it starts."""
     nkey_seed: str = ""
-    """File with the nkey seed that every process connects with. Set at most one of `users`, `nkey_seed` and
-    `credentials`."""
-    credentials: str = ""
-    """Credentials file (JWT and seed, as `nsc` writes it) that every process connects with."""
-    inbox_prefix: str = ""
-    """Prefix of the subjects of replies. Empty: `_INBOX_<user>` with `users`, else `_INBOX`."""
+    """File with the nkey seed that every process connects with, if `users` is not set."""
     tls_ca: str = ""
     """File with the CA certificates that the server's certificate is checked against. Empty: the system's. If it is
     set, or the address begins with `tls://`, nothing is sent without TLS."""
-    tls_cert: str = ""
-    """File with the client certificate that services send to the server."""
-    tls_key: str = ""
-    """File with the private key of `tls_cert`. Empty: it is in the same file."""
-    server_cert: str = ""
-    """File with the certificate of the server that `journeywork up` or `journeywork exec nats` starts; for `up` it
-    must name 127.0.0.1. If it is set, the server accepts TLS connections only; if `tls_ca` and `tls_cert` are
-    set too, clients need a certificate of that CA. Empty: no TLS, for a server on the loopback interface."""
-    server_key: str = ""
-    """File with the private key of `server_cert`."""
     provision: bool = True
     """Whether services create streams, consumers and buckets when they connect. Set it to false if their users lack
     the right, and run `journeywork provision` as a user that has it. `journeywork up` does both for the server

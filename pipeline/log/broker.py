@@ -106,7 +106,7 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
         if refused:
             raise BrokerUnavailableError(
                 f"the NATS server at {config.address} does not take this connection ({refused}): check nats.users, "
-                "nats.nkey_seed, nats.credentials and nats.tls_*"
+                "nats.nkey_seed and nats.tls_ca"
             ) from error
         raise BrokerUnavailableError(
             f"no NATS server answers at {config.address}: start it, or correct nats.url"

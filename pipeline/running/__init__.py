@@ -16,6 +16,5 @@
 | `log_files` | the command `journeywork logs` |
 | `families` | the tool parser of a model's family |
 | `status` | the command `journeywork status` |
-| `terminal` | what `journeywork up` shows |
 | `vllm_guard` | API keys on every path of vLLM |
 """

@@ -6,7 +6,6 @@ A name that ends in `*` is a prefix. docs/security.md shows the table.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 
 from pipeline.config import Config, ConfigError
@@ -54,15 +53,6 @@ _PROVIDERS = {
     "huggingface": ("HF_*", "HUGGINGFACE_*"),
 }
 """Prefixes of providers whose variables do not begin with the provider's name."""
-
-
-NUMBER = "JOURNEYWORK_PROCESS"
-"""Variable that numbers the processes of one service on this machine, from 1, where there are several."""
-
-
-def process_number() -> int:
-    """Return the number of this process among those of its service on this machine, from 1."""
-    return int(os.environ.get(NUMBER) or 1)
 
 
 def names(config: Config, process: str) -> tuple[str, ...]:

@@ -24,7 +24,6 @@ from pipeline.config import Config, ConfigError, UiConfig, with_values
 from pipeline.files import write_once, write_whole
 from pipeline.names import version_name
 from pipeline.running import families
-from pipeline.running.environment import NUMBER
 from pipeline.security import users
 
 SERVICES = {
@@ -68,13 +67,6 @@ class ProcessSpec:
     start_timeout_s: float = 600.0
     """A process that is not ready after this time is killed and started again. The default is generous
     because replaying a long event log at startup can take minutes."""
-    service: str = ""
-    """The service, if this is a further process of it. Empty: `name`."""
-
-    @property
-    def kind(self) -> str:
-        """The service that the process belongs to, or its name."""
-        return self.service or self.name
 
 
 def free_port(host: str = LOOPBACK, preferred: int = 0) -> int:
@@ -199,23 +191,6 @@ def log_bytes(folder: Path) -> int:
     return (shutil.disk_usage(there).free + log_size) // 2
 
 
-def _nats_tls_block(config: Config) -> str:
-    """Return the `tls` block of the NATS server's configuration; an empty string if nats.server_cert is not set.
-
-    `pipeline.config` has checked that nats.server_cert and nats.server_key are both set or both empty."""
-    nats = config.nats
-    if not nats.server_cert:
-        return ""
-    files = {"cert_file": nats.server_cert, "key_file": nats.server_key}
-    # Clients must present a certificate (mutual TLS) only if our own services have one.
-    if nats.tls_ca and nats.tls_cert:
-        files["ca_file"] = nats.tls_ca
-    # The NATS configuration format accepts JSON string literals.
-    lines = [f"  {name}: {json.dumps(str(Path(file).absolute()))}\n" for name, file in files.items()]
-    verify = "  verify: true\n" if "ca_file" in files else ""
-    return f"tls {{\n{''.join(lines)}{verify}}}\n"
-
-
 def _file_store_limit(settings: Path, limit: int) -> int:
     """Return the server's limit for its files, in bytes. `settings`: its configuration file of the last start, if there
     was one; `limit`: what all streams together may hold.
@@ -253,7 +228,6 @@ def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
             f"host: {json.dumps(host)}\nport: {port}\nmax_payload: {config.nats.max_payload}\n"
             f"jetstream {{ store_dir: {json.dumps(str(folder))}\n sync_interval: {sync}\n {room}\n}}\n"
             + (users.authorization(Path(config.nats.users)) if config.nats.users else "")
-            + _nats_tls_block(config)
         )
         # A restart writes nothing: on a full disk the file would be lost.
         if not settings.exists() or settings.read_text("utf-8") != content:
@@ -311,12 +285,6 @@ def _check_models(config: Config) -> None:
         check_base(model.base, f"models.{i}.base")
 
 
-def _further(spec: ProcessSpec, number: int) -> ProcessSpec:
-    """Return another process of the same service."""
-    env = {**spec.env, NUMBER: str(number)}
-    return dataclasses.replace(spec, name=f"{spec.name}-{number}", service=spec.name, env=env)
-
-
 def pace(config: Config) -> Config:
     """Return `config` with a number for `gateway.max_groups_ahead`, if it is `auto`: as many groups as the trainer
     trains before the newest of them is stale. No limit if `trainer.max_steps` ends the training, because groups stay
@@ -348,12 +316,11 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
             "nats.max_memory": config.nats.max_memory
             or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8,
             "nats.users": config.nats.users or str(config.path("keys").absolute()),
-            "nats.nkey_seed": "", "nats.credentials": "", "nats.provision": False,
+            "nats.nkey_seed": "", "nats.provision": False,
         }  # fmt: skip
         config = with_values(config, values)
         processes.append(nats_command(config, port))
-        scheme = "tls" if config.nats.server_cert else "nats"
-        config = with_values(config, {"nats.url": f"{scheme}://127.0.0.1:{port}", "nats.port": port})
+        config = with_values(config, {"nats.url": f"nats://127.0.0.1:{port}", "nats.port": port})
         foundation = ("nats",)
     if "trainer" in services or ("sampler" in services and not config.vllm.urls):
         _check_models(config)
@@ -389,6 +356,4 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         if name == "trainer":  # it loads a model
             spec = dataclasses.replace(spec, start_timeout_s=config.trainer.start_timeout_s)
         processes.append(spec)
-        if name == "judge":
-            processes += [_further(spec, number) for number in range(2, config.judge.processes + 1)]
     return config, processes

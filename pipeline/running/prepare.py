@@ -44,7 +44,7 @@ def prepare(config: Config) -> Config:
 def _prepare(config: Config, keys: Path) -> Config:
     keys.mkdir(exist_ok=True, mode=0o700)
     nats = config.nats
-    if not (nats.users or nats.nkey_seed or nats.credentials):
+    if not (nats.users or nats.nkey_seed):
         config = with_values(config, {"nats.users": str(keys), "nats.provision": False})
     if config.nats.users:
         for user in users.USERS:

@@ -161,7 +161,7 @@ class Supervisor:
         if spec.prepare is not None:
             spec.prepare()
         env = {
-            **environment.environment_of(self.config, spec.kind, os.environ),
+            **environment.environment_of(self.config, spec.name, os.environ),
             **spec.env,
             **{name: path.read_text("utf-8").strip() for name, path in spec.secret_env.items()},
             "PYTHONUNBUFFERED": "1",
@@ -288,11 +288,11 @@ class Supervisor:
         """Stop services, then the store, then the log, so that events in flight are stored."""
         if self._probing is not None:
             self._probing.cancel()
-        for kind in STOP_ORDER:
-            if kind == "store" and kind in self.watched:
-                await self._drain_store()
-            for watched in [w for w in self.watched.values() if w.spec.kind == kind]:
-                await self._stop(watched)
+        for name in STOP_ORDER:
+            if name in self.watched:
+                if name == "store":
+                    await self._drain_store()
+                await self._stop(self.watched[name])
 
     async def _stop(self, watched: Watched) -> None:
         watched.stopping.set()

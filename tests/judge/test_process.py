@@ -32,16 +32,14 @@ def configure(folder: Path, nats: NatsConfig, server: ScoringServer, **judge: An
 
 
 @asynccontextmanager
-async def judge_process(
-    config: Path, crash: str = "", number: int = 1
-) -> AsyncIterator[subprocess.Popen[bytes]]:
+async def judge_process(config: Path, crash: str = "") -> AsyncIterator[subprocess.Popen[bytes]]:
     """Ready when it begins, stopped cleanly when the block ends unless it was killed."""
     reading, writing = os.pipe()
     with (config.parent / "judge.log").open("ab") as log:
         process = subprocess.Popen(
             quick_service.command("judge", "--config", str(config), "--ready-fd", str(writing)),
             pass_fds=[writing], stderr=log,
-            env={**os.environ, "JOURNEYWORK_PROCESS": str(number), "JOURNEYWORK_CRASH": crash},
+            env={**os.environ, "JOURNEYWORK_CRASH": crash},
         )  # fmt: skip
     os.close(writing)
     try:
@@ -101,7 +99,7 @@ async def test_groups_without_rewards_are_scored_by_the_model_and_a_kill_in_the_
             process.send_signal(signal.SIGKILL)
             process.wait()
         assert len(await scored(broker)) < 24
-        async with judge_process(config, number=2):
+        async with judge_process(config):
             found = await until_scored(broker, 24)
             with anyio.fail_after(120):
                 while await broker.lag("judge"):

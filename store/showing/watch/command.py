@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -83,8 +82,8 @@ class Watch:
 
 
 async def show(config: Config, args: argparse.Namespace, console: Console) -> None:
-    """Show the run until SIGINT or SIGTERM, or until the process that started this one is gone."""
-    parent, live = os.getppid(), console.is_terminal and not console.is_dumb_terminal and not args.once
+    """Show the run until SIGINT or SIGTERM."""
+    live = console.is_terminal and not console.is_dumb_terminal and not args.once
     every_s = args.every or (_EVERY_S if live else _PLAIN_EVERY_S)
     watch = Watch(config)
     try:
@@ -93,7 +92,7 @@ async def show(config: Config, args: argparse.Namespace, console: Console) -> No
             tg.start_soon(watch.follow_lag, every_s)
             await watch.asked.wait()
             if not live:
-                while not (args.child and os.getppid() != parent):
+                while True:
                     sys.stdout.write(plain(await watch.snapshot()) + "\n")
                     sys.stdout.flush()
                     if args.once:
@@ -102,13 +101,12 @@ async def show(config: Config, args: argparse.Namespace, console: Console) -> No
                 tg.cancel_scope.cancel()
                 return
             with Live(console=console, screen=True, auto_refresh=False) as screen:
-                while not (args.child and os.getppid() != parent):
+                while True:
                     began = anyio.current_time()
                     snapshot = await watch.snapshot()
                     screen.update(Group(*lines(snapshot, *console.size)), refresh=True)
                     # A long history is looked at less often, which leaves the machine to the run.
                     await anyio.sleep(max(every_s, _PAUSE * (anyio.current_time() - began)))
-            tg.cancel_scope.cancel()
     finally:
         watch.close()
 
@@ -131,7 +129,6 @@ def _parser() -> argparse.ArgumentParser:
         "--every", type=float, help="seconds between two looks; default: 2, without a terminal 10"
     )
     parser.add_argument("--once", action="store_true", help="print one line and end")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

@@ -169,11 +169,6 @@ def test_a_model_may_be_named_as_hubs_name_models() -> None:
     )
 
 
-def test_a_certificate_of_the_server_without_its_key_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"nats\.server_cert and nats\.server_key: set both or neither"):
-        load(None, ["nats.server_cert=server.pem"])
-
-
 def test_each_served_adapter_needs_a_slot_and_one_more_is_free_for_the_next() -> None:
     with pytest.raises(ConfigError, match="max_loras is 1: it must be larger than the number of models"):
         load(None, ["models.0.name=m", "vllm.max_loras=1", 'vllm.urls=["http://a:1"]'])

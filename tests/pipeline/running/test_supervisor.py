@@ -188,15 +188,6 @@ def test_groups_ahead_are_those_that_the_trainer_trains_before_they_are_stale(
         assert make_plan(base, ("gateway",))[0].gateway.max_groups_ahead == "auto"
 
 
-def test_a_plan_has_several_judges_with_numbers_of_their_own(tmp_path: Path) -> None:
-    settings = [f"run_dir={tmp_path}", "judge.processes=3", 'nats.url="nats://elsewhere:4222"']
-    _, specs = make_plan(load(None, settings), ("judge", "store"))
-    assert [(s.name, s.kind, s.env.get("JOURNEYWORK_PROCESS", "1")) for s in specs] == [
-        ("judge", "judge", "1"), ("judge-2", "judge", "2"), ("judge-3", "judge", "3"), ("store", "store", "1"),
-    ]  # fmt: skip
-    assert len({s.argv for s in specs}) == 2
-
-
 def test_a_plan_without_a_base_model_says_what_to_set(tmp_path: Path) -> None:
     for service in ("sampler", "trainer"):
         with pytest.raises(ConfigError) as caught:

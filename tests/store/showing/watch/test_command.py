@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -53,29 +52,6 @@ def test_the_view_is_live_in_a_terminal(width: int, height: int, tmp_path: Path)
         assert "rollouts/s" not in "\n".join(left), "the screen is given back"
 
 
-@needs_tmux
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50)])
-def test_up_shows_the_view_and_gives_the_screen_back(width: int, height: int, tmp_path: Path) -> None:
-    command = [
-        *JOURNEYWORK,
-        "up",
-        "--services",
-        "store",
-        "--run-dir",
-        str(tmp_path / "run"),
-        "--set",
-        "nats.sync=10",
-    ]
-    with Terminal(tmp_path, width, height, command) as terminal:
-        shown = terminal.until(lambda text: "rollouts/s 0.00" in text and "store 0" in text)
-        assert "nats ready  store ready" in "\n".join(shown)
-        terminal.keys("C-c")
-        left = "\n".join(terminal.until(lambda text: "ended with 0" in text))
-        assert "rollouts/s" not in left
-        assert "stopping in order" in left
-        assert "nats       stopped" in left
-
-
 def test_without_a_terminal_there_are_lines(tmp_path: Path) -> None:
     make_run(tmp_path, events())
     command = [*JOURNEYWORK, "watch", "--every", "0.1", "--run-dir", str(tmp_path)]
@@ -103,5 +79,3 @@ def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "is no run" in capsys.readouterr().err
     make_run(tmp_path, [])
     assert main(["--every", "0", "--run-dir", str(tmp_path)]) == 2
-    assert main(["--once", "--child", "--run-dir", str(tmp_path)]) == 0
-    assert os.getppid()
