@@ -56,7 +56,7 @@ SUBCOMMANDS = {
     "diff": ("store.commands.diff", "compare two verdict sets"),
     "prepare": ("pipeline.running.prepare", "make keys and settings of a run, for containers"),
     "logs": ("pipeline.running.log_files", "show the logs of a run, merged by time"),
-    "watch": ("store.showing.watch.command", "show a run live in the terminal"),
+    "watch": ("store.showing.watch", "show a run live in the terminal"),
     "dead": ("pipeline.log.dead_letters", "list, show, retry or drop dead letters"),
     "judge": ("judge.commands.cli", "measure a judge (judge eval) or score one group (judge score)"),
     "rejudge": ("judge.commands.rejudge", "score history again as a new verdict set"),

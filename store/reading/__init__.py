@@ -6,14 +6,12 @@
 | `sql` | DuckDB over the lake; `journeywork sql` |
 | `rebuild` | converts rows back to events |
 | `history` | one DuckDB over the views, refreshed as files appear |
-| `state` | what runs of it on this machine |
-| `summary` | a run in four sentences |
+| `summary` | a run in four sentences, and its raised alarms |
 | `overview` | a run as a whole: counts, curves; two branches compared |
 | `groups` | groups, one group |
 | `trajectories` | trajectories, one trajectory with its calls and tokens |
 | `checkpoints` | checkpoints, one checkpoint, decisions |
 | `judge` | what was measured of judges |
-| `alarms` | the raised alarms |
 | `events` | one event as it is stored |
 | `lists` | filters, order and paging of lists |
 | `chat` | requests and replies of calls, as they are recorded |

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from store.reading.alarms import alarms_of
+from pipeline.running.state import read_state
+from store.alarms.table import ALARMS
 from store.reading.history import History, Row
-from store.reading.state import state_of
 from store.reading.texts import ago, number, signed, when
 
 _LAST = """
@@ -29,6 +30,7 @@ _HELD_OUT = """
     WHERE model = $model AND branch = $branch AND split = 'val' AND outcome = 'scored' AND first_step = last_step
     GROUP BY 1 HAVING count(*) > 1 ORDER BY 1
 """
+_ALARMS = "SELECT * FROM alarms WHERE cleared_at IS NULL ORDER BY since DESC, alarm, model, about"
 
 
 def summary(history: History, chosen: Row, now: datetime | None = None) -> dict[str, Any]:
@@ -36,27 +38,38 @@ def summary(history: History, chosen: Row, now: datetime | None = None) -> dict[
 
     `state`: `running`, `stopped`, or `unknown` where no supervisor ran here; `sentences`: the state, the gain, the last
     step; `todo`: what to do; `alarms`: the raised ones; `gain`: the figures of the gain, or `None`."""
-    state, alarms, gain = state_of(history.config), alarms_of(history), gain_of(history, chosen)
+    run = read_state(Path(history.config.run_dir))
+    state = "unknown" if run is None else "running" if run.running else "stopped"
+    alarms, gain = alarms_of(history), gain_of(history, chosen)
     last = next(iter(history.shared_rows(_LAST, chosen)), None)
     moment = (now or datetime.now(UTC)).replace(tzinfo=None)
-    troubled = [
-        f"{name} is {word}" for name, word in state.services.items() if state.running and word != "ready"
-    ]
+    services = run.services.items() if run else ()
+    troubled = [f"{name} is {process.state}" for name, process in services if process.state != "ready"]
     raised = f" with {len(alarms)} alarm{'s' if len(alarms) > 1 else ''}" if alarms else ""
     sentences = [
         {
             "running": f"The run is running{raised}{': ' if troubled else ''}{', '.join(troubled)}.",
             "stopped": f"The run is stopped{raised}.",
             "unknown": f"No process of the run is known on this machine{raised and f'; it is {raised.strip()}'}.",
-        }[state.word],
+        }[state],
         _gain_text(gain),
         f"Step {last['step']} was published {ago((moment - last['published_at']).total_seconds())}, at "
         f"{when(last['published_at'])} UTC." if last else "No step was taken yet.",
     ]  # fmt: skip
     return {
-        "state": state.word, "sentences": sentences, "todo": _todo(state.word, alarms, gain, last), "alarms": alarms,
+        "state": state, "sentences": sentences, "todo": _todo(state, alarms, gain, last), "alarms": alarms,
         "gain": gain,
     }  # fmt: skip
+
+
+def alarms_of(history: History) -> list[Row]:
+    """Return the raised alarms, causes before consequences: the columns of the view `alarms` with `title`, `meaning`
+    and `action` (what to do) of docs/alarms.md."""
+    raised = history.rows(_ALARMS)
+    return [
+        {**row, "title": alarm.title, "meaning": alarm.meaning, "action": alarm.action}
+        for alarm in ALARMS for row in raised if row["alarm"] == alarm.name
+    ]  # fmt: skip
 
 
 def gain_of(history: History, chosen: Row) -> Row | None:
