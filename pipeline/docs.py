@@ -47,10 +47,8 @@ def _doc(thing: object) -> str:
 
 def _field_row(column: Column) -> tuple[str, ...]:
     kind = column.type_name + (" or null" if column.nullable else "")
-    meaning = column.doc
-    if column.choices:
-        meaning = f"{meaning} One of {', '.join(f'`{c}`' for c in column.choices)}.".strip()
-    return f"`{column.name}`", f"`{kind}`", f"`{column.default}`" if column.default else "required", meaning
+    default = f"`{column.default}`" if column.default else "required"
+    return f"`{column.name}`", f"`{kind}`", default, schema.meaning(column)
 
 
 def _fields(struct: type[msgspec.Struct]) -> str:

@@ -59,6 +59,12 @@ class Column:
         return self.kind
 
 
+def meaning(column: Column) -> str:
+    """Return what a column means, with the values that it can have where these are few."""
+    choices = f"One of {', '.join(f'`{choice}`' for choice in column.choices)}." if column.choices else ""
+    return f"{column.doc} {choices}".strip()
+
+
 ENVELOPE: tuple[Column, ...] = (
     Column("log_seq", "int64", "Where the event lies in its stream."),
     Column("log_at", "timestamp_us", "When the broker took the event in, UTC."),

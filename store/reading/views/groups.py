@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from pipeline.events import GroupLabeled, GroupScored, Label, Member, Score, Verdict
 from pipeline.events.types import REWARD_TOLERANCE
 from store.reading.views.view import View
 
@@ -19,8 +20,6 @@ GROUPS = View(
         "reward_max": "Highest reward of them.",
         "has_signal": "Whether these rewards differ by more than 1e-6, without which a group is not trained; null for "
         "validation groups, which are never trained.",
-        "closed_by": "`size`, `timeout` or `replay`.",
-        "origin": "Branch and sequence that it was replayed from.",
         "discarded": "Number of its trajectories that are not trained, before or after the scoring.",
         "reason": "Why most of these were discarded; null if none was.",
         "decided_by": "Service that discarded them.",
@@ -54,6 +53,7 @@ GROUPS = View(
           ON d.project = s.project AND d.model = s.model AND d."group" = s."group" AND d.branch = s.branch
           AND d.split = s.split
         """,
+    sources=(GroupScored,),
 )
 
 VERDICTS = View(
@@ -61,14 +61,7 @@ VERDICTS = View(
     "One row per trajectory that a judge scored.",
     {
         "verdict": "Number of the verdict in its group, from 0.",
-        "rubric_hash": "Hash of the rubric.",
-        "score": "Score from 0 to 1.",
-        "explanation": "The judge's explanation.",
         "position": "Place in which the judge saw the run, from 0; null where it is unknown.",
-        "cost_usd": "Cost of the verdict over the whole group.",
-        "latency_s": "Seconds that the verdict took.",
-        "attempts": "Calls until the reply could be read.",
-        "left_out": "Bytes of the group that did not fit into the judge's prompt.",
     },
     """
         WITH each AS (
@@ -82,15 +75,18 @@ VERDICTS = View(
           "at" AS scored_at
         FROM scored
         """,
+    sources=(
+        GroupScored,
+        Verdict,
+        Score,
+    ),
 )
 
 REWARDS = View(
     "rewards",
     "One row per member of a scored group: what training gets.",
     {
-        "components": "The rewards that were composed, by name.",
         "centered": "Reward minus the mean of the group's scored members; its sign is that of the advantage.",
-        "exchanges": "Number of calls of the run.",
     },
     """
         WITH each AS (
@@ -102,6 +98,10 @@ REWARDS = View(
           m.exchanges AS exchanges, m.first_step AS first_step, m.last_step AS last_step, offline, "at" AS scored_at
         FROM each
         """,
+    sources=(
+        GroupScored,
+        Member,
+    ),
 )
 
 JUDGE_COST = View(
@@ -111,8 +111,6 @@ JUDGE_COST = View(
         "day": "Day, UTC.",
         "verdicts": "Number of verdicts.",
         "cost_usd": "Their cost.",
-        "prompt_tokens": "Tokens that the judge read.",
-        "completion_tokens": "Tokens that the judge wrote.",
         "mean_latency_s": "Mean seconds of a verdict.",
         "retries": "Calls beyond the first, summed over the verdicts.",
     },
@@ -124,16 +122,17 @@ JUDGE_COST = View(
           sum(said.attempts - 1)::BIGINT AS retries
         FROM each GROUP BY ALL
         """,
+    sources=(
+        GroupScored,
+        Verdict,
+    ),
 )
 
 LABELS = View(
     "labels",
     "One row per trajectory that a person scored, with the judge's score of it.",
     {
-        "score": "The person's score from 0 to 1.",
-        "comment": "The person's words.",
         "labeled_by": "Who labelled.",
-        "source": "Where the label was given, such as `dashboard`.",
         "labeled_at": "When, UTC.",
         "judge_model": "Model that judged; `agent` where the agents' rewards were used; null where no judge scored it.",
         "judge_score": "Mean score by that judge on branch `main`.",
@@ -148,4 +147,8 @@ LABELS = View(
         FROM each e LEFT JOIN judged j
           ON j.project = e.project AND j.group_id = e."group" AND j.trajectory = e.l.trajectory
         """,
+    sources=(
+        GroupLabeled,
+        Label,
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipeline.events import DeadLettered, GroupDiscarded
 from store.reading.views.view import View
 
 STARVATION = View(
@@ -10,7 +11,6 @@ STARVATION = View(
     {
         "reason": "Reason of the discard, or the outcome that is not trained (`no_result`, `masked`).",
         "dropped_by": "Service that discarded the group; `agent` for an outcome.",
-        "version": "Policy version at which it was discarded, where that matters.",
         "duration_s": "Seconds that the run took; those of the longest run of the group where its own are unknown.",
         "duration": "Range of `duration_s`: `<1s`, `<10s`, `<1m`, `<10m`, `<1h`, `>=1h`.",
         "dropped_at": "When it was dropped, UTC.",
@@ -34,6 +34,7 @@ STARVATION = View(
           END AS duration, dropped_at
         FROM timed
         """,
+    sources=(GroupDiscarded,),
 )
 
 DEAD = View(
@@ -41,14 +42,8 @@ DEAD = View(
     "Events that no consumer could use, with the reason.",
     {
         "dead_seq": "Sequence in DEAD, which `journeywork dead` takes.",
-        "stream": "Stream that the event came from.",
-        "stream_seq": "Its sequence there.",
         "subject": "Its subject there.",
-        "consumer": "Consumer that gave it up.",
         "reason": "`undecodable`, `unstorable`, `max_deliver`, `ended_service`, …",
-        "deliveries": "How often it was delivered.",
-        "payload": "The message.",
-        "headers": "The headers of the message.",
         "dead_at": "When it was given up, UTC.",
     },
     """
@@ -56,4 +51,5 @@ DEAD = View(
           deliveries, payload, headers, "at" AS dead_at
         FROM dead_letter
         """,
+    sources=(DeadLettered,),
 )

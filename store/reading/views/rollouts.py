@@ -4,28 +4,20 @@
 
 from __future__ import annotations
 
+from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
 from store.reading.views.view import NEVER, View
 
 TRAJECTORIES = View(
     "trajectories",
     "One row per agent run, open or ended.",
     {
-        "attempt": "Number of the attempt, as given by the caller.",
         "outcome": "`scored`, `no_result` or `masked`; `open` while the run has not ended.",
-        "reward": "Reward given by the agent; null where the judge assigns it.",
-        "rewards": "Named reward components given by the agent.",
+        "last_step": "Highest policy step that sampled in the run.",
         "metrics": "Metrics given by the agent.",
-        "metadata": "Metadata given by the agent, JSON.",
         "exchanges": "Number of exchange events; null while open.",
-        "calls": "Number of model calls.",
-        "prompt_tokens": "Tokens of all prompts of the run.",
-        "sampled_tokens": "Sampled tokens of the run.",
-        "calls_s": "Seconds that its model calls took, added up.",
-        "inferred": "Whether the gateway inferred where the run began and ended.",
         "opened_at": "When the run began, UTC.",
         "completed_at": "When the run ended, UTC; null while open.",
         "duration_s": "Seconds from `opened_at` to `completed_at`.",
-        "paced_s": "Seconds that the gateway made the group wait; 0 for all but the first run of a group.",
         "stream_seq": "Sequence of its `rollout.completed` in ROLLOUTS.",
     },
     # Two parts in place of a full join, through which no condition on a column would reach the files.
@@ -52,32 +44,22 @@ TRAJECTORIES = View(
           nullif(split_part(traceparent, '-', 2), '') AS trace_id
         FROM every_one
         """,
+    sources=(
+        TrajectoryOpened,
+        TrajectoryCompleted,
+    ),
 )
 
 EXCHANGES = View(
     "exchanges",
     "One row per model call and choice, with the exact tokens.",
     {
-        "step": "Step of that version.",
-        "request": "Request body, JSON.",
-        "response": "Reply as the client got it, JSON.",
-        "prompt_ids": "Prompt token ids.",
-        "sampled_ids": "Sampled token ids.",
-        "logprobs": "Logprobs of the sampled tokens under the distribution that they were sampled from.",
-        "forced": "1 for each token that a grammar left no choice for; empty where there is none.",
         "prompt_tokens": "Length of `prompt_ids`.",
-        "finish_reason": "Why sampling ended.",
-        "status": "`complete`, `cancelled` or `failed`.",
-        "side_call": "Whether the call was marked as beside the task; it is kept and not trained.",
-        "endpoint": "Path of the request.",
-        "streamed": "Whether the reply was streamed.",
-        "replica": "Inference server that answered.",
         "started_at": "When the request came, UTC.",
         "ended_at": "When the reply was complete, UTC.",
         "latency_s": "Seconds from `started_at` to `ended_at`.",
         "first_token_s": "Seconds to the first token; null where the reply was not streamed.",
-        "copied_from": "`<trajectory>/<seq>` of the call that this one is a copy of, where a run was made of recorded "
-        "calls; null where the call was made in this run.",
+        "copied_from": "`<trajectory>/<seq>` of the call that this one is a copy of; null if it was made in this run.",
         "stream_seq": "Sequence in ROLLOUTS.",
     },
     f"""
@@ -91,6 +73,7 @@ EXCHANGES = View(
           nullif(split_part(traceparent, '-', 2), '') AS trace_id
         FROM rollout_exchange
         """,
+    sources=(ExchangeRecorded,),
 )
 
 MESSAGES = View(

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from pipeline.events import CheckpointPublished, PolicyLoaded
 from store.reading.views.view import NEVER, View
 
 CHECKPOINTS = View(
@@ -11,13 +12,6 @@ CHECKPOINTS = View(
     "One row per published policy version.",
     {
         "groups": "Ids of the groups that it learned from.",
-        "group_seqs": "Sequences of these groups in GROUPS.",
-        "config_hash": "Hash of the training settings.",
-        "base_model": "Base model of the adapter.",
-        "adapter": "Name of the adapter in the object store.",
-        "adapter_sha256": "SHA-256 of the adapter.",
-        "adapter_bytes": "Size of the adapter.",
-        "files": "SHA-256 of each file, by name.",
         "started_at": "When the step began, UTC.",
     },
     f"""
@@ -26,6 +20,7 @@ CHECKPOINTS = View(
           "at" AS published_at
         FROM policy_checkpoint
         """,
+    sources=(CheckpointPublished,),
 )
 
 ADAPTERS = View(
@@ -34,15 +29,10 @@ ADAPTERS = View(
     "replica.",
     {
         "replica": "Inference server that loaded it; null where none has.",
-        "gateway": "Gateway that asked for it.",
         "published_at": "When the checkpoint was published, UTC; null for a version that this log did not publish.",
         "loaded_at": "When the replica could serve it, UTC.",
         "delay_s": "Seconds from `published_at` to `loaded_at`.",
-        "load_s": "Seconds that the loading took.",
-        "probe_delta": "Largest difference of a probe's logprobs to the base model; 0 means that the adapter changes "
-        "nothing.",
         "digest_matches": "Whether the loaded adapter is the published one.",
-        "incarnation": "Identifies one run of the replica's process.",
     },
     """
         SELECT coalesce(l.project, c.project) AS project, coalesce(l.model, c.model) AS model,
@@ -52,6 +42,7 @@ ADAPTERS = View(
         FROM policy_checkpoint c FULL JOIN policy_loaded l
           ON l.project = c.project AND l.model = c.model AND l.version = c.version
         """,
+    sources=(PolicyLoaded,),
 )
 
 _MEMBERS = """

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import duckdb
+import msgspec
+
+from pipeline.events import schema
 
 NEVER = "TIMESTAMP '1970-01-01'"
 """A time that was not recorded."""
@@ -49,10 +52,17 @@ class View:
     name: str
     purpose: str
     meanings: dict[str, str]
-    """Of the columns whose meaning is not a common one."""
+    """Of the columns that are no fields of `sources`, or mean something else here, and are not common."""
     sql: str
+    sources: tuple[type[msgspec.Struct], ...] = ()
+    """Events and their parts whose fields are columns under their own names: a field's docstring is the meaning."""
 
     def columns(self, connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
-        """Return the meaning of each column, in order. Raises `KeyError` where a column has no meaning."""
-        names = connection.view(self.name).columns
-        return {name: self.meanings.get(name) or _COMMON[name] for name in names}
+        """Return the meaning of each column, in order; empty for a field whose name says it all. Raises `KeyError`
+        where a column has none."""
+        fields = [field for source in self.sources for field in schema.columns(source)]
+        known = {field.name: "" for field in fields} | _COMMON
+        known |= {
+            field.name: schema.meaning(field) for field in fields if schema.meaning(field)
+        } | self.meanings
+        return {name: known[name] for name in connection.view(self.name).columns}
