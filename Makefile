@@ -2,7 +2,6 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 SEED ?= 0
-NODES ?= 1
 
 .PHONY: demo test check lint venv lock docs pictures bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard bench-bounded_log gpu-proof gpu-lock-test clean
 
@@ -12,7 +11,7 @@ $(VENV)/.ready-cpu: requirements/cpu.txt requirements/torch-cpu.txt requirements
 	deploy/make-venv.sh cpu $(VENV)
 
 demo: venv
-	$(PY) -m examples.tictactoe.demo --seed $(SEED) --nodes $(NODES) --run-dir runs/demo
+	$(PY) -m examples.tictactoe.demo --seed $(SEED) --run-dir runs/demo
 
 # For two cores: three workers keep them busy, because tests wait for processes. The tests that need vLLM share one worker and one vLLM.
 test: venv

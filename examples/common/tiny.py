@@ -181,11 +181,11 @@ def pretrain(
             print(f"step {step}: loss {loss.item():.4f}, {time.monotonic() - started:.0f} s", flush=True)
 
 
-def arguments(doc: str | None, name: str, *, steps: int) -> argparse.Namespace:
+def arguments(doc: str | None, out: Path, *, steps: int) -> argparse.Namespace:
     """Read the flags of an example's `make_model`: `out`, `seed` and `steps` of pre-training. Sums are then computed
     by one thread, in the same order whatever the machine's cores."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=MODELS / name)
+    parser.add_argument("--out", type=Path, default=out)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=steps, help="0: leave the weights random")
     torch.set_num_threads(1)
@@ -196,9 +196,13 @@ def make(
     args: argparse.Namespace,
     tokenizer: PreTrainedTokenizerFast,
     loss_of: Callable[[Qwen3ForCausalLM, int], torch.Tensor],
+    *,
+    width: int = 128,
+    mlp: int = 384,
 ) -> None:
-    """Make a model of the examples' usual width, train it on the loss of each step's number, and save it."""
-    model = make_model(tokenizer, args.seed, width=128, mlp=384)
+    """Make a model, train it on the loss of each step's number, and save it."""
+    model = make_model(tokenizer, args.seed, width=width, mlp=mlp)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
     pretrain(model, lambda step: loss_of(model, step), args.steps)
     save(model, tokenizer, args.out)
 

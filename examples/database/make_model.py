@@ -106,7 +106,7 @@ def words() -> list[str | AddedToken]:
 
 
 def main() -> None:
-    args = tiny.arguments(__doc__, "database", steps=400)
+    args = tiny.arguments(__doc__, tiny.MODELS / "database", steps=400)
     tokenizer = tiny.make_tokenizer(words())
     tokenizer.chat_template = CHAT_TEMPLATE
 

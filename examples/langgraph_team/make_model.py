@@ -75,7 +75,7 @@ def words() -> list[str | AddedToken]:
 
 
 def main() -> None:
-    args = tiny.arguments(__doc__, "langgraph_team", steps=250)
+    args = tiny.arguments(__doc__, tiny.MODELS / "langgraph_team", steps=250)
     tokenizer = tiny.make_tokenizer(words())
 
     def loss_of(model: Qwen3ForCausalLM, step: int) -> torch.Tensor:

@@ -51,7 +51,7 @@ def taught(seed: str) -> tiny.Chat:
 
 
 def main() -> None:
-    args = tiny.arguments(__doc__, "sentences", steps=400)
+    args = tiny.arguments(__doc__, tiny.MODELS / "sentences", steps=400)
     tokenizer = make_tokenizer()
 
     def loss_of(model: Qwen3ForCausalLM, step: int) -> torch.Tensor:

@@ -56,7 +56,7 @@ def taught(asked: Ticket, draw: random.Random) -> tiny.Chat:
 
 
 def main() -> None:
-    args = tiny.arguments(__doc__, "support", steps=300)
+    args = tiny.arguments(__doc__, tiny.MODELS / "support", steps=300)
     tokenizer = tiny.make_tokenizer(words())
 
     def loss_of(model: Qwen3ForCausalLM, step: int) -> torch.Tensor:

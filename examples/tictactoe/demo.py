@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -19,30 +18,29 @@ from typing import Any
 
 import anyio
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from examples.common.running import ExampleError, Installation, make_room, served_step
 from examples.tictactoe import held_out
 from examples.tictactoe.agent import Agents
 from examples.tictactoe.game import opening_seed
-from examples.tictactoe.nodes import Faults, Nodes
 from examples.tictactoe.report import GOAL, MODEL, conclude, difference, win_rate
 from journeywork import AsyncJourneywork, LoopOptions, Trajectory, evaluation, loop
 from journeywork.evaluation import EvaluationReport
+from journeywork.transport import plain_errors
 
 SETTINGS = Path(__file__).with_name("journeywork.toml")
 LOOK_EVERY_S = 0.25
 """Seconds between two reads of the policy version that the gateway serves."""
 OPENINGS = 20_000
 """Openings of the training groups, one each; more than a run plays."""
+SHOW_EVERY_S = 10.0
 
 console = Console(highlight=False)
 
 
 @dataclass
 class Progress:
-    """The values that the view shows."""
+    """What a run has done so far."""
 
     phase: str = "starting"
     steps: int = 0
@@ -58,20 +56,11 @@ class Progress:
     """Win rate of recent training games by step and time."""
     goal_s: float | None = None
     began: float = field(default_factory=time.monotonic)
-    _calls: deque[tuple[float, int]] = field(default_factory=deque)
 
     @property
     def rate(self) -> float:
         """Moving average of the win rate, over at most 256 games."""
         return sum(self.recent) / max(len(self.recent), 1)
-
-    def calls_per_s(self, calls: int) -> float:
-        now = time.monotonic()
-        self._calls.append((now, calls))
-        while len(self._calls) > 2 and now - self._calls[0][0] > 15:
-            self._calls.popleft()
-        then, before = self._calls[0]
-        return (calls - before) / (now - then) if now > then else 0.0
 
     def note(self, won: bool, step: int) -> None:
         """Count a game whose last move step `step` made."""
@@ -86,43 +75,19 @@ class Progress:
         if self.goal_s is None and len(self.recent) == self.recent.maxlen and self.rate >= GOAL:
             self.goal_s = round(training_s, 1)
 
-    def line(self, agents: Agents | None) -> dict[str, str]:
-        calls = agents.calls if agents else 0
+    def line(self, agents: Agents) -> str:
         lag = sum(self.staleness) / max(len(self.staleness), 1)
-        return {
-            "phase": self.phase,
-            "step": f"{self.step}/{self.steps}",
-            "policy": f"{MODEL}@{self.step}",
-            "games": f"{self.games:,}",
-            "win rate": f"{self.rate:.2f} (last {len(self.recent)})",
-            "calls": f"{calls:,} ({self.calls_per_s(calls):.0f}/s)",
-            "failed": str(agents.failed if agents else 0),
-            "staleness": f"{lag:.2f}",
-            "time": f"{time.monotonic() - self.began:.0f} s",
-        }
+        return (
+            f"{time.monotonic() - self.began:.0f} s  {self.phase}  step {self.step}/{self.steps}  "
+            f"games {self.games:,}  win rate {self.rate:.2f} (last {len(self.recent)})  calls {agents.calls:,}  "
+            f"failed {agents.failed}  staleness {lag:.2f}"
+        )
 
-
-class View:
-    """The live view: a panel on a terminal, a line every ten seconds elsewhere."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.agents: Agents | None = None
-
-    def __rich__(self) -> Table:
-        table = Table(show_header=False, box=None, title="Journeywork: tic-tac-toe, learning on the job")
-        for name, value in self.progress.line(self.agents).items():
-            table.add_row(f"[dim]{name}[/]", f"[bold]{value}[/]")
-        return table
-
-    async def run(self) -> None:
-        if console.is_terminal:
-            with Live(self, console=console, refresh_per_second=4):
-                await asyncio.Event().wait()
+    async def show(self, agents: Agents) -> None:
+        """Print a line every ten seconds."""
         while True:
-            line = self.progress.line(self.agents)
-            print("  ".join(f"{k} {v}" for k, v in line.items()), flush=True)
-            await asyncio.sleep(10)
+            print(self.line(agents), flush=True)
+            await asyncio.sleep(SHOW_EVERY_S)
 
 
 async def train(
@@ -130,8 +95,7 @@ async def train(
     client: AsyncJourneywork,
     progress: Progress,
     args: argparse.Namespace,
-    installation: Installation | Nodes,
-    faults: Faults | None,
+    installation: Installation,
 ) -> None:
     """Play until the budget of steps or of time is used up, while the trainer trains. Each group has an opening of its
     own. Raises `ExampleError` if the installation ends."""
@@ -150,9 +114,6 @@ async def train(
                 progress.advance(step, time.monotonic() - began)
             await anyio.sleep(LOOK_EVERY_S)
 
-    def share() -> float:
-        return max(progress.step / args.steps, (time.monotonic() - began) / args.seconds)
-
     options = LoopOptions(
         "train", steps=args.steps, groups_per_step=args.groups, group_size=args.group_size,
         concurrency=args.concurrency, max_staleness=1, tries=1, describe=str, poll_s=1.0,
@@ -161,8 +122,6 @@ async def train(
     with anyio.move_on_after(args.seconds):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch)
-            if faults:
-                tasks.start_soon(faults.run, share)
             await loop(client, MODEL, openings, rollout, options)
             tasks.cancel_scope.cancel()
     progress.step = await served_step(client, MODEL)
@@ -192,35 +151,26 @@ async def evaluate(
     )  # fmt: skip
 
 
-async def play(
-    args: argparse.Namespace, installation: Installation | Nodes, progress: Progress
-) -> dict[str, Any]:
+async def play(args: argparse.Namespace, installation: Installation, progress: Progress) -> dict[str, Any]:
     """Evaluate, train and evaluate again on a running installation. Returns the agents' part of the report."""
-    view = View(progress)
-    faults = Faults(installation) if isinstance(installation, Nodes) else None
-    showing = asyncio.create_task(view.run())
-    try:
-        gateway = await installation.ready()
-        started_s = time.monotonic() - progress.began
-        agents = view.agents = Agents.at(gateway)
-        client = AsyncJourneywork(gateway)
+    print("starting", flush=True)
+    gateway = await installation.ready()
+    started_s = time.monotonic() - progress.began
+    agents = Agents.at(gateway)
+    async with agents.client, AsyncJourneywork(gateway) as client, anyio.create_task_group() as showing:
+        showing.start_soon(progress.show, agents)
         before = await evaluate(client, progress, f"{MODEL}@0", args.eval_games)
         evaluated_s = time.monotonic() - progress.began
         progress.phase, progress.games = "training", 0
         progress.recent.clear()
         progress.staleness.clear()
-        await train(agents, client, progress, args, installation, faults)
+        await train(agents, client, progress, args, installation)
         trained_s = time.monotonic() - progress.began
         trained_games, calls = progress.games, agents.calls
         final = f"{MODEL}@{progress.step}"
         report = await evaluate(client, progress, final, args.eval_games, before)
         restarts = installation.restarts()
-        await client.aclose()
-        await agents.client.close()
-    finally:
-        showing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await showing
+        showing.cancel_scope.cancel()
     (installation.run_dir / "evaluation.md").write_text(evaluation.markdown_page(report), "utf-8")
     completed = [
         *agents.runs,
@@ -240,7 +190,6 @@ async def play(
         "training_games": trained_games,
         "failed_requests": agents.failed + sum(entrant.failed for entrant in report.entrants),
         "last_error": agents.last_error,
-        "faults": faults.done if faults else [],
         "restarts": restarts,
         "final_checkpoint": final,
         "time_to_0_70": progress.goal_s,
@@ -266,10 +215,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--eval-games", type=int, default=2000, help="held-out games, the same before and after"
     )
     parser.add_argument("--concurrency", type=int, default=24, help="games at once")
-    parser.add_argument(
-        "--nodes", type=int, choices=(1, 3), default=1,
-        help="3: three NATS servers, two gateways, judges and stores, and faults in the middle of training",
-    )  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -285,10 +230,11 @@ def main(argv: list[str] | None = None) -> None:
         "trainer.optimizer.schedule": "linear",
         "trainer.seed": args.seed,
     }
-    installation = (Nodes if args.nodes > 1 else Installation)(run_dir, SETTINGS, overrides)
+    installation = Installation(run_dir, SETTINGS, overrides)
     try:
         try:
-            report = asyncio.run(play(args, installation, progress))
+            with plain_errors(Exception):
+                report = asyncio.run(play(args, installation, progress))
         finally:
             installation.stop()
         settings = {k: v for k, v in vars(args).items() if k != "run_dir"}

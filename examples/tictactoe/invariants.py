@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-ORDER: dict[str, str] = {
+NEVER: dict[str, str] = {
     # Calls of training runs follow the newest version; those of evaluations are pinned to one.
     "a call answered by an older version than a call that had ended when it began": """
         WITH calls AS (SELECT * FROM exchanges WHERE group_id LIKE 'train-%' AND status = 'complete'),
@@ -13,10 +13,6 @@ ORDER: dict[str, str] = {
     "an older version after a newer one in the calls of a run": """
         SELECT count(*) FROM (SELECT step, lag(step) OVER (PARTITION BY trajectory ORDER BY seq, choice) AS before
             FROM exchanges WHERE status = 'complete') WHERE step < before""",
-}
-"""What must not be in the history of one gateway. Several gateways learn of a load at slightly different times."""
-
-NEVER: dict[str, str] = {
     "a call of an evaluation answered by another version than the pinned one": """
         SELECT count(*) FROM (SELECT 1 FROM exchanges e JOIN trajectories t USING (project, trajectory)
             WHERE t.split = 'val' GROUP BY t.trajectory HAVING count(DISTINCT e.policy_version) > 1)""",
@@ -74,7 +70,7 @@ NEVER: dict[str, str] = {
             AND size <> (SELECT mode(size) FROM groups WHERE split = 'train')""",
     "a message that could not be handled": "SELECT count(*) FROM dead",
 }
-"""What must not be in any history."""
+"""What must not be in a history. The first is for one gateway: several learn of a load at slightly different times."""
 
 
 def counting(queries: dict[str, str]) -> str:

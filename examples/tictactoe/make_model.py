@@ -11,13 +11,12 @@ a divergence of 0.02 nats per move."""
 
 from __future__ import annotations
 
-import argparse
 import random
 from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.common import tiny
 from examples.tictactoe.game import CELLS, REWARDS, Game, completing, describe, free_cells, has_won, put
@@ -94,24 +93,14 @@ def taught_game(seed: str) -> tuple[list[dict[str, str]], list[list[float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=MODEL_DIR)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=400, help="0: leave the weights random")
-    args = parser.parse_args()
-    torch.set_num_threads(1)  # the same sums in the same order whatever the machine's cores
+    args = tiny.arguments(__doc__, MODEL_DIR, steps=400)
     tokenizer = make_tokenizer()
-    model = tiny.make_model(tokenizer, args.seed)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
 
-    def loss_of(step: int) -> torch.Tensor:
+    def loss_of(model: Qwen3ForCausalLM, step: int) -> torch.Tensor:
         games = [taught_game(f"pretrain/{args.seed}/{step * BATCH + i}") for i in range(BATCH)]
         return tiny.choice_loss(model, tokenizer, CELLS, games)
 
-    tiny.pretrain(model, loss_of, args.steps)
-    tiny.save(model, tokenizer, args.out)
+    tiny.make(args, tokenizer, loss_of, width=192, mlp=512)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def taught_game(seed: str) -> tuple[tiny.Chat, list[list[float]]]:
 
 
 def main() -> None:
-    args = tiny.arguments(__doc__, "twentyfortyeight", steps=220)
+    args = tiny.arguments(__doc__, tiny.MODELS / "twentyfortyeight", steps=220)
     tokenizer = make_tokenizer()
     games = [taught_game(f"pretrain/{args.seed}/{n}") for n in range(min(GAMES, args.steps * BATCH))]
     rng = random.Random(args.seed)
