@@ -33,6 +33,7 @@ from pipeline.commands import SDK, run_module
 from pipeline.config import Config, ConfigError, load, save, with_values
 from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError
+from pipeline.printing import visible
 from pipeline.running import environment, run_lock, status
 from pipeline.running.plan import (
     SERVICES,
@@ -55,7 +56,6 @@ SUBCOMMANDS = {
     "replay": ("store.commands.replay", "rebuild groups from history onto a branch"),
     "diff": ("store.commands.diff", "compare two verdict sets"),
     "prepare": ("pipeline.running.prepare", "make keys and settings of a run, for containers"),
-    "logs": ("pipeline.running.log_files", "show the logs of a run, merged by time"),
     "watch": ("store.showing.watch", "show a run live in the terminal"),
     "dead": ("pipeline.log.dead_letters", "list, show, retry or drop dead letters"),
     "judge": ("judge.commands.cli", "measure a judge (judge eval) or score one group (judge score)"),
@@ -304,7 +304,7 @@ def _ready(config: Config, services: Sequence[str]) -> str:
 def _report(watched: Watched) -> None:
     console.print(f"{watched.spec.name:<10} {watched.state:<9} pid {watched.pid}")
     for error in watched.errors:
-        console.print(f"[bold red]{watched.spec.name}[/] {escape(error)}")
+        console.print(f"[bold red]{watched.spec.name}[/] {escape(visible(error))}")
 
 
 def _status(args: argparse.Namespace) -> None:

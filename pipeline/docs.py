@@ -1,15 +1,12 @@
 """The generated pages: docs/events.md, docs/streams.md, docs/configuration.md.
 
-python -m pipeline.docs            # write them
-python -m pipeline.docs --check    # exit 1 where one differs from what the code says
+python -m pipeline.docs    # writes them
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline import config, events, streams
-from pipeline.events import continuation, schema
+from pipeline.events import schema
 from pipeline.events.schema import Column
 from pipeline.security import users
 
@@ -91,12 +88,8 @@ def events_page() -> str:
     for struct in _structs():
         parts.append(f"### `{struct.__name__}`\n\n{_doc(struct)}\n")
         parts.append(_fields(struct))
-    parts.append(f"## Claim check\n\n{_doc(events.ClaimCheck)}\n")
-    parts.append(_fields(events.ClaimCheck))
-    parts.append(f"## Continuation\n\n{_doc(events.Continuation)}\n")
-    parts.append(_fields(events.Continuation))
-    parts.append(f"### `Piece`\n\n{_doc(continuation.Piece)}\n")
-    parts.append(_fields(continuation.Piece))
+    for struct in (events.ClaimCheck, events.Continuation):
+        parts += [f"## `{struct.__name__}`\n\n{_doc(struct)}\n", _fields(struct)]
     return "\n".join(parts)
 
 
@@ -112,7 +105,7 @@ def _names(values: Iterable[str]) -> str:
 
 
 def _users_section() -> Iterator[str]:
-    """Yield the Markdown about the NATS users: a table of what each may do, then their NATS permissions."""
+    """Yield the Markdown about the NATS users and their permissions."""
     yield "## Users\n"
     yield (
         "The server that `journeywork up` starts has these users (`pipeline/security/users.py`). Each authenticates "
@@ -122,20 +115,9 @@ def _users_section() -> Iterator[str]:
         "publish a checkpoint does not suffice to have it served: gateways check the trainer's signature "
         "(docs/decisions/security.md).\n"
     )
-    head = "user|does|publishes events|uses consumers|follows|reads streams|reads buckets|writes buckets|writes keys"
-    yield _table(
-        head,
-        (
-            (f"`{u.name}`", u.purpose, *map(_names, (
-                u.publishes, u.consumes, (*u.follows, *u.branches), u.reads, u.fetches, u.stores, u.keeps,
-            )))
-            for u in users.USERS
-        ),
-    )  # fmt: skip
-    yield "The NATS permissions that derive from the table, for a server of your own:\n"
     for each in users.USERS:
         allowed = users.rights(each)
-        yield f"### `{each.name}`\n"
+        yield f"### `{each.name}`\n\n{each.purpose}\n"
         yield f"Subscribe: {_names(allowed.subscribe)}\n"
         yield f"Publish: {_names(allowed.publish)}\n"
         if allowed.deny:
@@ -270,26 +252,11 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
-def stale(folder: Path = FOLDER) -> list[str]:
-    """Names of pages that differ from what the code says."""
-    pages = {folder / name: render for name, render in PAGES.items()}
-    return [p.name for p, render in pages.items() if not p.is_file() or p.read_text("utf-8") != render()]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.docs")
-    parser.add_argument("--check", action="store_true")
-    args = parser.parse_args()
-    old = stale()
-    if args.check:
-        for name in old:
-            sys.stderr.write(f"docs/{name} differs from the code: run `make docs`\n")
-        return 1 if old else 0
-    FOLDER.mkdir(exist_ok=True)
-    for name in old:
-        (FOLDER / name).write_text(PAGES[name](), "utf-8")
-    return 0
+def main() -> None:
+    """Write the pages."""
+    for name, render in PAGES.items():
+        (FOLDER / name).write_text(render(), "utf-8")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

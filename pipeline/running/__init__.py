@@ -13,7 +13,6 @@
 | `state` | `state.json`: the processes of an installation and their addresses |
 | `run_lock` | one installation at a time in a run directory |
 | `gateway_api` | the gateway's API, for commands |
-| `log_files` | the command `journeywork logs` |
 | `families` | the tool parser of a model's family |
 | `status` | the command `journeywork status` |
 | `vllm_guard` | API keys on every path of vLLM |

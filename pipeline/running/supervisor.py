@@ -25,14 +25,14 @@ from pipeline.backoff import Backoff
 from pipeline.config import Config, save
 from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError, BrokerUnavailableError
-from pipeline.running import child, environment, liveness, log_files
+from pipeline.running import child, environment, liveness
 from pipeline.running.plan import ProcessSpec
 from pipeline.running.run_lock import make_private
 from pipeline.running.state import ProcessState, RunState, write_state
 from pipeline.security import signing
-from pipeline.telemetry.logs import get_logger
+from pipeline.telemetry import logs
 
-log = get_logger("pipeline.running.supervisor")
+log = logs.get_logger("pipeline.running.supervisor")
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S, HEALTHY_AFTER_S = 0.25, 30.0, 60.0
 GIVE_UP_AFTER = 5
@@ -326,9 +326,7 @@ class Supervisor:
         watched.state = state
         watched.errors = ()
         if state in ("ready", "backoff"):
-            watched.errors = tuple(
-                log_files.errors(self._logs / f"{watched.spec.name}.log", watched.log_begin)
-            )
+            watched.errors = logs.errors(self._logs / f"{watched.spec.name}.log", watched.log_begin)
         log.info("process", process=watched.spec.name, state=state, pid=watched.pid)
         self._write_state()
         if self._on_change is not None:

@@ -1,26 +1,30 @@
 """Structured logs: one JSON object a line on stderr.
 
 `get_logger(name).info("adapter loaded", version="m@3", ms=12)` writes
-`{"at": …, "level": "info", "service": …, "event": "adapter loaded", "version": "m@3", "ms": 12}`.
+`{"at": "2026-11-22T09:30:12.345Z", "level": "info", "service": …, "event": "adapter loaded", "version": "m@3",
+"ms": 12}`.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
 
 _encoder = msgspec.json.Encoder(enc_hook=str)
 _service = "journeywork"
+_ALWAYS = ("at", "level", "service", "logger", "event", "exception")
 
 
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
-            "at": round(record.created, 3),
+            "at": datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z",
             "level": record.levelname.lower(),
             "service": _service,
             "logger": record.name,
@@ -62,10 +66,22 @@ def configure(service: str, level: str = "INFO", sink: TextIO | None = None) -> 
     _service = service
     handler = logging.StreamHandler(sink or sys.stderr)
     handler.setFormatter(_JsonFormatter())
-    logging.Formatter.converter = time.gmtime
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     # A log line for each request would cost more than its capture.
     for noisy in ("httpx", "httpcore", "LiteLLM", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def errors(path: Path, offset: int, most: int = 5) -> tuple[str, ...]:
+    """Return the event and the fields of each error line from byte `offset` of a service's log on, the newest `most` of
+    them."""
+    told = []
+    for line in path.read_bytes()[offset:].splitlines() if path.exists() else ():
+        with suppress(msgspec.DecodeError, KeyError, TypeError):  # another program's line, or the half of one
+            record = msgspec.json.decode(line)
+            if record["level"] == "error":
+                fields = [f"{name}={value}" for name, value in record.items() if name not in _ALWAYS]
+                told.append(" ".join([record["event"], *fields]))
+    return tuple(told[-most:])

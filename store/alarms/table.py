@@ -123,7 +123,7 @@ JUDGE_FAILING = Alarm(
       ELSE 'the call failed: no answer, or an error' END) AS detail
 FROM group_measured WHERE kind = 'groups' AND "at" > $now - INTERVAL 10 MINUTE
 GROUP BY ALL HAVING sum(recent_failed) >= 2 AND value >= $threshold""",
-    "`journeywork logs judge` has the replies and errors. Failed calls: check `judge.model`, `judge.api_base`, the key "
+    "`logs/judge.log` has the replies and errors. Failed calls: check `judge.model`, `judge.api_base`, the key "
     "and the provider's limits. Unreadable: take a model that writes JSON, or set `judge.request.structured`. "
     "Token limit: raise `judge.request.max_tokens`. Context: lower `judge.context_tokens`.",
 )
@@ -243,7 +243,7 @@ STORE_BEHIND = Alarm(
     """SELECT '' AS project, '' AS model, consumer AS about, max(share) AS value,
   string_agg(detail, '; ' ORDER BY share DESC) AS detail
 FROM unwritten WHERE share >= $threshold GROUP BY consumer ORDER BY consumer""",
-    "Find out why the stores are slow (`journeywork logs store`), and start another one with the same `store.dir`. "
+    "Find out why the stores are slow (`logs/store.log`), and start another one with the same `store.dir`. "
     "Until they "
     "have caught up, raise `nats.rollouts_max_age_h`. An alarm about deleted events ends when the stores restart.",
 )
@@ -266,7 +266,7 @@ SELECT n.project, n.model, r.replica AS about, n.step - coalesce(h.step, 0) AS v
 FROM newest n CROSS JOIN replicas r LEFT JOIN held h
   ON h.project = n.project AND h.model = n.model AND h.replica = r.replica
 WHERE n.step > coalesce(h.step, 0)""",
-    "Read the sampler agent's log (`journeywork logs sampler`): the server is down, or it refused the adapter (rank, "
+    "Read the sampler agent's log (`logs/sampler.log`): the server is down, or it refused the adapter (rank, "
     "`vllm.max_loras`, no effect on logprobs). `GET /v1/policies` names refused versions with the reason.",
 )
 

@@ -14,58 +14,33 @@ from pipeline.config.checks import check
 
 
 @pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("trainer.learning_rat=1", "learning_rat"),
-        ("trainer.optimizer.learning_rate=fast", "learning_rate"),
-        ("nonsense", "section.key=value"),
-        ("judge.min_size=1", "min_size"),
-        ("vllm.max_loras=1", "max_loras"),
-        ("trainer.lora.rank=64", r"trainer\.lora\.rank is 64: .* vllm\.max_lora_rank = 8 .* set that to 64"),
-        ("trainer.lora.rank=1024", "vLLM serves adapters up to rank 512"),
-        (
-            "vllm.max_lora_rank=24",
-            r"vllm\.max_lora_rank is 24: vLLM takes 1, 8, 16, 32, 64, 128, 256, 320, 512",
-        ),
-        ("models.0.name=a@b", "@"),
-    ],
-)
-def test_a_wrong_setting_is_an_error_that_names_it(override: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        load(None, [override])
-
-
-@pytest.mark.parametrize(
     ("override", "said"),
     [
         ("gateway.max_reward=nan", "gateway.max_reward: expected a finite number, got nan"),
-        ("gateway.max_reward=inf", "gateway.max_reward: expected a finite number, got inf"),
         ("gateway.max_reward=-1.0", "settings: gateway.max_reward: expected `float` > 0.0"),
         ("gateway.http.max_connections=0", "settings: gateway.http.max_connections: expected `int` >= 1"),
-        ("gateway.replicas.timeout_s=0", "settings: gateway.replicas.timeout_s: expected `float` > 0.0"),
-        ("gateway.port=70000", "settings: gateway.port: expected `int` <= 65535"),
+        ("judge.min_size=1", "judge.min_size: expected `int` >= 2"),
+        ("vllm.max_loras=1", "vllm.max_loras is 1: it must be"),
         (
-            "trainer.optimizer.learning_rate=1e9",
-            "settings: trainer.optimizer.learning_rate: expected `float` <= 1.0",
+            "trainer.lora.rank=64",
+            "trainer.lora.rank is 64: an adapter of vllm.max_lora_rank = 8 at most would load",
         ),
-        ("trainer.lora.alpha=1e9", "settings: trainer.lora.alpha: expected `float` <= 10000.0"),
-        ("trainer.loss.beta=1e9", "settings: trainer.loss.beta: expected `float` <= 1000.0"),
-        ("trainer.groups_per_step=1000000000", "settings: trainer.groups_per_step: expected `int` <= 100000"),
-        ("nats.port=-1", "settings: nats.port: expected `int` >= 0"),
+        ("trainer.lora.rank=1024", "vLLM serves adapters up to rank 512"),
+        (
+            "vllm.max_lora_rank=24",
+            "vllm.max_lora_rank is 24: vLLM takes 1, 8, 16, 32, 64, 128, 256, 320, 512",
+        ),
+        (
+            "trainer.optimizer.learning_rate=fast",
+            "trainer.optimizer.learning_rate: expected `float`, got text",
+        ),
+        ("gateway.port=70000", "settings: gateway.port: expected `int` <= 65535"),
         ("vllm.port=x", "settings: vllm.port: expected `int`, got text"),
         ("log_level=LOUD", "log_level: 'LOUD' is unknown; use DEBUG, INFO, WARNING, ERROR, CRITICAL"),
         ("nats.sync=-1", "settings: nats.sync: expected `float` > 0.0"),
         ("nats.sync=never", "settings: nats.sync: invalid enum value 'never', expected always or float"),
         ("gateway.capture=on", "expected acked or off"),
         ("trainer.loss.type=ppo", "settings: trainer.loss.type: invalid enum value 'ppo', expected "),
-        (
-            "trainer.optimizer.learning_rate=nan",
-            "trainer.optimizer.learning_rate: expected a finite number, got nan",
-        ),
-        (
-            "trainer.optimizer.learning_rate=-1e-3",
-            "settings: trainer.optimizer.learning_rate: expected `float` >= 0.0",
-        ),
         ("judge.anchors=x.jsonl", "settings: judge.anchors: expected table, got text"),
         (
             "models.0.trainer.lora_rank=4",
@@ -79,13 +54,10 @@ def test_a_wrong_setting_is_an_error_that_names_it(override: str, named: str) ->
             "trainer.loss.options.vespo_k_pos=inf",
             "trainer.loss.options.vespo_k_pos: expected a finite number",
         ),
-        ("trainer.groups_per_step=0", "settings: trainer.groups_per_step: expected `int` >= 1"),
         ("trainer.optimizer.betas=[0.9, 1.0]", "settings: trainer.optimizer.betas.1: expected `float` < 1.0"),
         ("trainer.branch=../x", "trainer.branch: '../x' can't be a name"),
         ("project=", "project: '' can't be a name"),
-        ("project=a*", "project: 'a*' can't be a name"),
         ("models.0.name=a b", "models.0.name: 'a b' can't be a name"),
-        ("models.0.name=a//b", "models.0.name: 'a//b' can't be a name"),
         ("models.0.name=a/../b", "models.0.name: 'a/../b' can't be a name"),
         ("models.3.name=m", "'models.3.name' is not the name of a setting"),
         ("trainer.learning_rat=1", "settings: trainer.learning_rat: there is no such setting"),

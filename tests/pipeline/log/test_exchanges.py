@@ -111,20 +111,6 @@ async def test_two_gateways_take_turns_and_each_continues_what_it_knows(nats_con
         assert sum(isinstance(f, Continuation) for f in await forms(one)) >= 6
 
 
-async def test_calls_at_the_same_time_are_whole_too(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as one, Broker.connect(nats_config) as two:
-        trajectories = [await opened(registry(one)), await opened(registry(two))]
-        recorded: list[ExchangeRecorded] = []
-
-        async def some(trajectory: Trajectory, exchange: ExchangeRecorded) -> None:
-            recorded.extend(await record(trajectory, [exchange]))
-
-        async with anyio.create_task_group() as tg:
-            for i, exchange in enumerate(growing(12)):
-                tg.start_soon(some, trajectories[i % 2], exchange)
-        assert await whole(one) == sorted(recorded, key=lambda e: e.seq)
-
-
 async def test_a_gateway_that_did_not_see_the_call_before_writes_whole(nats_config: NatsConfig) -> None:
     forgetful = msgspec.structs.replace(nats_config, exchange_memory_bytes=0)
     async with Broker.connect(nats_config) as one, Broker.connect(forgetful) as two:

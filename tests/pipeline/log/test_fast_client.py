@@ -24,7 +24,7 @@ from nats.aio.transport import TcpTransport
 from nats.protocol.parser import Parser
 
 from pipeline import streams
-from pipeline.config import NatsConfig, load
+from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker, BrokerUnavailableError
 from pipeline.log.fast_client import FastClient, Pulled
 from pipeline.log.messages import parse_ack_subject
@@ -353,29 +353,6 @@ async def test_it_goes_on_after_the_server_died(
             await anyio.to_thread.run_sync(server.start)
 
 
-async def test_publishes_take_the_short_way_beside_pulled_messages(nats_config: NatsConfig) -> None:
-    """The store publishes dead letters on the connection that it pulls on."""
-    async with Broker.connect(nats_config) as broker:
-        client, given = broker.client, bytearray()
-        async with pulling(client, "ROLLOUTS", "store-rollouts", ahead=100) as puller:
-            parse = nats.protocol.parser.Parser.parse
-
-            async def noted(self: Any, data: bytes = b"") -> None:
-                given.extend(data)
-                await parse(self, data)
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(nats.protocol.parser.Parser, "parse", noted)
-                acks = [await broker.publish(exchange(seq=seq)) for seq in range(50)]
-                got: list[Pulled] = []
-                with anyio.fail_after(20):
-                    while len(got) < 50:
-                        got += await puller.take(64, 1.0)
-            assert [parse_ack_subject(m.reply)[1].seq for m in got] == [ack.seq for ack in acks]
-            assert client.ack_prefix not in given
-            assert b"HMSG rollout.exchange" not in given
-
-
 # -- connections ---------------------------------------------------------------------------------------------------
 
 
@@ -410,11 +387,3 @@ async def test_any_of_several_servers_will_do(nats_server: NatsServer) -> None:
     with pytest.raises(BrokerUnavailableError, match=f"{dead},{dead}"), anyio.fail_after(20):
         async with Broker.connect(NatsConfig(url=(dead, dead), connect_timeout_s=0.5)):
             pass
-
-
-def test_servers_are_a_list_or_one_text() -> None:
-    for given in ("nats.url=nats://a:1,nats://b:2", 'nats.url=["nats://a:1", "nats://b:2"]'):
-        config = load(None, [given]).nats
-        assert config.servers == ("nats://a:1", "nats://b:2")
-        assert config.address == "nats://a:1,nats://b:2"
-    assert load(None, []).nats.servers == ()

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from pipeline import streams
-from pipeline.config import AlarmsConfig, Config, NatsConfig, SupervisorConfig, load
+from pipeline.config import Config, NatsConfig, SupervisorConfig, load
 from pipeline.errors import BrokerError, BrokerUnavailableError
 from pipeline.events import TrajectoryOpened
 from pipeline.log.broker import Broker
@@ -225,18 +225,6 @@ async def test_a_log_without_room_for_one_event_is_an_alarm(nats_server: NatsSer
     assert any(alarm.startswith("ROLLOUTS takes no events") for alarm in probe.alarms)
 
 
-def test_each_alarm_is_logged_when_it_begins(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    (tmp_path / "nats").mkdir()
-    probe = liveness.LogProbe(Config(run_dir=str(tmp_path), alarms=AlarmsConfig(full_share=0.0)))
-    at_limit = {"ROLLOUTS at its limit": "ROLLOUTS takes no events"}
-    probe._update_alarms("it is away", at_limit)
-    probe._update_alarms("it is still away", at_limit)
-    begun = [str(vars(record)) for record in caplog.records if record.getMessage() == "alarm"]
-    for text in ("ROLLOUTS takes no events", "it is away"):
-        assert sum(text in alarm for alarm in begun) == 1
-    assert not any("still" in alarm for alarm in begun)  # the same alarm, in other words
-
-
 async def test_dead_letters_never_stop_the_rest(nats_server: NatsServer) -> None:
     config = NatsConfig(url=nats_server.url, max_bytes=1_000_000)
     async with Broker.connect(config) as broker:
@@ -263,14 +251,3 @@ async def test_probes_are_seen_by_no_consumer(nats_server: NatsServer) -> None:
             await broker.js.publish(streams.alive_subject(spec.name), b"", headers={"Nats-TTL": "1s"})
         assert await broker.lag() == 0
         assert [m async for m in broker.messages("ROLLOUTS", 1, 1)] == []
-
-
-async def test_a_silent_pipe_is_told_from_a_closed_one() -> None:
-    reading, writing = os.pipe()
-    os.write(writing, b".")
-    assert "no sign of life" in await liveness.silent(reading, 0.2)
-    os.close(writing)
-    with anyio.move_on_after(1) as bound:
-        await liveness.silent(reading, 0.2)
-    assert bound.cancelled_caught  # the exit of the process says more
-    os.close(reading)
