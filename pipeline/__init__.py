@@ -10,6 +10,7 @@
 | `telemetry` | log lines, and traces from the events |
 | `commands` | commands whose code is in another folder |
 | `streams` | the table of streams, consumers and buckets |
+| `lake_files` | where the lake keeps versions; opens object storage |
 | `files` | atomic and durable writes of files |
 | `sampling` | how the tokens of a call were sampled, and which of them are trained |
 | `names` | identifiers and their form in NATS subjects |

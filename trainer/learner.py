@@ -9,16 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from pipeline import crash
 from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, config_hash, with_batch_settings
-from pipeline.events import CheckpointPublished, GroupDiscarded, Member, TrainingBatch, now_us, pack_seqs
+from pipeline.events import (
+    STATE_FILE,
+    CheckpointPublished,
+    GroupDiscarded,
+    Member,
+    TrainingBatch,
+    now_us,
+    pack_seqs,
+)
 from pipeline.names import version_name
 from pipeline.sampling import sampling_of
 from pipeline.telemetry.logs import get_logger
@@ -26,8 +35,6 @@ from trainer.batches.groups import TrainingGroup, examples
 from trainer.batches.sampling import defaults_of
 from trainer.batches.sequences import TokenSequence
 from trainer.checkpoints.checkpoint import (
-    STATE_FILE,
-    CheckpointError,
     Checkpoints,
     Manifest,
     adapter_files,
@@ -35,15 +42,15 @@ from trainer.checkpoints.checkpoint import (
     pack,
     state_bytes,
     state_of,
-    unpack,
     weights_of,
 )
 from trainer.checkpoints.compatibility import base_digest, require_compatible
+from trainer.checkpoints.start import Start
 from trainer.checkpoints.validation import Validation
 from trainer.engine.engine import Engine
 from trainer.engine.model import fixed_settings
 from trainer.engine.parallel import ProcessGroup
-from trainer.engine.state import StepResult, TrainState, UntrainableError
+from trainer.engine.state import StepResult, TrainState, UntrainableError, Weights
 
 log = get_logger("trainer.learner")
 
@@ -58,8 +65,8 @@ class PendingStep:
     """A step that is computed and on disk, but not on the log yet."""
 
     manifest: Manifest
-    adapter: bytes
-    """The adapter as a tar."""
+    files: dict[str, bytes]
+    """The checkpoint's files by name."""
     state: TrainState
     """The training state after the step."""
     discarded: int
@@ -108,7 +115,7 @@ class Learner:
         on another base model or with another shape of the adapter."""
         manifest, files = self.checkpoints.read(step)
         require_compatible(manifest.event, files, self.base_digest, self.engine.model.lora)
-        state = state_of(manifest, files)
+        state = state_of(step, files)
         for earlier in self.checkpoints.steps():
             if step - self.settings.max_staleness - 1 <= earlier < step:
                 state.history[earlier] = weights_of(self.checkpoints.read(earlier)[1])
@@ -119,30 +126,43 @@ class Learner:
         )  # if it does not fit, the error is raised now, not in a step
         self.state = state
 
-    def rebuild(self, event: CheckpointPublished, archive: bytes) -> None:
-        """Continue from an adapter in the object store (`archive`, a tar) with a fresh optimizer. It is used if the
-        checkpoint is not on disk.
-
-        Raises `CheckpointError` if the SHA-256 of `archive` is not the one in `event`, `ConfigError` as `resume`
-        does."""
-        if hashlib.sha256(archive).hexdigest() != event.adapter_sha256:
-            raise CheckpointError(
-                f"the adapter of {event.version} in the object store does not match its event: restore the object store"
-            )
-        files = unpack(archive)
+    def rebuild(
+        self, event: CheckpointPublished, files: Mapping[str, bytes], earlier: Mapping[int, Weights]
+    ) -> None:
+        """Continue from the object store, as a checkpoint that is not on disk: `files` are those of its adapter, with
+        the training state if it was there, and `earlier` the adapters of the steps before it. Without the training
+        state, the optimizer is a fresh one. Raises `ConfigError` as `resume` does."""
         require_compatible(event, files, self.base_digest, self.engine.model.lora)
-        weights = weights_of(files)
-        self.engine.model.load_adapter(weights)
-        self.state = TrainState(event.step, weights, history={event.step: weights})
-        log.warning(
-            "optimizer state lost: training continues from the adapter in the log", version=event.version,
-            checkpoints=str(self.checkpoints.folder),
-        )  # fmt: skip
+        state = self._state_of(event.step, files)
+        state.history |= earlier
+        if event.step <= self.settings.max_staleness + 1:
+            state.history[0] = self._fresh
+        self.engine.model.load_adapter(state.weights)
+        self.state = state
+        if state.optimizer is None:
+            log.warning(
+                "optimizer state lost: training continues from the adapter in the log", version=event.version,
+                checkpoints=str(self.checkpoints.folder),
+            )  # fmt: skip
 
-    def adapter_archive(self, step: int) -> bytes:
-        """Return the adapter of the checkpoint of `step` on disk as a tar. Raises `CheckpointError`."""
-        _, files = self.checkpoints.read(step)
-        return pack({name: content for name, content in files.items() if name.startswith("adapter_")})
+    def _state_of(self, step: int, files: Mapping[str, bytes]) -> TrainState:
+        if STATE_FILE in files:
+            return state_of(step, files)
+        return self.engine.state_with(step, weights_of(files))
+
+    def begin(self, start: Start) -> tuple[Manifest, dict[str, bytes]]:
+        """Write the checkpoint of `models.0.start`, from which training begins: a version of a lake keeps its step, a
+        PEFT adapter becomes step 1. Returns what is to be published.
+
+        Raises `ConfigError` as `resume` does, and if the adapter does not fit the model."""
+        adapter, step = start.files, start.event.step if start.event else 1
+        require_compatible(start.event, adapter, self.base_digest, self.engine.model.lora, start.source)
+        state = self._state_of(step, adapter)
+        try:
+            self.engine.model.load_adapter(state.weights)
+        except ValueError as error:
+            raise ConfigError(f"models.start: {start.source}: {error}") from error
+        return self._write(state, (), self.settings, source=start.source)
 
     # -- groups --------------------------------------------------------------------------------------------------
 
@@ -183,28 +203,45 @@ class Learner:
         metrics = result.metrics | self.validation.metrics()
         metrics |= _group_metrics(batch, self.discarded_rewards[:discarded], equal_groups)
         metrics["step_s"] = time.perf_counter() - began
-        adapter = adapter_files(result.state.weights, self.engine.model.lora, self.model.base)
+        manifest, files = self._write(
+            result.state, batch, settings, trace=trace or {}, dropped=result.dropped,
+            group_seqs=pack_seqs([p.seq for p in places]), group_times=pack_seqs([p.at for p in places]),
+            metrics=metrics, started_at=started_at,
+        )  # fmt: skip
+        return PendingStep(manifest, files, result.state, discarded, equal_groups)
+
+    def _write(
+        self,
+        state: TrainState,
+        batch: Sequence[TrainingGroup],
+        settings: TrainerConfig,
+        *,
+        trace: dict[str, str] | None = None,
+        dropped: Sequence[TokenSequence] = (),
+        **fields: Any,
+    ) -> tuple[Manifest, dict[str, bytes]]:
+        """Write the checkpoint of `state` to disk. `fields`: further fields of its event."""
+        adapter = adapter_files(state.weights, self.engine.model.lora, self.model.base)
         archive = pack(adapter)
-        files = adapter | {STATE_FILE: state_bytes(result.state)}
-        version = version_name(self.model.name, result.state.step)
+        files = adapter | {STATE_FILE: state_bytes(state)}
+        version = version_name(self.model.name, state.step)
         digest = hashlib.sha256(archive).hexdigest()
         event = CheckpointPublished(
-            project=self.config.project, at=now_us(), model=self.model.name, step=result.state.step, version=version,
+            project=self.config.project, at=now_us(), model=self.model.name, step=state.step, version=version,
             parent=self.version, batch_id=self._batch_id(batch, settings), groups=tuple(g.event.group for g in batch),
-            group_seqs=pack_seqs([p.seq for p in places]), group_times=pack_seqs([p.at for p in places]),
             config_hash=config_hash(settings), base_model=self.model.base, base_digest=self.base_digest,
             adapter=f"{self.config.project}/{version}/{digest[:16]}", adapter_sha256=digest,
             adapter_bytes=len(archive),
             files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
-            metrics=metrics, started_at=started_at, branch=self.config.trainer.branch,
+            branch=self.config.trainer.branch, **fields,
         )  # fmt: skip
         manifest = Manifest(
             event=event, config=msgspec.to_builtins(settings), trace=trace or {},
-            discarded=_too_large(batch, result.dropped, version),
+            discarded=_too_large(batch, dropped, version),
         )  # fmt: skip
         crash.point("trainer.before_checkpoint")
         self.checkpoints.write(manifest, files)
-        return PendingStep(manifest, archive, result.state, discarded, equal_groups)
+        return manifest, files
 
     def faults(
         self, batch: Sequence[TrainingGroup], request: TrainingBatch | None = None

@@ -5,25 +5,33 @@ A step is written to disk first, then published. So there are three cases:
 - The disk is level with the log: continue.
 - The disk is ahead, by one step after a crash, or by several after a power cut that took the end of the log: publish
   those steps in order.
-- The disk is behind or empty: rebuild from the adapter in the log.
+- The disk is behind or empty: rebuild from the adapter and the training state in the object store.
+
+Where there is neither, training begins with what `models.0.start` names, or with a fresh adapter.
 
 Checkpoints that do not continue the log belong to another log: they are not touched, and the trainer does not start.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+from collections.abc import Sequence
+
 from anyio.to_thread import run_sync
 
 from pipeline import streams
-from pipeline.events import CheckpointPublished, DeadLettered, GroupDiscarded, GroupScored
+from pipeline.errors import HistoryGoneError
+from pipeline.events import STATE_FILE, CheckpointPublished, DeadLettered, GroupDiscarded, GroupScored
 from pipeline.log.broker import Broker, Recorded
 from pipeline.log.messages import Place
 from pipeline.log.subjects import stream_of
 from pipeline.streams import ConsumerSpec
 from pipeline.telemetry.logs import get_logger
-from trainer.checkpoints.checkpoint import CheckpointError, Manifest
+from trainer.checkpoints.checkpoint import CheckpointError, Manifest, unpack, weights_of
 from trainer.checkpoints.commits import Commits, TrainerError
 from trainer.checkpoints.consumed import Consumed
+from trainer.checkpoints.start import read_start
 from trainer.learner import Learner
 
 log = get_logger("trainer.recovery")
@@ -40,13 +48,15 @@ async def catch_up(commits: Commits, learner: Learner) -> list[CheckpointPublish
     log_id = await _log_id(commits.broker)
     unpublished = await run_sync(_unpublished, learner, last, log_id)
     for manifest in unpublished:
-        archive = await run_sync(learner.adapter_archive, manifest.event.step)
-        await commits.publish(manifest, archive)
+        _, files = await run_sync(learner.checkpoints.read, manifest.event.step)
+        await commits.publish(manifest, files)
         log.warning("published a checkpoint that the log did not hold", version=manifest.event.version)
     if unpublished:
         await run_sync(learner.resume, unpublished[-1].event.step)
     elif last is not None:
-        await _resume_from(commits, learner, last)
+        await _resume_from(commits, learner, last, published)
+    elif learner.model.start:
+        unpublished = [await _begin(commits, learner)]
     await run_sync(learner.checkpoints.set_log_id, log_id)
     return [*published, *(manifest.event for manifest in unpublished)]
 
@@ -90,8 +100,21 @@ async def _log_id(broker: Broker) -> str:
     return str(info.created.isoformat())
 
 
-async def _resume_from(commits: Commits, learner: Learner, last: CheckpointPublished) -> None:
-    """Load the checkpoint `last`: from disk if it is there, else its adapter from the object store."""
+async def _begin(commits: Commits, learner: Learner) -> Manifest:
+    """Publish the checkpoint that `models.0.start` names, and continue from it."""
+    start = await run_sync(read_start, learner.model.start, commits.config)
+    manifest, files = await run_sync(learner.begin, start)
+    await commits.publish(manifest, files)
+    await run_sync(learner.resume, manifest.event.step)
+    log.info("training begins with a version from elsewhere", version=learner.version, source=start.source)
+    return manifest
+
+
+async def _resume_from(
+    commits: Commits, learner: Learner, last: CheckpointPublished, published: Sequence[CheckpointPublished]
+) -> None:
+    """Load the checkpoint `last`: from disk if it is there, else from the object store, with those adapters of earlier
+    steps within the staleness bound that are there."""
     try:
         manifest, _ = await run_sync(learner.checkpoints.read, last.step)
     except CheckpointError as error:
@@ -101,8 +124,29 @@ async def _resume_from(commits: Commits, learner: Learner, last: CheckpointPubli
             await run_sync(learner.resume, last.step)
             await commits.publish_discarded(manifest)
             return
-    archive = await commits.broker.get_object(streams.ADAPTERS_BUCKET, last.adapter)
-    await run_sync(learner.rebuild, last, archive)
+    files = await _fetch_adapter(commits.broker, last)
+    try:
+        state = await commits.broker.get_object(streams.ADAPTERS_BUCKET, last.state)
+        if hashlib.sha256(state).hexdigest() == last.files[STATE_FILE]:
+            files[STATE_FILE] = state
+    except HistoryGoneError as error:
+        log.warning("no training state in the object store", version=last.version, reason=str(error))
+    earlier = {}
+    for event in published:
+        if last.step - learner.settings.max_staleness - 1 <= event.step < last.step:
+            with contextlib.suppress(HistoryGoneError):  # tokens of that version can't be compared with it
+                earlier[event.step] = weights_of(await _fetch_adapter(commits.broker, event))
+    await run_sync(learner.rebuild, last, files, earlier)
+
+
+async def _fetch_adapter(broker: Broker, event: CheckpointPublished) -> dict[str, bytes]:
+    """The files of an adapter from the object store. Raises `CheckpointError` if they are not the event's."""
+    archive = await broker.get_object(streams.ADAPTERS_BUCKET, event.adapter)
+    if hashlib.sha256(archive).hexdigest() != event.adapter_sha256:
+        raise CheckpointError(
+            f"the adapter of {event.version} in the object store does not match its event: restore the object store"
+        )
+    return unpack(archive)
 
 
 def _unpublished(learner: Learner, last: CheckpointPublished | None, log_id: str) -> list[Manifest]:
@@ -132,7 +176,7 @@ def _unpublished(learner: Learner, last: CheckpointPublished | None, log_id: str
         raise _foreign_log(
             learner, f"the disk holds step {unpublished[-1].event.step}, the log's newest is {last_step}"
         )
-    if first.step > last_step + 1:
+    if first.step > last_step + 1 and not first.source:
         log.error(
             "steps lost", model=learner.model.name, first=last_step + 1, last=first.step - 1,
             detail="neither the log nor the disk holds them; training continues from the next step on disk",

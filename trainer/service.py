@@ -344,7 +344,7 @@ class Trainer:
         await self.commits.require_on_log(
             learner.model.name, queue.step
         )  # so that the log holds the steps in order
-        await self.commits.publish(pending.manifest, pending.adapter)
+        await self.commits.publish(pending.manifest, pending.files)
         await run_sync(learner.commit, pending)
         for group in queue.batch:
             self._consumed.add(group.place)

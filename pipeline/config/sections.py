@@ -161,6 +161,9 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     """Approximate size up to which files are merged, in bytes."""
     compact_grace_s: NotNegative = 300.0
     """How long merged files stay for queries that began before the merge. Make it longer than any query."""
+    checkpoints: Literal["all", "adapters", "none"] = "all"
+    """What the lake keeps of each version, so that it can be forked (`models.0.start`): its adapter with the training
+    state (optimizer and unrounded weights, about 12 bytes for each weight of the adapter), its adapter, or nothing."""
     keep_days: NotNegative = 0.0
     """Age in days of its newest event at which a file is deleted. 0: never."""
 

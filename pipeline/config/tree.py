@@ -38,6 +38,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """Serving name: the value of `model` in requests."""
     base: str = ""
     """Folder of the base model, or its name on the Hugging Face hub."""
+    start: str = ""
+    """What training begins with, while the project has no version of this model: the folder of a PEFT adapter, which
+    becomes step 1, or a version of a lake, which keeps its step and its optimizer. A version is written as
+    `<lake>#<model>@<step>`, with `<branch>/` or `<project>/<branch>/` before the model if they are others; `<lake>` is
+    a run directory, a `store.dir`, or `s3://<bucket>/<prefix>`. Empty: a fresh adapter. A merged model is a `base`."""
     trainer: dict[str, Any] = {}
     """Settings of `[trainer]` that differ for this model, in the same tables."""
 

@@ -45,6 +45,7 @@ from pipeline.events.packing import (
     unpack_seqs,
 )
 from pipeline.events.policy import (
+    STATE_FILE,
     CheckpointPublished,
     PolicyLoaded,
     PolicyPromoted,

@@ -8,6 +8,9 @@ from typing import Literal
 from pipeline.events.base import Event
 from pipeline.events.types import Micros, StreamSeqs
 
+STATE_FILE = "state.pt"
+"""Name of a checkpoint's training state among its files."""
+
 
 class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoint"):
     """A committed optimizer step: its adapter is in the object store, and the event names its inputs."""
@@ -38,6 +41,8 @@ class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoi
     adapter_bytes: int
     files: dict[str, str] = {}
     """File name to SHA-256, of the adapter and of the training state."""
+    source: str = ""
+    """Where the weights come from, if not from a step: `<lake>#<project>/<branch>/<version>`, or a PEFT folder."""
     metrics: dict[str, float] = {}
     started_at: Micros = 0
     branch: str = "main"
@@ -46,6 +51,13 @@ class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoi
     """The trainer's Ed25519 signature of every other field; empty if the trainer has no signing key."""
     signer: str = ""
     """Public nkey of the signer."""
+
+    @property
+    def state(self) -> str:
+        """Object name of the training state (optimizer, unrounded weights) in the adapter bucket; empty if there is
+        none. It is kept for the newest versions only; the store copies it to the lake."""
+        digest = self.files.get(STATE_FILE, "")
+        return f"{self.adapter}/{digest[:16]}" if digest else ""
 
     def message_id(self) -> str:
         other = "" if self.branch == "main" else f"/{self.branch}"

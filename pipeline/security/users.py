@@ -104,6 +104,7 @@ USERS: tuple[User, ...] = (
         publishes=("policy.alarm.>",),
         follows=("POLICY",),
         inspects=(streams.ADAPTERS_BUCKET,),
+        fetches=(streams.ADAPTERS_BUCKET,),
         consumes=tuple(c.name for c in streams.CONSUMERS if c.name.startswith("store-")),
         reads=EVENT_STREAMS,
     ),

@@ -2,6 +2,7 @@
 
 | module | what lives there |
 | --- | --- |
+| `versions` | copies of adapters and training states, for forks |
 | `lake` | the tables of all event tags |
 | `table` | the table of one tag: commits, and which events it holds |
 | `commits` | builds and reads Delta commits |

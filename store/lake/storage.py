@@ -21,7 +21,8 @@ from deltalake.exceptions import CommitFailedError
 from pyarrow import fs
 
 from pipeline.config import Config, ConfigError
-from pipeline.files import sync
+from pipeline.files import sync, write_whole
+from pipeline.lake_files import REQUEST_S, S3, open_s3
 from store.lake import columns
 
 if TYPE_CHECKING:
@@ -31,10 +32,7 @@ LOG = "_delta_log"
 """Folder of a table's journal."""
 ASIDE = "damaged"
 """Folder for damaged files, beside the tables."""
-_S3 = "s3://"
 _DUCKDB_S3 = "journeywork-s3"
-_REQUEST_S = 30.0
-"""Time after which an unanswered request to object storage is repeated."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -104,6 +102,14 @@ class Storage(ABC):
         except self._damage as error:
             raise DamagedFileError(self.url(tag, name), str(error)) from error
 
+    def holds(self, folder: str, name: str) -> bool:
+        """Return whether there is a file of that name. Raises `OSError`."""
+        return bool(self.files.get_file_info(self.key(folder, name)).type != fs.FileType.NotFound)
+
+    @abstractmethod
+    def put(self, folder: str, name: str, content: bytes) -> None:
+        """Write a file that belongs to no table, durably; it is there whole or not at all. Raises `OSError`."""
+
     @abstractmethod
     def write(self, tag: str, name: str, tables: Iterable[pa.Table]) -> int:
         """Write a Parquet file with a row group for each table, durably. Return its size in bytes. The file belongs to
@@ -144,6 +150,11 @@ class LocalStorage(Storage):
     def url(self, tag: str, name: str) -> str:
         return self.key(tag, name)
 
+    def put(self, folder: str, name: str, content: bytes) -> None:
+        path = Path(self.root, folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content, durable=True)
+
     def write(self, tag: str, name: str, tables: Iterable[pa.Table]) -> int:
         path = Path(self.root, tag, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,28 +187,21 @@ class S3Storage(Storage):
     _damage = (pa.ArrowInvalid,)  # not OSError, which a network failure raises too
 
     def __init__(self, config: Config) -> None:
-        root = config.store.dir.removeprefix(_S3).strip("/")
+        root = config.store.dir.removeprefix(S3).strip("/")
         if not root:
             raise ConfigError(
                 f"store.dir: {config.store.dir!r} names no bucket; write s3://<bucket>/<prefix>"
             )
-        # Object storage has no folders, so none is looked for or created before a write.
-        settings: dict[str, Any] = {
-            "check_directory_existence_before_creation": False,
-            "request_timeout": _REQUEST_S,
-        }
-        self.options = {"timeout": f"{_REQUEST_S:g}s", "aws_conditional_put": "etag"}
+        self.options = {"timeout": f"{REQUEST_S:g}s", "aws_conditional_put": "etag"}
         if endpoint := config.store.s3_endpoint:
             scheme = endpoint.partition("://")[0]
-            settings |= {"endpoint_override": endpoint, "scheme": scheme}
             self.options |= {"aws_endpoint_url": endpoint, "aws_allow_http": str(scheme == "http").lower()}
         if region := config.store.s3_region:
-            settings["region"] = region
             self.options["aws_region"] = region
-        super().__init__(fs.S3FileSystem(**settings), root)
+        super().__init__(open_s3(config.store), root)
 
     def uri(self, tag: str) -> str:
-        return f"{_S3}{self.root}/{tag}"
+        return f"{S3}{self.root}/{tag}"
 
     def url(self, tag: str, name: str) -> str:
         return f"{_DUCKDB_S3}://{self.key(tag, name)}"
@@ -216,14 +220,17 @@ class S3Storage(Storage):
 
             connection.register_filesystem(ForDuckDB(self.files))
 
+    def put(self, folder: str, name: str, content: bytes) -> None:
+        with self.files.open_output_stream(self.key(folder, name)) as stream:
+            stream.write(content)
+
     def write(self, tag: str, name: str, tables: Iterable[pa.Table]) -> int:
         """Build the file in memory, then upload it. Writing into an S3 stream directly would be wrong: an exception
         closes the stream, which completes the object with half of its content."""
         sink = pa.BufferOutputStream()
         write_parquet(sink, tag, tables)
         content = sink.getvalue()
-        with self.files.open_output_stream(self.key(tag, name)) as stream:
-            stream.write(content)
+        self.put(tag, name, content)
         return int(content.size)
 
     def is_retryable(self, error: Exception) -> bool:
@@ -233,7 +240,7 @@ class S3Storage(Storage):
 
 def open_storage(config: Config) -> Storage:
     """Return the storage of a run's lake. Raises `ConfigError` if `store.dir` names no bucket."""
-    if config.store.dir.startswith(_S3):
+    if config.store.dir.startswith(S3):
         return S3Storage(config)
     return LocalStorage(config.path(config.store.dir))
 

@@ -20,7 +20,7 @@ from anyio.abc import TaskStatus
 
 from pipeline import crash, streams
 from pipeline.config import StoreConfig
-from pipeline.events import AnyEvent, encode, wire_name
+from pipeline.events import AnyEvent, CheckpointPublished, encode, wire_name
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.log.consumer import keep_alive
 from pipeline.log.fast_client import Pulled
@@ -30,6 +30,7 @@ from pipeline.telemetry.logs import get_logger
 from store.lake import columns
 from store.lake.lake import Lake
 from store.lake.table import LakeError
+from store.lake.versions import Versions
 
 log = get_logger("store.lake.writer")
 
@@ -77,6 +78,7 @@ class Writer:
         self._filling = WriteBatch()
         self._writing: WriteBatch | None = None
         self._slot = anyio.Semaphore(1)
+        self._versions = Versions(broker, lake.storage, config.checkpoints)
         self.written = 0
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -215,6 +217,9 @@ class Writer:
         """Commit the events of one tag. Events that do not fit the table become dead letters. Retries while the disk is
         full or object storage can't be reached."""
         rows = batch.tags[tag]
+        for event in rows.events:
+            if isinstance(event, CheckpointPublished):
+                await self._versions.copy(event)
         while rows.events:
             try:
                 # A thread can't be stopped, so a cancellation waits for it.

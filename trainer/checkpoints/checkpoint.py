@@ -31,7 +31,7 @@ import torch
 
 from pipeline import crash
 from pipeline.config import Config
-from pipeline.events import CheckpointPublished, GroupDiscarded
+from pipeline.events import STATE_FILE, CheckpointPublished, GroupDiscarded
 from pipeline.files import sync, write_whole
 from pipeline.names import subject_token
 from pipeline.telemetry.logs import get_logger
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 log = get_logger("trainer.checkpoints.checkpoint")
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-STATE_FILE = "state.pt"
 MANIFEST_FILE = "manifest.json"
 BEST_FILE = "best.json"
 ATTEMPTS_FILE = "attempts.json"
@@ -103,6 +102,11 @@ def pack(files: Mapping[str, bytes]) -> bytes:
             info.size, info.mode = len(files[name]), 0o644
             tar.addfile(info, io.BytesIO(files[name]))
     return out.getvalue()
+
+
+def adapter_archive(files: Mapping[str, bytes]) -> bytes:
+    """The adapter among the files of a checkpoint, as a tar: what the object store holds."""
+    return pack({name: files[name] for name in ADAPTER_FILES})
 
 
 def unpack(data: bytes) -> dict[str, bytes]:
@@ -265,8 +269,8 @@ class Checkpoints:
                 shutil.rmtree(self.path(step))
 
 
-def state_of(manifest: Manifest, files: Mapping[str, bytes]) -> TrainState:
-    """The training state that a checkpoint holds."""
+def state_of(step: int, files: Mapping[str, bytes]) -> TrainState:
+    """The training state that the files of the checkpoint of `step` hold."""
     state = torch.load(io.BytesIO(files[STATE_FILE]), weights_only=True)
-    weights, step = weights_of(files), manifest.event.step
+    weights = weights_of(files)
     return TrainState(step, weights, state["optimizer"], {step: weights}, state["master"])

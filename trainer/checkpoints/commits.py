@@ -1,20 +1,21 @@
 """The commit protocol: a step that is on disk goes to the object store and to the log.
 
-Adapter first, then the event, then the discards of what did not fit into memory. Each part can be repeated, so
-recovery publishes a step that a crash interrupted by the same calls (`trainer.recovery`).
+Adapter and training state first, then the event, then the discards of what did not fit into memory. Each
+part can be repeated, so recovery publishes a step that a crash interrupted by the same calls (`trainer.recovery`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pipeline import crash, streams
 from pipeline.config import Config
-from pipeline.events import CheckpointPublished, GroupDiscarded
+from pipeline.events import STATE_FILE, CheckpointPublished, GroupDiscarded
 from pipeline.log.broker import Broker
 from pipeline.security.signing import Signer, Trust
 from pipeline.telemetry.logs import get_logger
-from trainer.checkpoints.checkpoint import Manifest
+from trainer.checkpoints.checkpoint import Manifest, adapter_archive
 
 log = get_logger("trainer.checkpoints.commits")
 
@@ -56,13 +57,16 @@ class Commits:
                 "anew and publishes the steps that the log lost"
             )
 
-    async def publish(self, manifest: Manifest, archive: bytes) -> None:
-        """Put the adapter (`archive`, a tar) into the object store, then the events on the log. Safe to repeat.
+    async def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
+        """Put the adapter and the training state of a checkpoint (`files`) into the object store, then the events on
+        the log. Safe to repeat.
 
         Raises `TrainerError` if the log holds another step of that number."""
         event = manifest.event
         crash.point("trainer.after_checkpoint")
-        await self.broker.put_object(streams.ADAPTERS_BUCKET, event.adapter, archive)
+        await self.broker.put_object(streams.ADAPTERS_BUCKET, event.adapter, adapter_archive(files))
+        if event.state:
+            await self.broker.put_object(streams.ADAPTERS_BUCKET, event.state, files[STATE_FILE])
         crash.point("trainer.after_upload")
         if self._signer is not None:
             event = self._signer.sign(event)

@@ -42,20 +42,30 @@ def base_digest(base: str, model: torch.nn.Module) -> str:
 
 
 def require_compatible(
-    event: CheckpointPublished, files: Mapping[str, bytes], digest: str, lora: LoraConfig
+    event: CheckpointPublished | None,
+    files: Mapping[str, bytes],
+    digest: str,
+    lora: LoraConfig,
+    name: str = "",
 ) -> None:
     """Raise `ConfigError` if training can't continue from a checkpoint: `files` are those of its adapter, `digest` and
-    `lora` belong to the model that is loaded."""
-    if event.base_digest != digest:
+    `lora` belong to the model that is loaded. `event` is `None` for an adapter that was trained elsewhere; `name` is
+    what errors call it, if not its version."""
+    name = name or (event.version if event else "")
+    if event is not None and event.base_digest != digest:
         raise ConfigError(
-            f"models.base: {event.version} was trained on another base model ({event.base_model}): name that one, or "
+            f"models.base: {name} was trained on another base model ({event.base_model}): name that one, or "
             "give this model another name or project, where it begins at step 0"
         )
     trained: dict[str, Any] = msgspec.json.decode(files["adapter_config.json"])
-    now: dict[str, Any] = msgspec.json.decode(adapter_config(lora, event.base_model))
+    now: dict[str, Any] = msgspec.json.decode(adapter_config(lora, ""))
     for key, setting in _ADAPTER_SETTINGS.items():
-        if trained[key] != now[key]:
+        if _unordered(trained.get(key)) != _unordered(now[key]):
             raise ConfigError(
-                f"trainer.lora.{setting}: {event.version} was trained with {trained[key]}, not with {now[key]}: set it "
+                f"trainer.lora.{setting}: {name} was trained with {trained.get(key)}, not with {now[key]}: set it "
                 "back, or give the model another name, under which it begins at step 0"
             )
+
+
+def _unordered(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value

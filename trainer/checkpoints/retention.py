@@ -1,7 +1,8 @@
 """Removes the adapters and events of policy versions that nothing needs. The trainer owns those of its branch.
 
 A version that is not needed is retired first (`policy.retired`), and gateways no longer offer it. After
-`retention.grace_s`, if it is still not needed, its adapter is removed from the object store. Its checkpoint event
+`retention.grace_s`, if it is still not needed, its adapter is removed from the object store. Training states are
+removed earlier: only the newest ones stay. Its checkpoint event
 stays for `retention.policy_days`, since groups that it learned from can be delivered again until then.
 
 These versions are needed: the newest, the best by validation, those that the model's name or a traffic split
@@ -44,6 +45,10 @@ _ORPHAN_AGE_S = 3600.0
 """Parts of uploads that are older than this belong to no upload in progress."""
 
 
+_STATES = 2
+"""Training states that stay in the object store: the newest, and the one before it for a start at a shorter log."""
+
+
 def versions_to_keep(versions: Sequence[str], newest: int, needed: Iterable[str]) -> set[str]:
     """The subset of `versions` (oldest first) that is kept: the `newest` newest, and the `needed` ones."""
     return {*versions[-max(newest, 1) :], *needed} & set(versions)
@@ -78,6 +83,10 @@ class Version(NamedTuple):
     version: str
     adapter: str
     branch: str
+    state: str
+    """Object of its training state."""
+    at: int
+    """Stream time of its event in microseconds."""
 
 
 class ModelHistory:
@@ -94,7 +103,9 @@ class ModelHistory:
         """Take in an event, in the order of the log."""
         match recorded.event:
             case CheckpointPublished() as event:
-                version = Version(event.step, event.version, event.adapter, event.branch)
+                version = Version(
+                    event.step, event.version, event.adapter, event.branch, event.state, recorded.place.at
+                )
                 self.versions[event.branch, event.version] = version
             case PolicyRetired() as event if event.withdrawn:
                 self.retired.pop((event.branch, event.version), None)
@@ -127,6 +138,7 @@ class Retention:
         self._models = {name: ModelHistory() for name in self._learners}
         self._pinned: dict[str, TrajectoryOpened] = {}
         """The openings of the trajectories that were pinned to a version and may be open."""
+        self._removed_states: set[str] = set()
         self._next_policy = self._next_rollout = 1
         """Next sequence to read of each stream."""
 
@@ -134,7 +146,7 @@ class Retention:
         """Do a round every `retention.every_s` seconds until cancelled. A round that the log does not answer is
         repeated later."""
         swept = 0.0
-        while self._settings.adapters:
+        while True:
             try:
                 await self.run_once()
                 if time.monotonic() - swept > _SWEEP_EVERY_S:
@@ -152,7 +164,9 @@ class Retention:
             self._reconnects = reconnects
         await self._read_news()
         for name, learner in self._learners.items():
-            await self._retire_and_remove(name, learner)
+            if self._settings.adapters:
+                await self._retire_and_remove(name, learner)
+            await self._remove_states(self._models[name].of_branch(self._branch))
 
     # -- one model -----------------------------------------------------------------------------------------------
 
@@ -172,6 +186,16 @@ class Retention:
                     history.forget(version)
             elif retired / 1e6 + self._settings.grace_s <= now:
                 await self._remove(history, version)
+
+    async def _remove_states(self, versions: Sequence[Version]) -> None:
+        """Remove the training states of all but the newest versions (oldest first), once the store had
+        `retention.grace_s` to copy them to the lake."""
+        before_us = (time.time() - self._settings.grace_s) * 1e6
+        for state in (
+            {v.state for v in versions[:-_STATES] if v.at <= before_us} - self._removed_states - {""}
+        ):
+            await objects.remove(self._broker, streams.ADAPTERS_BUCKET, state)
+            self._removed_states.add(state)
 
     async def _needed(self, name: str, learner: Learner, versions: Sequence[Version]) -> set[str]:
         """The versions of a model that are needed. `versions` are those of its branch, oldest first."""
@@ -202,6 +226,8 @@ class Retention:
         if all(v.adapter != version.adapter for v in others):
             await objects.remove(self._broker, streams.ADAPTERS_BUCKET, version.adapter)
             log.info("adapter removed", version=version.version, adapter=version.adapter)
+            if version.state:
+                await objects.remove(self._broker, streams.ADAPTERS_BUCKET, version.state)
         history.forget(version)
 
     # -- who needs a version -------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from trainer.engine.state import (
     SamplerMismatchError,
     StepResult,
     TrainState,
+    Weights,
 )
 from trainer.engine.verify import logprob_bound_for
 
@@ -95,9 +96,14 @@ class Engine:
 
     def initial_state(self) -> TrainState:
         """The state of step 0 with the live adapter; PEFT's fresh one changes nothing."""
-        master = self.model.weights()
-        weights = self.model.published(master)
-        return TrainState(0, weights, history={0: weights}, master=None if weights is master else master)
+        return self.state_with(0, self.model.weights())
+
+    def state_with(self, step: int, weights: Weights) -> TrainState:
+        """The state of `step` with an adapter from elsewhere, before the optimizer has seen it."""
+        published = self.model.published(weights)
+        return TrainState(
+            step, published, history={step: published}, master=None if published is weights else weights
+        )
 
     def step(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> StepResult:
         """Take one step over `examples`; `groups[i]` says which of them share prefixes. `state` is not modified, so

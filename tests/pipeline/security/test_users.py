@@ -73,7 +73,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "store": (
         CHECKPOINT, "rollout.exchange.default.t", "group.scored.default.m.g.j.1", "policy.loaded.default.m",
         f"{API}STREAM.PURGE.ROLLOUTS", f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.MSG.DELETE.DEAD",
-        f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer", "$JS.ACK.ROLLOUTS.judge.1.2.3.4.5", f"{API}DIRECT.GET.OBJ_ADAPTERS",
+        f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer", "$JS.ACK.ROLLOUTS.judge.1.2.3.4.5", f"{API}STREAM.PURGE.OBJ_ADAPTERS",
+        "$O.ADAPTERS.C.x",
         "$O.CLAIMS_ROLLOUTS.C.x", f"{API}CONSUMER.DURABLE.CREATE.ROLLOUTS.mine", "policy.promoted.default.m",
     ),
     "telemetry": (

@@ -140,11 +140,12 @@ async def test_a_second_trainer_on_the_same_model_is_an_error(
         trainer = service.Trainer(config, broker, learners)
         event = kit.checkpoint_event(1)
         manifest = checkpoint.Manifest(event=event, config={})
-        await trainer.commits.publish(manifest, b"x")
-        await trainer.commits.publish(manifest, b"x")  # a retry of the same
+        files = dict.fromkeys(checkpoint.ADAPTER_FILES, b"x")
+        await trainer.commits.publish(manifest, files)
+        await trainer.commits.publish(manifest, files)  # a retry of the same
         another = msgspec.structs.replace(event, adapter_sha256="2")
         with pytest.raises(TrainerError, match="second trainer"):
-            await trainer.commits.publish(checkpoint.Manifest(event=another, config={}), b"y")
+            await trainer.commits.publish(checkpoint.Manifest(event=another, config={}), files)
 
 
 async def test_training_continues_after_the_log_was_unavailable(

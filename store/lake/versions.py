@@ -1,0 +1,67 @@
+"""Copies of versions in the lake, from which another installation can fork (`models.0.start`).
+
+The store copies what `store.checkpoints` names before it acknowledges the event of the version, so a version whose
+event is in the lake has its files there, unless the object store had lost them before."""
+
+from __future__ import annotations
+
+import anyio
+import anyio.to_thread
+
+from pipeline import streams
+from pipeline.errors import HistoryGoneError
+from pipeline.events import STATE_FILE, CheckpointPublished, encode
+from pipeline.lake_files import ADAPTER, EVENT, checkpoint_folder
+from pipeline.log.broker import Broker
+from pipeline.telemetry.logs import get_logger
+from store.lake.storage import Storage
+
+log = get_logger("store.lake.versions")
+
+_RETRY_S = 1.0
+
+
+class Versions:
+    """Copies versions from the log's object store into `storage`. `kept` is `store.checkpoints`."""
+
+    def __init__(self, broker: Broker, storage: Storage, kept: str) -> None:
+        self._broker, self._storage, self._kept = broker, storage, kept
+
+    async def copy(self, event: CheckpointPublished) -> None:
+        """Copy a version that the lake does not hold. Retries while the disk is full or object storage can't be
+        reached."""
+        waiting = self._kept != "none"
+        while waiting:
+            try:
+                await self._copy(event)
+                waiting = False
+            except HistoryGoneError as error:
+                log.warning(
+                    "version not copied: it can't be forked", version=event.version, reason=str(error)
+                )
+                waiting = False
+            except OSError as error:
+                if not self._storage.is_retryable(error):
+                    raise
+                log.error("version not copied; trying again", version=event.version, why=str(error))
+                await anyio.sleep(_RETRY_S)  # no event tells that the cause is gone
+
+    async def _copy(self, event: CheckpointPublished) -> None:
+        folder = checkpoint_folder(event.project, event.branch, event.model, event.step)
+        if await anyio.to_thread.run_sync(self._storage.holds, folder, EVENT):
+            return
+        objects = {ADAPTER: event.adapter}
+        if self._kept == "all" and event.state:
+            objects[STATE_FILE] = event.state
+        for name, stored in objects.items():
+            try:
+                content = await self._broker.get_object(streams.ADAPTERS_BUCKET, stored)
+            except HistoryGoneError:
+                if name == ADAPTER:
+                    raise
+                log.warning(
+                    "training state not copied: a fork begins a fresh optimizer", version=event.version
+                )
+            else:
+                await anyio.to_thread.run_sync(self._storage.put, folder, name, content)
+        await anyio.to_thread.run_sync(self._storage.put, folder, EVENT, encode(event))

@@ -1,0 +1,214 @@
+"""Training that begins with a version from elsewhere (`models.0.start`), and that resumes without its disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+from safetensors.torch import load_file
+
+from pipeline import streams
+from pipeline.config import Config, ConfigError, NatsConfig
+from pipeline.events import CheckpointPublished
+from pipeline.lake_files import checkpoint_folder
+from pipeline.log import objects
+from pipeline.log.broker import Broker
+from store.lake.lake import lake_in
+from store.lake.versions import Versions
+from tests.conftest import NatsServer
+from tests.trainer import kit
+from tests.trainer.kit import checkpoints, running, steps_reach
+from trainer.checkpoints.start import read_start
+from trainer.engine.state import Weights
+
+pytestmark = pytest.mark.anyio
+
+StartNats = Callable[[], NatsServer]
+
+
+def with_start(config: Config, start: str) -> Config:
+    model = msgspec.structs.replace(config.models[0], start=start)
+    return msgspec.structs.replace(config, models=(model,))
+
+
+def weights(config: Config, step: int) -> Weights:
+    folder = Path(config.run_dir, "checkpoints", "p", "main", kit.MODEL, f"step-{step:08d}")
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def assert_equal(a: Weights, b: Weights) -> None:
+    assert a.keys() == b.keys()
+    assert max(float((a[name].float() - b[name].float()).abs().max()) for name in a) < 1e-6
+
+
+async def train(config: Config, steps: int, *, first: int = 0) -> CheckpointPublished:
+    """Train a group for each step up to `steps`; equal steps train equal groups. Returns the last checkpoint."""
+    async with Broker.connect(config.nats) as broker:
+        for i in range(first, steps):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=i)
+        async with running(config):
+            return (await steps_reach(broker, steps - first + (first > 0)))[-1]
+
+
+async def copy_to_lake(config: Config, lake: Path) -> None:
+    async with Broker.connect(config.nats) as broker:
+        versions = Versions(broker, lake_in(lake).storage, "all")
+        for event in await checkpoints(broker):
+            await versions.copy(event)
+
+
+async def test_another_machine_resumes_with_the_optimizer(
+    start_nats: StartNats, tiny_base: str, tmp_path: Path
+) -> None:
+    """Steps 3 and 4 with the disk of steps 1 and 2, and without it."""
+    trained = []
+    for name in ("kept", "lost"):
+        nats = NatsConfig(url=start_nats().url)
+        config = kit.settings(tiny_base, tmp_path / name, nats, groups_per_step=1)
+        await train(config, 2)
+        if name == "lost":
+            shutil.rmtree(config.run_dir)
+        async with Broker.connect(nats) as broker, running(config):
+            for i in (2, 3):
+                await kit.publish_group(
+                    broker, f"g{i}", [0.0, 1.0], seed=i, step=i - 1
+                )  # sampled a step before
+            await steps_reach(broker, 4)
+        trained.append(weights(config, 4))
+    assert_equal(*trained)
+
+
+async def test_a_fork_from_the_lake_alone_goes_on_as_the_original(
+    start_nats: StartNats, tiny_base: str, tmp_path: Path
+) -> None:
+    nats = NatsConfig(url=start_nats().url)
+    original = kit.settings(tiny_base, tmp_path / "original", nats, groups_per_step=1)
+    await train(original, 3)
+    lake = tmp_path / "lake"
+    await copy_to_lake(original, lake)
+    start = f"{lake}#{kit.MODEL}@2"
+    nats = NatsConfig(url=start_nats().url)
+    fork = with_start(kit.settings(tiny_base, tmp_path / "fork", nats, groups_per_step=1), start)
+    await train(fork, 3, first=2)
+    assert_equal(weights(original, 3), weights(fork, 3))
+    async with Broker.connect(nats) as broker:
+        first, second = await checkpoints(broker)
+    assert (first.step, first.source, first.groups) == (2, start, ())
+    assert (second.step, second.parent, second.source) == (3, f"{kit.MODEL}@2", "")
+    async with running(fork) as facts:  # a start that was used is not used again
+        assert facts == {"step": 3}
+
+
+async def test_a_fork_that_died_before_its_first_version_was_on_the_log_publishes_it(
+    start_nats: StartNats, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nats = NatsConfig(url=start_nats().url)
+    await train(kit.settings(tiny_base, tmp_path / "original", nats, groups_per_step=1), 2)
+    await copy_to_lake(kit.settings(tiny_base, tmp_path / "original", nats), tmp_path / "lake")
+    nats = NatsConfig(url=start_nats().url)
+    fork = with_start(kit.settings(tiny_base, tmp_path / "fork", nats), f"{tmp_path}/lake#{kit.MODEL}@2")
+
+    async def die(*_: object) -> None:
+        raise ConnectionError("the machine lost its network")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.checkpoints.commits.Commits.publish", die)
+        with pytest.RaisesGroup(ConnectionError, flatten_subgroups=True):
+            async with running(fork):
+                pass
+    async with Broker.connect(nats) as broker:
+        assert not await checkpoints(broker)
+        async with running(fork) as facts:
+            assert facts == {"step": 2}
+        assert [e.step for e in await checkpoints(broker)] == [2]
+
+
+async def test_training_begins_with_a_peft_adapter(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """PEFT's own folder: its targets are in any order, and it has no training state."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = kit.settings(tiny_base, tmp_path / "run", nats_config, groups_per_step=1)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"]
+    lora = LoraConfig(
+        r=4, lora_alpha=int(config.trainer.lora.alpha), target_modules=targets, task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_base), lora)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    event = await train(with_start(config, str(tmp_path / "adapter")), 2, first=1)
+    assert (event.step, event.parent) == (2, f"{kit.MODEL}@1")
+    assert_equal(weights(config, 1), load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("start", "error"),
+    [
+        ("nowhere", "neither a folder with adapter_config.json nor a version"),
+        ("{lake}#tiny", "neither a folder"),
+        ("{lake}#tiny@7", "holds no checkpoints/p/main/tiny/step-00000007"),
+        ("{lake}#other/main/tiny@1", "holds no checkpoints/other/main/tiny"),
+        ("{dora}", "use_dora"),
+    ],
+)
+async def test_an_unusable_start_is_refused(start: str, error: str, tmp_path: Path) -> None:
+    (tmp_path / "lake").mkdir()
+    (tmp_path / "dora").mkdir()
+    (tmp_path / "dora" / "adapter_config.json").write_text(json.dumps({"r": 4, "use_dora": True}))
+    (tmp_path / "dora" / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=error):
+        read_start(start.format(lake=tmp_path / "lake", dora=tmp_path / "dora"), Config(project="p"))
+
+
+async def test_a_damaged_version_and_another_base_are_refused(
+    start_nats: StartNats, tiny_base: str, tmp_path: Path
+) -> None:
+    nats = NatsConfig(url=start_nats().url)
+    config = kit.settings(tiny_base, tmp_path / "original", nats, groups_per_step=1)
+    await train(config, 1)
+    await copy_to_lake(config, tmp_path / "lake")
+    start = f"{tmp_path}/lake#{kit.MODEL}@1"
+    other = kit.make_model(tmp_path / "other", seed=9)
+    empty = NatsConfig(url=start_nats().url)
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(ConfigError, match="another base model"), flatten_subgroups=True
+    ):
+        async with running(with_start(kit.settings(other, tmp_path / "fork", empty), start)):
+            pass
+    folder = tmp_path / "lake" / checkpoint_folder("p", "main", kit.MODEL, 1)
+    (folder / "state.pt").write_bytes(b"cut")
+    with pytest.raises(ConfigError, match=r"state\.pt does not match"):
+        read_start(start, config)
+
+
+async def test_only_the_newest_training_states_stay_in_the_object_store(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    config = msgspec.structs.replace(
+        config, retention=msgspec.structs.replace(config.retention, grace_s=0.0, every_s=0.1, adapters=0)
+    )
+    async with Broker.connect(nats_config) as broker:
+        for i in range(4):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=i)
+        async with running(config):
+            events = await steps_reach(broker, 4)
+            with anyio.fail_after(20):
+                for gone in events[:2]:
+                    while await objects.exists(broker, streams.ADAPTERS_BUCKET, gone.state):
+                        await anyio.sleep(0.05)
+        for kept in events[2:]:
+            assert await broker.get_object(streams.ADAPTERS_BUCKET, kept.state)
+        for event in events:
+            assert await broker.get_object(streams.ADAPTERS_BUCKET, event.adapter)

@@ -1,0 +1,109 @@
+"""What training begins with where the project has no version of a model yet (`models.0.start`): a PEFT adapter, or a
+version of a lake with its optimizer."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from pyarrow import fs
+
+from pipeline.config import Config, ConfigError
+from pipeline.events import STATE_FILE, CheckpointPublished, decode
+from pipeline.lake_files import ADAPTER, EVENT, S3, checkpoint_folder, open_s3
+from trainer.checkpoints.checkpoint import ADAPTER_FILES, CheckpointError, unpack
+
+_VERSION = re.compile(
+    r"(?:(?:(?P<project>[^/]+)/)?(?P<branch>[^/]+)/)?(?P<model>[^/]+)@(?P<step>[1-9][0-9]{0,17})"
+)
+_OTHER_ADAPTERS = (
+    "use_dora",
+    "use_rslora",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+)
+"""Keys of adapter_config.json that change what an adapter computes, and that the trainer does not set."""
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """An adapter to begin with."""
+
+    source: str
+    """Its address, as the checkpoint's event names it."""
+    files: dict[str, bytes]
+    """Those of a PEFT adapter folder, with the training state if there is one."""
+    event: CheckpointPublished | None = None
+    """The version's event; `None` for an adapter that was trained elsewhere."""
+
+
+def read_start(start: str, config: Config) -> Start:
+    """Read what `models.0.start` names. Blocks. Raises `ConfigError` if it is not there or can't be used."""
+    if (Path(start) / "adapter_config.json").is_file():
+        return _peft_folder(Path(start))
+    lake, _, version = start.rpartition("#")
+    match = _VERSION.fullmatch(version)
+    if not lake or match is None:
+        raise ConfigError(
+            f"models.start: {start!r} is neither a folder with adapter_config.json nor a version: write "
+            "<lake>#<model>@<step>, where <lake> is a run directory, a store.dir or s3://<bucket>/<prefix>"
+        )
+    files, root = _open(lake, config)
+    names = match["project"] or config.project, match["branch"] or "main", match["model"]
+    folder = checkpoint_folder(*names, int(match["step"]))
+    try:
+        return _version(files, f"{root}/{folder}", start)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"models.start: {root} holds no {folder}: check the project, the branch, the step, and whether the store "
+            "of that run keeps versions (store.checkpoints)"
+        ) from error
+    except (OSError, msgspec.DecodeError, CheckpointError) as error:
+        raise ConfigError(f"models.start: {start} can't be read: {error}") from error
+
+
+def _peft_folder(folder: Path) -> Start:
+    try:
+        files = {name: (folder / name).read_bytes() for name in ADAPTER_FILES}
+        config = msgspec.json.decode(files["adapter_config.json"], type=dict[str, object])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"models.start: {folder} is no PEFT adapter: {error}") from error
+    if others := [key for key in _OTHER_ADAPTERS if config.get(key)]:
+        raise ConfigError(
+            f"models.start: the adapter in {folder} uses {', '.join(others)}, which the trainer does not train: merge "
+            "it into its base, and name the merged model as models.base"
+        )
+    return Start(str(folder), files)
+
+
+def _open(lake: str, config: Config) -> tuple[fs.FileSystem, str]:
+    """The file system of a lake, and the lake's path in it."""
+    if lake.startswith(S3):
+        return open_s3(config.store), lake.removeprefix(S3).strip("/")
+    folder = Path(lake).absolute()
+    return fs.LocalFileSystem(), str(folder / "store" if (folder / "store").is_dir() else folder)
+
+
+def _version(files: fs.FileSystem, folder: str, source: str) -> Start:
+    def read(name: str) -> bytes:
+        with files.open_input_file(f"{folder}/{name}") as file:
+            return bytes(file.read())
+
+    event = decode(read(EVENT))
+    if not isinstance(event, CheckpointPublished):
+        raise CheckpointError(f"{folder}/{EVENT} is no checkpoint's event")
+    archive = read(ADAPTER)
+    if hashlib.sha256(archive).hexdigest() != event.adapter_sha256:
+        raise CheckpointError(f"{folder}/{ADAPTER} does not match the SHA-256 of its event")
+    adapter = unpack(archive)
+    state = files.get_file_info(f"{folder}/{STATE_FILE}")
+    if state.type != fs.FileType.NotFound:
+        adapter[STATE_FILE] = read(STATE_FILE)
+        if hashlib.sha256(adapter[STATE_FILE]).hexdigest() != event.files[STATE_FILE]:
+            raise CheckpointError(f"{folder}/{STATE_FILE} does not match the SHA-256 of its event")
+    return Start(source, adapter, event)
