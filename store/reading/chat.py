@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from store.reading.history import Row
+from store.reading.texts import pretty
 
 
 def parsed(text: str | None) -> Any:
@@ -46,15 +47,11 @@ def message(sent: Any) -> Row:
     content, calls = sent.get("content"), sent.get("tool_calls")
     return {
         "role": str(sent.get("role", "")),
-        "content": content if isinstance(content, str) else "" if content is None else _text(content),
-        "tool_calls": _text(calls) if calls else None,
+        "content": content if isinstance(content, str) else "" if content is None else pretty(content),
+        "tool_calls": pretty(calls) if calls else None,
     }
 
 
 def reply(response: str | None, choice: int) -> Row:
     """The message of a choice of a recorded response."""
     return message(part(parsed(response), "choices", choice, "message") or {})
-
-
-def _text(value: Any) -> str:
-    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()

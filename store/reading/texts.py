@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import math
-from datetime import date, datetime
+from datetime import datetime
 from typing import Any
 
 import msgspec
 
 
-def plain(value: Any) -> Any:
-    """What JSON can hold: no NaN, no bytes, times in ISO 8601."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    if isinstance(value, datetime | date):
-        return value.isoformat()
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, msgspec.Struct) or dataclasses.is_dataclass(value):
-        return plain(msgspec.to_builtins(value, builtin_types=(datetime,)))
-    return value
-
-
-def as_json(data: dict[str, Any]) -> bytes:
-    """A page's data as JSON."""
-    return json.dumps(plain(data), ensure_ascii=False, default=str).encode()
+def as_json(data: Any, indent: int = 0) -> bytes:
+    """Return data as JSON: `null` for what is no number, times in ISO 8601, bytes in base64."""
+    text = msgspec.json.encode(data, enc_hook=str)
+    return msgspec.json.format(text, indent=indent) if indent else text
 
 
 def number(value: Any, digits: int = 3) -> str:
@@ -52,13 +34,11 @@ def short(value: Any, length: int = 200) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def pretty(text: Any) -> str:
+def pretty(value: Any) -> str:
     """JSON with line breaks; a text that is no JSON as it is."""
-    with contextlib.suppress(ValueError, TypeError):
-        return json.dumps(
-            json.loads(text) if isinstance(text, str) else plain(text), indent=1, ensure_ascii=False
-        )
-    return str(text)
+    with contextlib.suppress(msgspec.DecodeError):
+        return as_json(msgspec.json.decode(value) if isinstance(value, str) else value, indent=1).decode()
+    return str(value)
 
 
 def signed(value: Any) -> str:

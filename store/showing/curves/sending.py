@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 import msgspec
 
@@ -28,9 +27,9 @@ class Sender:
     """Sends rows to a tracker in a thread. `name`: of the tracker; `make` opens it. The thread is a daemon, so a
     library that hangs delays neither the curves nor the end of the process.
 
-    `<name>.json` in `folder` holds the position in the log of the last row that the tracker has stored safely: a row
-    counts when the tracker's `settles_s` have passed or its run is finished. Waiting rows are shared with the history,
-    which is in memory anyway, so a tracker that is down for long needs no further memory."""
+    `<name>.json` in `folder` holds the time in the log of the last row of an earlier start that the tracker has stored
+    safely: its runs were finished. A kill therefore sends the rows since the start again. Waiting rows are shared with
+    the history, which is in memory anyway, so a tracker that is down for long needs no further memory."""
 
     def __init__(
         self, name: str, make: Callable[[], Tracker], folder: Path, backoff: Backoff | None = None
@@ -38,9 +37,7 @@ class Sender:
         self._name, self._make, self._file = name, make, folder / f"{name}.json"
         self._backoff = backoff or Backoff(first_s=1.0, longest_s=300.0)
         self._waiting: SimpleQueue[Row | None] = SimpleQueue()
-        self._unsettled: deque[tuple[float, Row]] = deque()
         self._stopping = threading.Event()
-        self._tracker: Tracker | None = None
         self._thread = threading.Thread(target=self._run, name=f"curves-{name}", daemon=True)
 
     def start(self, rows: Iterable[Row]) -> None:
@@ -69,24 +66,13 @@ class Sender:
                         tracker=self._name)  # fmt: skip
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
+        tracker: Tracker | None = None
+        newest: Row | None = None
+        row, is_whole = self._waiting.get(), True
+        while row and not self._stopping.is_set():
             try:
-                row = self._waiting.get(timeout=self._settles_in())
-            except Empty:
-                self._note_settled()
-            else:
-                if row is not None:
-                    self._send(row)
-        self._close()
-
-    def _send(self, row: Row) -> None:
-        """Return when the tracker has accepted the row, or the service stops."""
-        rows = deque([row])
-        while rows and not self._stopping.is_set():
-            try:
-                if self._tracker is None:
-                    self._tracker = self._make()
-                self._tracker.add(rows[0])
+                tracker = tracker or self._make()
+                tracker.add(row)
             except Exception as error:  # noqa: BLE001 - a library may raise anything; the curves continue
                 log.warning(
                     "a tracker did not accept a point of the curves; trying again. Check the network, the login and "
@@ -94,33 +80,14 @@ class Sender:
                     tracker=self._name, model=row.model, branch=row.branch, step=row.step, why=repr(error),
                 )  # fmt: skip
                 # The library's state after an error is unknown, so the runs are opened again.
-                if not self._close():
-                    rows.extendleft(unsettled for _, unsettled in reversed(self._unsettled))
-                    self._unsettled.clear()
+                is_whole &= self._close(tracker)
+                tracker = None
                 self._stopping.wait(self._backoff.next_s())
             else:
                 self._backoff.reset()
-                self._unsettled.append((time.monotonic() + self._tracker.settles_s, rows.popleft()))
-                self._note_settled()
-
-    def _settles_in(self) -> float | None:
-        """Return the seconds until the next row is settled; `None` if there is none."""
-        return max(0.0, self._unsettled[0][0] - time.monotonic()) if self._unsettled else None
-
-    def _note_settled(self) -> None:
-        now, row = time.monotonic(), None
-        while self._unsettled and self._unsettled[0][0] <= now:
-            row = self._unsettled.popleft()[1]
-        if row:
-            self._note(row)
-
-    def _note(self, row: Row) -> None:
-        place = {"seq": row.log_seq, "at": row.log_at}
-        try:
-            write_whole(self._file, msgspec.json.encode(place), durable=True)
-        except OSError as error:
-            log.warning("the file of what a tracker holds can't be written; points may be sent twice",
-                        file=str(self._file), why=repr(error))  # fmt: skip
+                newest, row = row, self._waiting.get()
+        if self._close(tracker) and newest and is_whole:
+            write_whole(self._file, msgspec.json.encode({"at": newest.log_at}), durable=True)
 
     def _sent(self) -> int:
         """Return the time in the log, in microseconds, of the last row that the tracker holds; -1 if there is none."""
@@ -133,16 +100,12 @@ class Sender:
                         file=str(self._file), why=repr(error))  # fmt: skip
             return -1
 
-    def _close(self) -> bool:
+    def _close(self, tracker: Tracker | None) -> bool:
         """Finish the tracker's runs; then it holds every row that it took. Return whether that succeeded."""
-        tracker, self._tracker = self._tracker, None
         try:
             if tracker:
                 tracker.close()
-        except Exception as error:  # noqa: BLE001 - as in `_send`
+        except Exception as error:  # noqa: BLE001 - as in `_run`
             log.warning("a tracker did not finish its runs", tracker=self._name, why=repr(error))
             return False
-        if self._unsettled:
-            self._note(self._unsettled[-1][1])
-            self._unsettled.clear()
         return True

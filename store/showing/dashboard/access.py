@@ -7,11 +7,11 @@ in the user's name nor read by the time that an answer takes."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 import time
 import tomllib
-from collections.abc import Iterable
 from datetime import UTC, datetime
 
 import msgspec
@@ -20,16 +20,12 @@ from starlette.responses import Response
 
 from pipeline.config import Config, ConfigError, KeyConfig
 from pipeline.security.host_names import is_loopback, name_in_host
-from pipeline.telemetry.logs import get_logger
 from store.showing.dashboard.errors import PageError
-
-log = get_logger("store.showing.dashboard.access")
 
 COOKIE = "journeywork_session"
 _SESSION_S = 12 * 3600.0
 _SESSIONS = 256
 """Sessions that are remembered; the oldest is forgotten beyond it."""
-_FILE_CHECK_S = 1.0
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -47,132 +43,69 @@ class _KeyFile(msgspec.Struct, frozen=True):
     keys: tuple[KeyConfig, ...] = ()
 
 
-class Keys:
-    """The operator keys of a run, from its settings and its file of keys.
+def _operator_keys(config: Config) -> set[str]:
+    """Return the SHA-256 of the operator keys that open this run's pages now, from its settings and its file of keys.
 
-    The file is read again when it changes, at most once in `_FILE_CHECK_S`. While it cannot be read, the keys stay as
-    they were, as in the gateway, and the log says why."""
-
-    def __init__(self, config: Config) -> None:
-        """Raises `ConfigError` if the file of keys, or a key of the settings, is invalid or cannot be read."""
-        self._keys_in_settings, self._project = config.gateway.keys, config.project
-        self._file = config.path(config.gateway.keys_file)
-        self._file_version: tuple[int, int] | None = None
-        """Modification time in nanoseconds and size of the file when it was read; `None` if there was none."""
-        self._keys_in_file: tuple[KeyConfig, ...] = ()
-        self._had_keys = bool(self._keys_in_settings)
-        """Never reset: a file of keys that is removed must not open the dashboard to everyone."""
-        self._logged_problem = ""
-        _check_keys(self._keys_in_settings, "gateway.keys")
-        self._read_file()
-        self._checked_at = time.monotonic()
-
-    def required(self) -> bool:
-        """Return whether the run has keys, or had any since this process started. Reads the file again if it has
-        changed."""
-        self._reload()
-        return self._had_keys
-
-    def accepts(self, key: str) -> bool:
-        """Return whether `key` is an operator's key of this run and project that has not expired. Reads the file again
-        if it has changed."""
-        self._reload()
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        return any(
-            secrets.compare_digest(known_key.sha256.lower().encode(), digest.encode())
-            and self._usable(known_key)
-            for known_key in (*self._keys_in_settings, *self._keys_in_file)
-        )
-
-    def _usable(self, key: KeyConfig) -> bool:
-        """Return whether `key` is an operator's, for this project, and has not expired."""
-        if key.role != "operator" or (key.projects and self._project not in key.projects):
-            return False
-        return datetime.now(UTC) < _expiry(key)
-
-    def _reload(self) -> None:
-        """Read the file again if the last look at it was `_FILE_CHECK_S` ago. Logs a problem once and keeps the
-        keys."""
-        if time.monotonic() - self._checked_at < _FILE_CHECK_S:
-            return
-        self._checked_at = time.monotonic()
-        try:
-            self._read_file()
-            self._logged_problem = ""
-        except ConfigError as error:
-            if self._logged_problem != str(error):
-                self._logged_problem = str(error)
-                log.error("cannot read the file of API keys: the keys stay as they were", error=str(error))
-
-    def _read_file(self) -> None:
-        """Read the file if it has changed; without one, it has no keys. Raises `ConfigError` and keeps the keys if the
-        file is invalid or cannot be read."""
-        try:
-            status = self._file.stat()
-            self._had_keys = True
-            if (version := (status.st_mtime_ns, status.st_size)) != self._file_version:
-                keys = msgspec.convert(tomllib.loads(self._file.read_text("utf-8")), _KeyFile).keys
-                _check_keys(keys, str(self._file))
-                self._keys_in_file, self._file_version = keys, version
-        except FileNotFoundError:
-            self._keys_in_file, self._file_version = (), None
-        except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self._file}: {error}") from error
-
-
-def _check_keys(keys: Iterable[KeyConfig], source: str) -> None:
-    """Raise `ConfigError`, which names `source`, if a key's `expires` is no date."""
+    Raises `ConfigError` if the file cannot be read, or if a key's `expires` is no date."""
+    file = config.path(config.gateway.keys_file)
+    keys, now = config.gateway.keys, datetime.now(UTC)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            keys += msgspec.convert(tomllib.loads(file.read_text("utf-8")), _KeyFile).keys
+    except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+    usable = set()
     for key in keys:
         try:
-            _expiry(key)
+            expires = datetime.fromisoformat(key.expires) if key.expires else datetime.max
         except ValueError as error:
-            raise ConfigError(f"{source}: key {key.name!r}: expires: {error}") from error
-
-
-def _expiry(key: KeyConfig) -> datetime:
-    """Return when a key expires; the end of time if it never does. Raises `ValueError` if `expires` is no date."""
-    moment = datetime.fromisoformat(key.expires) if key.expires else datetime.max
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-
-
-class Sessions:
-    """Sign-ins of browsers: the cookie holds a random name, this process holds the key."""
-
-    def __init__(self) -> None:
-        self._keys: dict[str, tuple[str, float]] = {}
-
-    def open(self, key: str) -> str:
-        """Remember a key that was accepted; returns the value of the cookie."""
-        while len(self._keys) >= _SESSIONS:
-            del self._keys[next(iter(self._keys))]
-        name = secrets.token_urlsafe(32)
-        self._keys[name] = key, time.monotonic() + _SESSION_S
-        return name
-
-    def key(self, name: str) -> str | None:
-        """The key of a session, or `None` if it is unknown or over."""
-        key, ends_at = self._keys.get(name, ("", 0.0))
-        return key if time.monotonic() < ends_at else None
-
-    def close(self, name: str) -> None:
-        """Forget a session."""
-        self._keys.pop(name, None)
+            raise ConfigError(f"gateway.keys or {file}: key {key.name!r}: expires: {error}") from error
+        is_ours = not key.projects or config.project in key.projects
+        if (
+            key.role == "operator"
+            and is_ours
+            and now < (expires if expires.tzinfo else expires.replace(tzinfo=UTC))
+        ):
+            usable.add(key.sha256.lower())
+    return usable
 
 
 class Access:
     """Decides about every request."""
 
     def __init__(self, config: Config) -> None:
-        """Raises `ConfigError` as `Keys`, and if the run has no keys and `ui.host` is not of the loopback interface."""
-        self.keys, self.sessions = Keys(config), Sessions()
+        """Raises `ConfigError` as `_operator_keys`, and if the run has no keys and `ui.host` is not of the loopback
+        interface."""
+        self._config = config
+        self._sessions: dict[str, tuple[str, float]] = {}
+        """Sign-ins of browsers: the cookie holds a random name, this process the key, and when the session ends."""
+        self._has_keys = False
+        """Never reset: a file of keys that is removed must not open the dashboard to everyone."""
+        _operator_keys(config)
         host = config.ui.host
         self._loopback = is_loopback(host)
         self._names = {"localhost", host.lower(), *(name.lower() for name in config.ui.hosts)}
-        if not self._loopback and not self.keys.required():
+        if not self._requires_key() and not self._loopback:
             raise ConfigError(
                 f"ui.host: without keys the dashboard listens on the loopback interface only, not on {host}: make an "
                 "operator's key with `journeywork keys add --role operator`, or leave ui.host as it is"
             )
+
+    def _requires_key(self) -> bool:
+        """Return whether the run has keys, or had any since this process started."""
+        gateway = self._config.gateway
+        self._has_keys |= bool(gateway.keys) or self._config.path(gateway.keys_file).exists()
+        return self._has_keys
+
+    def _accepts(self, key: str) -> bool:
+        """Return whether `key` is an operator's key of this run and project that has not expired. Raises a 503
+        `PageError` while the file of keys cannot be read."""
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        try:
+            usable = _operator_keys(self._config)
+        except ConfigError as error:
+            raise PageError(503, f"Nobody can sign in until the keys are corrected. {error}") from error
+        return any(secrets.compare_digest(known.encode(), digest.encode()) for known in usable)
 
     def check_origin(self, request: Request) -> bool:
         """Refuse other host names and requests of other web pages. Returns whether a person follows a link on another
@@ -215,28 +148,33 @@ class Access:
 
     def key(self, request: Request) -> str | None:
         """The key of the request's user; empty where the run has no keys; `None` where the user must sign in. Raises
-        `PageError` for a bearer token that is wrong."""
-        if not self.keys.required():
+        `PageError` for a bearer token that is wrong, and as `_accepts`."""
+        if not self._requires_key():
             return ""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer":
-            if not self.keys.accepts(token.strip()):
+            if not self._accepts(token.strip()):
                 raise PageError(401, "This key is no operator's key of this run.")
             return token.strip()
-        key = self.sessions.key(request.cookies.get(COOKIE, ""))
-        return key if key is not None and self.keys.accepts(key) else None
+        key, ends_at = self._sessions.get(request.cookies.get(COOKIE, ""), ("", 0.0))
+        return key if time.monotonic() < ends_at and self._accepts(key) else None
 
     def sign_in(self, key: str, response: Response, secure: bool) -> None:
-        """Open a session for `key` and put its cookie into `response`. Raises a 401 `PageError` for a wrong key."""
-        if not self.keys.accepts(key):
+        """Open a session for `key` and put its cookie into `response`. Raises a 401 `PageError` for a wrong key, and as
+        `_accepts`."""
+        if not self._accepts(key):
             raise PageError(
                 401, "This key is no operator's key of this run: `journeywork keys add --role operator`."
             )
+        while len(self._sessions) >= _SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        name = secrets.token_urlsafe(32)
+        self._sessions[name] = key, time.monotonic() + _SESSION_S
         response.set_cookie(
-            COOKIE,
-            self.sessions.open(key),
-            max_age=int(_SESSION_S),
-            httponly=True,
-            samesite="strict",
-            secure=secure,
+            COOKIE, name, max_age=int(_SESSION_S), httponly=True, samesite="strict", secure=secure
         )
+
+    def sign_out(self, request: Request, response: Response) -> None:
+        """Forget the session of a request, and its cookie."""
+        self._sessions.pop(request.cookies.get(COOKIE, ""), None)
+        response.delete_cookie(COOKIE)

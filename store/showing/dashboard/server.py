@@ -116,7 +116,6 @@ class Dashboard:
     @contextlib.asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
         yield
-        await self._gateway.close()
         self._history.close()
 
     # -- answering ---------------------------------------------------------------------------------------------------
@@ -185,7 +184,7 @@ class Dashboard:
                 "result": None,
                 "error": "",
                 "examples": EXAMPLES,
-                "views": VIEWS,
+                "views": [{"name": view.name, "purpose": view.purpose} for view in VIEWS],
                 "columns": view_columns(),
             }
             if query.strip():
@@ -272,9 +271,8 @@ class Dashboard:
         return response
 
     async def _sign_out(self, request: Request) -> Response:
-        self._access.sessions.close(request.cookies.get(COOKIE, ""))
         response = RedirectResponse("/sign-in", 303)
-        response.delete_cookie(COOKIE)
+        self._access.sign_out(request, response)
         return response
 
     async def _form(self, request: Request) -> dict[str, str]:

@@ -28,10 +28,10 @@ from tests.store.showing.curves.kit import checkpoint, row
 class Fake:
     """A tracker that keeps the steps it takes, and fails while there are `failures`."""
 
-    def __init__(self, failures: int = 0, settles_s: float = 0.0, closes: bool = True) -> None:
+    def __init__(self, failures: int = 0, closes: bool = True) -> None:
         self.steps: list[int] = []
         self.failures, self.opened, self.closed = failures, 0, 0
-        self.settles_s, self.closes = settles_s, closes
+        self.closes = closes
         self.changed = threading.Condition()
 
     def open(self) -> Fake:
@@ -77,7 +77,7 @@ def test_the_history_is_sent_in_the_logs_order_and_then_what_comes(tmp_path: Pat
         sender.add(row(4))
         fake.wait_for([1, 2, 3, 4])
     assert (fake.opened, fake.closed) == (1, 1)
-    assert sent(tmp_path) == {"seq": 4, "at": 4}
+    assert sent(tmp_path) == {"at": 4}
 
 
 def test_after_a_restart_only_what_is_missing_is_sent(tmp_path: Path) -> None:
@@ -112,33 +112,26 @@ def test_what_a_tracker_never_took_is_not_noted_as_sent(tmp_path: Path) -> None:
         after.wait_for([1, 2])
 
 
-def test_a_point_counts_as_sent_once_it_is_settled(tmp_path: Path) -> None:
-    fake = Fake(settles_s=3600)
+def test_a_point_counts_as_sent_once_its_run_is_finished(tmp_path: Path) -> None:
+    fake = Fake()
     with sending(fake, tmp_path, [row(1), row(2)]):
         fake.wait_for([1, 2])
         assert not (tmp_path / "wandb.json").exists()  # a kill now sends both again
-    assert sent(tmp_path) == {"seq": 2, "at": 2}  # the runs were finished
+    assert sent(tmp_path) == {"at": 2}
 
 
-def test_points_that_settle_while_nothing_comes_are_noted(tmp_path: Path) -> None:
-    fake, deadline = Fake(settles_s=0.05), time.monotonic() + 60
-    with sending(fake, tmp_path, [row(1), row(2)]):
-        while not (tmp_path / "wandb.json").exists() or sent(tmp_path)["at"] != 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
-def test_runs_that_were_not_finished_get_their_unsettled_points_again(tmp_path: Path) -> None:
-    fake = Fake(settles_s=3600, closes=False)
-    with sending(fake, tmp_path, [row(1), row(2)]) as sender:
+@pytest.mark.parametrize("failures", [0, 1])
+def test_points_of_runs_that_were_not_finished_are_sent_at_the_next_start(
+    tmp_path: Path, failures: int
+) -> None:
+    fake = Fake(closes=False)
+    with sending(fake, tmp_path, [row(1)]) as sender:
+        fake.wait_for([1])
+        fake.failures = failures
+        sender.add(row(2))
         fake.wait_for([1, 2])
-        fake.failures = 1
-        sender.add(row(3))
-        fake.wait_for([1, 2, 1, 2, 3])
+        fake.closes = bool(failures)
     assert not (tmp_path / "wandb.json").exists()
-    after = Fake()
-    with sending(after, tmp_path, [row(1), row(2), row(3)]):
-        after.wait_for([1, 2, 3])
 
 
 def test_an_unreadable_file_of_what_was_sent_sends_all(tmp_path: Path) -> None:

@@ -13,26 +13,25 @@ import pytest
 
 from pipeline.config import Config, CurvesConfig
 from pipeline.errors import ConfigError
-from store.showing.curves import trackers
 from store.showing.curves.trackers import check_trackers, runs_of
 from tests.kits.environments import ROOT, environment
 from tests.store.showing.curves.kit import row
 
 
 def test_a_run_is_known_by_project_model_branch_and_run_folder(tmp_path: Path) -> None:
-    def identity(project: str = "p", folder: str = "a", **of: str) -> trackers.RunIdentity:
+    def identity(project: str = "p", folder: str = "a", **of: str) -> tuple[str, str]:
         config = Config(project=project, run_dir=str(tmp_path / folder))
         return runs_of(config, tmp_path).identity(row(1, **of))  # type: ignore[arg-type]
 
     assert identity() == identity()
     others = [identity(), identity("q"), identity(folder="b"), identity(model="n"), identity(branch="try")]
-    assert len({one.id for one in others}) == len({one.name for one in others}) == 5
-    assert others[4].name.startswith("m+try-")
+    assert len({run_id for run_id, _ in others}) == len({name for _, name in others}) == 5
+    assert others[4][1].startswith("m+try-")
     config = Config(project="p", curves=CurvesConfig(tracker_project="ours"))
     assert runs_of(config, tmp_path).project == "ours"
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_missing_library_is_named(name: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"curves\.trackers.*`{name}` is not installed.*docs/install\.md"):
@@ -44,7 +43,6 @@ def run_program(name: str, folder: Path, *args: str) -> subprocess.CompletedProc
     """Run `tracker_program.py` with the libraries of the trackers, offline and in `folder`."""
     env = {
         "PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline",
-        "TRACKIO_DIR": str(folder / "trackio"), "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     python = str(environment("trackers") / "python")
     return subprocess.run(
@@ -55,7 +53,7 @@ def run_program(name: str, folder: Path, *args: str) -> subprocess.CompletedProc
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the first one installs the libraries
-@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_the_library_itself_reads_every_point_back_also_after_a_kill(name: str, tmp_path: Path) -> None:
     """Two starts that end, one that is killed as soon as the library took the points, and one that reads back."""
     killed = run_program(name, tmp_path, "kill")
@@ -71,7 +69,5 @@ def test_the_library_itself_reads_every_point_back_also_after_a_kill(name: str, 
     losses = [(step, value) for metric, step, value in points["m"] if metric == "loss/train"]
     assert [losses.count((step, step / 10)) for step in (1, 2)] == [1, 1]  # their runs were finished
     again = [losses.count((step, step / 10)) for step in (3, 4, 5)]
-    assert all(again)
+    assert all(again), "points of the start that was killed may be there twice"
     assert sum(again) + 2 == len(losses)
-    if name == "mlflow":  # an answered call is kept: only the last one may be sent twice
-        assert (again[0], again[2]) == (1, 1)

@@ -1,6 +1,6 @@
 """A program for `.venv-trackers`: sends points as the store service does, and reads them back with the library.
 
-    python -m tests.store.showing.curves.tracker_program wandb|trackio|mlflow FOLDER kill|read
+    python -m tests.store.showing.curves.tracker_program wandb|mlflow FOLDER kill|read
 
 `kill` starts and ends twice within a second if it can, then starts again, sends and kills itself. `read` sends what is
 missing, and prints metric, step and value of each point of each run as JSON.
@@ -95,16 +95,6 @@ def wandb_points(runs: Runs) -> Iterator[tuple[str, str, int, Any]]:
                         yield name, metric, step, value
 
 
-def trackio_points(runs: Runs) -> Iterator[tuple[str, str, int, Any]]:
-    import trackio
-    from trackio.sqlite_storage import SQLiteStorage
-
-    for run in trackio.Api().runs(runs.project):
-        for point in SQLiteStorage.get_logs(runs.project, run_id=run.id):
-            for metric in point.keys() - {"step", "timestamp"}:
-                yield run.name, metric, point["step"], point[metric]
-
-
 def mlflow_points(runs: Runs) -> Iterator[tuple[str, str, int, Any]]:
     from mlflow import MlflowClient
 
@@ -131,7 +121,7 @@ def main() -> None:
     with send(rows_up_to(5)):
         pass
     found: dict[str, list[list[Any]]] = {}
-    read = {"wandb": wandb_points, "trackio": trackio_points, "mlflow": mlflow_points}[name]
+    read = {"wandb": wandb_points, "mlflow": mlflow_points}[name]
     for run, metric, step, value in read(runs):
         found.setdefault(run, []).append([metric, step, value])
     sys.stdout.write(f"\n{json.dumps(found)}\n")
