@@ -1,6 +1,6 @@
-"""Starts the log, a gateway, an instant inference server and a closed-loop client, and measures the gateway's CPU time.
+"""What the benchmarks share: they start the log, services and load, measure processes, and write their results.
 
-Server and client are one program in C (`gateway_load.c`).
+`Bench` has an instant inference server and a closed-loop client, which are one program in C (`gateway_load.c`).
 """
 
 from __future__ import annotations
@@ -8,48 +8,39 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import shutil
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import psutil
 
 from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig, with_values
 from pipeline.config import save as save_config
 from pipeline.events import TrajectoryOpened
 from pipeline.log.broker import Broker
+from tests.conftest import NatsServer, free_port
 from tests.kits.sampler import SamplerThread
 
 HERE = Path(__file__).parent
 CONNECTIONS = 32
 STREAMS = 1000
 PATH = "/v1/chat/completions"
+RESULTS = HERE / "results"
 TRIES = 5
 """Number of runs. The best one counts, because other work on the machine can only slow a run down."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def pinned(core: int) -> list[str]:
-    """Prefix that keeps a command on one core, where there are two."""
-    return ["taskset", "-c", str(core)] if (os.cpu_count() or 1) > 1 and shutil.which("taskset") else []
-
-
 @contextlib.contextmanager
-def on_core(core: int) -> Iterator[None]:
-    """This process on one core, where there are two."""
+def on_core(core: int | None) -> Iterator[None]:
+    """Keep this thread, and the programs that it starts, on one core within the block, where there are two."""
     before = os.sched_getaffinity(0)
     if core in before:
         os.sched_setaffinity(0, {core})
@@ -57,6 +48,72 @@ def on_core(core: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def running(
+    *command: str, log: Path, core: int | None = None, stdout: bool = False
+) -> Iterator[tuple[psutil.Process, str]]:
+    """Start a program, wait until it is ready, and end it after the block. Yields the process and the line with which
+    it said that it is ready: on standard output with `stdout`, else on `--ready-fd`, as services do.
+
+    Raises `RuntimeError` with the end of its log if it ends before."""
+    reading, writing = os.pipe()
+    more = [] if stdout else ["--ready-fd", str(writing)]
+    with log.open("ab") as sink, on_core(core):
+        process = subprocess.Popen(
+            [*command, *more], stdout=writing if stdout else sink, stderr=sink, pass_fds=(writing,),
+            env=os.environ | {"PYTHONPATH": str(HERE.parent)},
+        )  # fmt: skip
+    os.close(writing)
+    try:
+        with os.fdopen(reading) as pipe:
+            line = pipe.readline()
+            if not line:
+                raise RuntimeError(f"{' '.join(command)} did not start: {log.read_text()[-3000:]}")
+            yield psutil.Process(process.pid), line
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def service(
+    module: str, config: Config, core: int | None = None
+) -> AbstractContextManager[tuple[psutil.Process, str]]:
+    """Run a service of Journeywork with these settings, as `running` does."""
+    settings = config.path("config.toml")
+    save_config(config, settings)
+    log = config.path(f"{module.partition('.')[0]}.log")
+    return running(sys.executable, "-m", module, "--config", str(settings), log=log, core=core)
+
+
+@contextlib.contextmanager
+def nats_server(folder: Path, extra: str = "") -> Iterator[NatsServer]:
+    """Run a NATS server with its store in `folder` within the block. `extra` is more of its configuration."""
+    server = NatsServer(folder, extra=extra)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(folder)
+
+
+def machine() -> dict[str, Any]:
+    """Return what a result says of the machine that it was measured on."""
+    return {
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "cores": os.cpu_count(),
+        "processor": platform.machine(), "python": platform.python_version(), "load_before": os.getloadavg()[0],
+    }  # fmt: skip
+
+
+def write_results(out: Path, figures: Mapping[str, Any]) -> None:
+    """Print the figures, rounded to four places, and write them to `out`."""
+    rounded = json.loads(json.dumps(figures), parse_float=lambda text: round(float(text), 4))
+    text = json.dumps(rounded, indent=1)
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(text + "\n")
+    print(text)
 
 
 @dataclass
@@ -129,45 +186,12 @@ class Bench:
         return 0 if self._together else core
 
     @contextlib.contextmanager
-    def process(
-        self, command: list[str], *, core: int, ready: str, env: dict[str, str] | None = None
-    ) -> Iterator[psutil.Process]:
-        """Start a process, wait until `ready` (a URL, or host:port) answers, and end it afterwards."""
-        log = self.folder / f"{Path(command[0]).name}.log"
-        with log.open("ab") as out:
-            process = subprocess.Popen(
-                pinned(self.core(core)) + command,
-                stdout=out,
-                stderr=out,
-                cwd=self.folder,
-                env={**os.environ, **(env or {})},
-            )
-        try:
-            deadline = time.monotonic() + 90
-            while not answers(ready):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"{command[0]} did not start: {log.read_text()[-2000:]}")
-                time.sleep(0.05)
-            yield psutil.Process(process.pid)
-        finally:
-            children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-            process.terminate()
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            for child in children:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-
-    @contextlib.contextmanager
     def upstream(self, chunk_ms: float = 20.0) -> Iterator[None]:
         """Run the inference server behind the proxies within the block. It waits `chunk_ms` between the chunks of a
         stream."""
         before, self.upstream_port = self.upstream_port, free_port()
-        command = [str(self.program), "serve", str(self.upstream_port), str(chunk_ms)]
-        with self.process(command, core=1, ready=f"127.0.0.1:{self.upstream_port}"):
+        command = (str(self.program), "serve", str(self.upstream_port), str(chunk_ms))
+        with running(*command, log=self.folder / "load.log", core=self.core(1), stdout=True):
             yield
         self.upstream_port = before
 
@@ -178,11 +202,12 @@ class Bench:
         """Run the client once. `%d` in `path` becomes the connection's number, or each of `numbers` in turn."""
         body = self.stream_body if stream else self.plain_body
         command = [
-            *pinned(self.core(1)), str(self.program), "load", str(port), path, str(connections),
+            str(self.program), "load", str(port), path, str(connections),
             str(seconds or self.seconds), str(body), header, str(numbers),
         ]  # fmt: skip
         before = cpu_seconds(proxy)
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        with on_core(self.core(1)):
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
         return Measured(json.loads(done.stdout), cpu_seconds(proxy) - before)
 
     def race(
@@ -204,13 +229,10 @@ class Bench:
     @contextlib.contextmanager
     def nats(self) -> Iterator[str]:
         """Run a NATS server within the block; yield its URL."""
-        port = free_port()
-        settings, store = self.folder / "nats.conf", self.folder / f"js-{port}"
-        settings.write_text(f'host: 127.0.0.1\nport: {port}\njetstream {{ store_dir: "{store}" }}\n')
-        binary = str(Path(sys.executable).with_name("nats-server"))
-        with self.process([binary, "-c", str(settings)], core=1, ready=f"127.0.0.1:{port}"):
-            yield f"nats://127.0.0.1:{port}"
-        shutil.rmtree(store)
+        with contextlib.ExitStack() as stack:
+            with on_core(self.core(1)):
+                server = stack.enter_context(nats_server(self.folder / f"nats-{free_port()}"))
+            yield server.url
 
     @contextlib.contextmanager
     def gateway(self, nats_url: str, capture: str, name: str, trajectories: int = 0) -> Iterator[Target]:
@@ -226,12 +248,8 @@ class Bench:
             models=(ModelConfig(name="policy"),),
             gateway=GatewayConfig(port=port, capture=capture),  # type: ignore[arg-type]
         )
-        settings = config.path("config.toml")
-        save_config(config, settings)
-        command = [sys.executable, "-m", "rollout_gateway", "--config", str(settings)]
-        env = {"PYTHONPATH": str(HERE.parent)}
         agent = SamplerThread(with_values(config, {"run_dir": str(self.folder / f"{name}-sampler")}))
-        with self.process(command, core=0, ready=f"http://127.0.0.1:{port}/health", env=env) as process:
+        with service("rollout_gateway", config, self.core(0)) as (process, _):
             agent.start()
             try:
                 anyio.run(_open_trajectories, config.nats, trajectories)
@@ -261,12 +279,11 @@ def cpu_seconds(process: psutil.Process | None) -> float:
     return total
 
 
-def answers(ready: str) -> bool:
-    try:
-        if ready.startswith("http"):
-            return httpx.get(ready, timeout=2).status_code < 500
-        host, _, port = ready.partition(":")
-        with socket.create_connection((host, int(port)), 1):
-            return True
-    except (OSError, httpx.HTTPError):
-        return False
+def peak_mb(process: psutil.Process) -> float:
+    """Peak resident memory of a process and its descendants, in MB."""
+    total = 0
+    for member in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+            status = Path(f"/proc/{member.pid}/status").read_text()
+            total += int(status.partition("VmHWM:")[2].split()[0])
+    return total / 1024

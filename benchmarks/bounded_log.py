@@ -16,9 +16,6 @@ A million takes about `1e6 / rate` seconds. The heap depends on `rate * max_age`
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -30,13 +27,13 @@ import anyio
 import httpx
 import psutil
 
+from benchmarks.bench import RESULTS, machine, nats_server, write_results
 from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
 from pipeline.names import new_dated_id
-from tests.conftest import NatsServer, free_port
+from tests.conftest import free_port
 
-RESULT = Path(__file__).parent / "results" / "bounded_log.json"
 _AT_ONCE = 64
 _EVERY_S = 20.0
 _EXPECTED = {"Nats-Expected-Last-Subject-Sequence": "0"}
@@ -127,9 +124,7 @@ def summary(samples: list[Sample], max_age_s: float) -> dict[str, Any]:
 
 async def measure(folder: Path, count: int, rate: float, max_age_s: float) -> dict[str, Any]:
     port, profiling = free_port(), free_port()
-    server = NatsServer(folder, extra=f"http: 127.0.0.1:{port}\nprof_port: {profiling}\n")
-    server.start()
-    try:
+    with nats_server(folder / "nats", f"http: 127.0.0.1:{port}\nprof_port: {profiling}\n") as server:
         assert server.process is not None
         config = NatsConfig(url=server.url, rollouts_max_age_h=max_age_s / 3600)
         async with Broker.connect(config) as broker, anyio.create_task_group() as tg:
@@ -138,8 +133,6 @@ async def measure(folder: Path, count: int, rate: float, max_age_s: float) -> di
             tg.start_soon(load.run)
             samples = await watch(psutil.Process(server.process.pid), port, profiling, load)
             return {"rate": count / (time.monotonic() - began), **summary(samples, max_age_s)}
-    finally:
-        server.stop()
 
 
 def main() -> None:
@@ -149,17 +142,12 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=1_000_000)
     parser.add_argument("--rate", type=float, default=1_000.0, help="trajectories a second, at most")
     parser.add_argument("--max-age", type=float, default=60.0, help="seconds that the log keeps events")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, default=RESULTS / "bounded_log.json")
     args = parser.parse_args()
-    out: dict[str, Any] = {
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "python": platform.python_version(),
-        "cores": os.cpu_count(), "trajectories": args.trajectories, "max_age_s": args.max_age,
-    }  # fmt: skip
+    out = {**machine(), "trajectories": args.trajectories, "max_age_s": args.max_age}
     with tempfile.TemporaryDirectory(prefix="bench-bounded-") as folder:
         out |= anyio.run(measure, Path(folder), args.trajectories, args.rate, args.max_age)
-    out = json.loads(json.dumps(out), parse_float=lambda text: round(float(text), 3))
-    args.out.write_text(json.dumps(out, indent=2) + "\n")
-    print(json.dumps(out, indent=2))
+    write_results(args.out, out)
 
 
 if __name__ == "__main__":

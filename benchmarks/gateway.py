@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -29,11 +26,10 @@ from typing import Any
 
 import anyio
 
-from benchmarks.bench import CONNECTIONS, HERE, STREAMS, Bench, Target, on_core
+from benchmarks.bench import CONNECTIONS, RESULTS, STREAMS, Bench, Target, machine, on_core, write_results
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 
-RESULTS = HERE / "results" / "gateway.json"
 RATES = {"stream": 20.0, "stream_paced": 50.0}
 """Milliseconds between a stream's chunks."""
 OPEN = 10_000
@@ -150,21 +146,16 @@ def main() -> None:
         "--only", nargs="+", choices=parts, default=list(parts), help="measure these parts only"
     )
     parser.add_argument("--memory-requests", type=int, default=1_000_000)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "gateway.json")
     args = parser.parse_args()
-    out: Figures = {
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "python": platform.python_version(),
-        "cores": os.cpu_count(), "seconds": args.seconds, "load_before": os.getloadavg()[0],
-    }  # fmt: skip
+    out: Figures = {"seconds": args.seconds, **machine()}
     with tempfile.TemporaryDirectory(prefix="bench-gateway-") as folder:
         bench = Bench(Path(folder), args.seconds)
         for name in args.only:
             figures = parts[name](bench)
             sys.stderr.write(f"{figures}\n")  # an interrupted run still shows something
             out |= figures
-    text = json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in out.items()}, indent=2)
-    args.out.write_text(text + "\n")
-    print(text)
+    write_results(args.out, out)
 
 
 if __name__ == "__main__":

@@ -152,6 +152,8 @@ static void serve(int port, double chunk_s) {
     setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     if (bind(listener, (struct sockaddr *)&address, sizeof address) || listen(listener, 4096)) die("listen");
+    puts("ready");
+    fflush(stdout);
     watch(epoll, prepared(listener), EPOLLIN);
     struct epoll_event events[1024];
     double swept = now();

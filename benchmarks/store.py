@@ -2,7 +2,7 @@
 
     fetch_floor_events_per_s  the first `--events` events of the backlog (4 KB exchanges), fetched and acknowledged
                               by nats-py and nothing else
-    write_events_per_s        the backlog of `--backlog` events through one store process, from the first delivery
+    write_events_per_s        the backlog of `--backlog` events through one store process, from its readiness
                               to the last acknowledgement
     backlog_peak_rss_mb       peak resident memory of that process; `early_peak_rss_mb` is the peak until a fifth of
                               the backlog was acknowledged
@@ -19,11 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import platform
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -31,22 +26,20 @@ from typing import Any
 
 import anyio
 import numpy as np
-import psutil
-import pyarrow as pa
 from deltalake import DeltaTable
 
+from benchmarks.bench import RESULTS, machine, nats_server, peak_mb, service, write_results
+from benchmarks.history import make_history
 from pipeline import streams
-from pipeline.config import Config, NatsConfig, StoreConfig, save
+from pipeline.config import Config, NatsConfig, StoreConfig
 from pipeline.events import ExchangeRecorded, encode, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
 from store.lake import columns
 from store.lake.commits import add_action
-from store.lake.lake import Lake, lake_in
+from store.lake.lake import lake_in
 from store.lake.maintenance import Maintenance
 from store.reading import sql
-from tests.conftest import NatsServer
 
-RESULT = Path(__file__).parent / "results" / "store.json"
 TAG = "rollout.exchange"
 
 
@@ -117,40 +110,19 @@ async def fetch_floor(broker: Broker, events: int) -> float:
 
 async def write_rate(url: str, broker: Broker, run_dir: Path, events: int) -> tuple[float, float, float]:
     """Events a second through a real store process over a backlog that waits for it, and its peak memory in MB: over a
-    fifth of the backlog, and over all of it. Timed from the first delivery to the last acknowledgement."""
+    fifth of the backlog, and over all of it. Timed from its readiness to the last acknowledgement."""
     config = Config(run_dir=str(run_dir), nats=NatsConfig(url=url), store=StoreConfig(compact_s=3600.0))
-    save(config, run_dir / "config.toml")
-    process = subprocess.Popen(  # noqa: ASYNC220 - it is to be measured, not awaited
-        [sys.executable, "-m", "store", "--config", str(run_dir / "config.toml")],
-        stderr=(run_dir / "store.log").open("wb"),
-    )
-    try:
-        rss = psutil.Process(process.pid)
-        while not await _delivered(broker):  # noqa: ASYNC110 - the server can only be asked
-            await anyio.sleep(0.005)
-        began = time.perf_counter()
-        early = peak = 0
+    with service("store", config) as (process, _):
+        began, early = time.perf_counter(), 0.0
         while left := await _left(broker):
-            if process.poll() is not None:
-                raise RuntimeError((run_dir / "store.log").read_text()[-2000:])
-            for _ in range(10):
-                peak = max(peak, rss.memory_info().rss)
-                await anyio.sleep(0.02)  # asking the server costs it more than this process may
+            await anyio.sleep(0.2)  # asking the server costs it more than this process may
             if left > events * 4 / 5:
-                early = peak
-        took = time.perf_counter() - began
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
+                early = peak_mb(process)
+        took, peak = time.perf_counter() - began, peak_mb(process)
     files = lake_in(run_dir / "store").table(TAG).files()
     rows = int(files.rows.sum()) if files else 0
     assert rows == events, f"{rows} of {events} rows"
-    return events / took, early / 2**20, peak / 2**20
-
-
-async def _delivered(broker: Broker) -> int:
-    info = await broker.js.consumer_info("ROLLOUTS", "store-rollouts")
-    return int(info.delivered.consumer_seq if info.delivered else 0)
+    return events / took, early, peak
 
 
 async def _left(broker: Broker) -> int:
@@ -174,82 +146,6 @@ def compaction(run_dir: Path) -> dict[str, Any]:
         "files_after_compaction": len(_files(run_dir)),
         "compaction_s": took,
     }
-
-
-def history(run_dir: Path, trajectories: int) -> str:
-    """A store with so many trajectories of 4 calls, in groups of 8, 8 groups a step; returns a checkpoint in the
-    middle."""
-    lake = lake_in(run_dir / "store")
-    per_file = 25_000
-    rng = np.random.default_rng(1)
-    base = 1_700_000_000_000_000
-    for first in range(0, trajectories, per_file):
-        _history_file(lake, first, min(per_file, trajectories - first), rng, base)
-    return f"m@{max(1, trajectories // 64 // 2)}"
-
-
-def _history_file(lake: Lake, first: int, count: int, rng: np.random.Generator, base: int) -> None:
-    calls = np.repeat(np.arange(first, first + count), 4)
-    seqs = np.arange(first * 4 + 1, first * 4 + 1 + len(calls))
-    ids = rng.integers(0, 150_000, len(calls) * 4, dtype=np.int32)
-    offsets = np.arange(0, len(ids) + 1, 4, dtype=np.int32)
-    tokens = pa.ListArray.from_arrays(offsets, ids)
-    made: dict[str, Any] = {
-        "log_seq": seqs, "log_at": base + seqs, "traceparent": [""] * len(calls), "project": ["p"] * len(calls),
-        "at": base + seqs, "v": np.ones(len(calls), int), "trajectory": [f"t{i:07d}" for i in calls],
-        "seq": np.tile(np.arange(4), count), "choice": np.zeros(len(calls), int), "model": ["m"] * len(calls),
-        "policy_version": [f"m@{i // 64}" for i in calls], "step": calls // 64, "group": [f"g{i // 8}" for i in calls],
-        "request": ["{}"] * len(calls), "response": ["{}"] * len(calls), "prompt_ids": tokens, "sampled_ids": tokens,
-        "logprobs": tokens.cast(pa.list_(pa.float32())), "forced": pa.array([[]] * len(calls), pa.list_(pa.int8())),
-    }  # fmt: skip
-    put_rows(lake, TAG, made, len(calls))
-    names = np.arange(first, first + count)
-    ends = np.arange(first + 1, first + count + 1)
-    completed: dict[str, Any] = {
-        "log_seq": ends, "log_at": base + ends, "project": ["p"] * count, "at": base + ends, "model": ["m"] * count,
-        "trajectory": [f"t{i:07d}" for i in names], "group": [f"g{i // 8}" for i in names],
-        "outcome": ["scored"] * count, "exchanges": np.full(count, 4),
-    }  # fmt: skip
-    put_rows(lake, "rollout.completed", completed, count)
-    groups = np.arange(first // 8, (first + count) // 8)
-    scored: dict[str, Any] = {
-        "log_seq": groups + 1, "log_at": base + groups, "project": ["p"] * len(groups), "at": base + groups,
-        "group": [f"g{g}" for g in groups], "model": ["m"] * len(groups), "judge": ["j"] * len(groups),
-        "branch": ["main"] * len(groups),
-        "members": [
-            [{"trajectory": f"t{g * 8 + k:07d}", "reward": k / 8, "outcome": "scored",
-            "exchanges": 4} for k in range(8)]
-            for g in groups
-        ],
-        "verdicts": [
-            [{"judge_model": "j", "rubric": "r", "scores": [
-                {"trajectory": f"t{g * 8 + k:07d}", "score": k / 8, "explanation": "because"} for k in range(8)]}]
-            for g in groups
-        ],
-    }  # fmt: skip
-    put_rows(lake, "group.scored", scored, len(groups))
-    steps = np.arange(max(1, first // 64), (first + count) // 64)
-    if len(steps):
-        published: dict[str, Any] = {
-            "log_seq": steps, "log_at": base + steps, "project": ["p"] * len(steps), "at": base + steps,
-            "model": ["m"] * len(steps), "step": steps, "version": [f"m@{s}" for s in steps],
-            "parent": [f"m@{s - 1}" for s in steps], "branch": ["main"] * len(steps),
-            "groups": [[f"g{s * 8 + k}" for k in range(8)] for s in steps],
-            "group_seqs": [[s * 8 + k + 1 for k in range(8)] for s in steps],
-        }  # fmt: skip
-        put_rows(lake, "policy.checkpoint", published, len(steps))
-
-
-def put_rows(lake: Lake, tag: str, made: dict[str, Any], rows: int) -> None:
-    """Write a file of `rows` rows of a tag from columns by name; columns that are not given are null."""
-    schema = columns.arrow_schema(tag)
-    arrays = [
-        pa.array(made[f.name], f.type) if f.name in made and not isinstance(made[f.name], pa.Array)
-        else made[f.name].cast(f.type) if f.name in made
-        else pa.nulls(rows, f.type)
-        for f in schema
-    ]  # fmt: skip
-    lake.table(tag).append(pa.Table.from_arrays(arrays, schema=schema))
 
 
 def lineage(run_dir: Path, version: str) -> tuple[float, int]:
@@ -287,34 +183,22 @@ def start(run_dir: Path, files: int) -> dict[str, float]:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    result: dict[str, Any] = {
-        "command": "python -m benchmarks.store" + (" --small" if args.small else ""),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
-        "load_before": os.getloadavg()[0],
-    }
+    result = {"command": "python -m benchmarks.store" + (" --small" if args.small else ""), **machine()}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        server_dir = root / "nats"
-        server_dir.mkdir()
-        server = NatsServer(server_dir)
-        server.start()
-        try:
+        run_dir = root / "write"
+        with nats_server(root / "nats") as server:
             async with Broker.connect(NatsConfig(url=server.url)) as broker:
-                run_dir = root / "write"
-                run_dir.mkdir()
                 result["event_bytes"] = await fill_log(broker, args.backlog, "w")
                 result["floor_events"], result["backlog_events"] = args.events, args.backlog
                 result["fetch_floor_events_per_s"] = await fetch_floor(broker, args.events)
                 rate, early, peak = await write_rate(server.url, broker, run_dir, args.backlog)
                 result["write_events_per_s"] = rate
                 result["early_peak_rss_mb"], result["backlog_peak_rss_mb"] = early, peak
-        finally:
-            server.stop()
         result.update(compaction(run_dir))
-        history_dir = root / "history"
-        (history_dir / "store").mkdir(parents=True)
-        version = history(history_dir, args.trajectories)
-        result["lineage_s"], result["lineage_rows"] = lineage(history_dir, version)
+        make_history(root / "history", args.trajectories)
+        version = f"m@{max(1, args.trajectories // 64 // 2)}"
+        result["lineage_s"], result["lineage_rows"] = lineage(root / "history", version)
         result["lineage_trajectories"] = args.trajectories
         result.update(start(root / "start", args.files))
     return result
@@ -327,15 +211,13 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=1_000_000)
     parser.add_argument("--files", type=int, default=1_000_000)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, default=RESULTS / "store.json")
     args = parser.parse_args()
     if args.small:
         for name in ("events", "backlog", "trajectories", "files"):
             setattr(args, name, getattr(args, name) // 10)
     result = anyio.run(measure, args)
-    args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    write_results(args.out, result)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
 """Adapter swaps under load, on real vLLM: do streams fail or stall, and does every exchange name the policy version
 that sampled it?
 
-    python -m benchmarks.swaps                               200 swaps under 64 streams, about five minutes on two cores
-    python -m benchmarks.swaps --swaps 60 --streams 12 --gateways 2 --servers 3
+    python -m benchmarks.swaps               200 swaps under 64 streams, about five minutes on two cores
 
 Clients stream one completion after the other while checkpoints are published, each as soon as the one before it
 serves. Times without swaps and with them take turns. Everything runs on this machine: vLLM (CPU build) with the
-demo's model, each server with a sampler agent and a folder of its own, NATS, the gateways and the clients. The ratio
-of the gaps is the result, because the gaps are vLLM's own more than the gateway's. Of several servers the last joins
-after a third of the swaps, and the first leaves after two thirds. Policy versions are verified twice: by the `model`
-that vLLM itself put into each reply, and by the recorded logprobs, which only the labelled version's weights give
-again (computed with transformers, one exchange of each version). Results go to benchmarks/results/swaps.json, of
-several servers only to standard output."""
+demo's model, NATS, a gateway, a sampler agent and the clients. The ratio of the gaps is the result, because the gaps
+are vLLM's own more than the gateway's. Policy versions are verified twice: by the `model` that vLLM itself put into
+each reply, and by the recorded logprobs, which only the labelled version's weights give again (computed with
+transformers, one exchange of each version)."""
 
 from __future__ import annotations
 
@@ -19,31 +16,27 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import platform
-import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import numpy as np
 import torch
 from safetensors.numpy import load as load_tensors
 from transformers import AutoModelForCausalLM
 
+from benchmarks.bench import RESULTS, machine, nats_server, service, write_results
 from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig, with_values
 from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs
 from pipeline.log.broker import Broker
-from tests.conftest import NatsServer, VllmServer, free_port
+from tests.conftest import VllmServer, free_port
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, adapter_tensors, publish_adapter
 
-RESULTS = Path(__file__).parent / "results" / "swaps.json"
 TOKENS = 24
 """Length of every streamed reply."""
 ROUNDS = 10
@@ -79,30 +72,22 @@ class Streams:
             "model": "tictactoe", "stream": True, "max_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True,
             "messages": [{"role": "user", "content": f"a1=x b2=o {number % 9}"}],
         }  # fmt: skip
-        parts = httpx.URL(url)
-        reader, writer = await asyncio.open_connection(parts.host, parts.port)
-        data = json.dumps(body).encode()
-        head = (
-            f"POST /t/{trajectory}/v1/chat/completions HTTP/1.1\r\nHost: {parts.host}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        )
         try:
-            while not self.stopping:
-                writer.write(head.encode() + data)
-                await self._read_reply(reader, time.perf_counter())
-        except (OSError, asyncio.IncompleteReadError) as error:
-            self.failures.append(f"connection: {error!r}")
-        finally:
-            writer.close()
+            async with aiohttp.ClientSession(url) as session:
+                while not self.stopping:
+                    asked = time.perf_counter()
+                    async with session.post(f"/t/{trajectory}/v1/chat/completions", json=body) as answer:
+                        answer.raise_for_status()
+                        await self._read_reply(answer.content, asked)
+        except aiohttp.ClientError as error:
+            self.failures.append(repr(error))
 
-    async def _read_reply(self, reader: asyncio.StreamReader, asked: float) -> None:
-        answer = await reader.readuntil(b"\r\n\r\n")
-        if b" 200 " not in answer.split(b"\r\n", 1)[0]:
-            self.failures.append(answer.decode())
-            raise ConnectionResetError(answer.split(b"\r\n", 1)[0].decode())
-        before, models, name, done, step = asked, set(), "", False, 0
-        async for event in _events(reader):
-            now = time.perf_counter()
+    async def _read_reply(self, lines: aiohttp.StreamReader, asked: float) -> None:
+        before, models, name, done = asked, set(), "", False
+        async for line in lines:
+            if not line.startswith(b"data: "):
+                continue
+            event, now = line.removeprefix(b"data: ").strip(), time.perf_counter()
             if event == b"[DONE]":
                 done = True
                 continue
@@ -112,32 +97,17 @@ class Streams:
             if "error" in chunk:
                 self.failures.append(event.decode())
                 continue
-            model = chunk["model"]
+            model, name = chunk["model"], chunk["id"]
+            step = int(model.rpartition("@")[2])
             if model not in models:
                 models.add(model)
                 self.begun.add(model)
-                step = int(model.rpartition("@")[2])
                 self.newest = max(self.newest, step)
             if step < self.newest:
                 self.beside.add(model)
-            name = chunk["id"]
         if not done:
             self.failures.append(f"{name} ended without its end")
         self.replies[name] = models
-
-
-async def _events(reader: asyncio.StreamReader) -> Any:
-    """Yield the payload of each event of a chunked reply as soon as it is complete."""
-    buffer = b""
-    while True:
-        size = int(await reader.readuntil(b"\r\n"), 16)
-        data = await reader.readexactly(size + 2)
-        if not size:
-            return
-        buffer += data[:-2]
-        *whole, buffer = buffer.split(b"\n\n")
-        for event in whole:
-            yield event.removeprefix(b"data: ")
 
 
 Spans = list[tuple[float, float]]
@@ -161,36 +131,24 @@ def _quantile(values: Spans, share: float, spans: Spans) -> float:
 
 
 async def measure(
-    gateways: Sequence[GatewayProcess],
-    broker: Broker,
-    *,
-    swaps: int,
-    streams: int,
-    calm_s: float,
-    before_swap: Callable[[int, Streams], Awaitable[None]] | None = None,
+    gateway: GatewayProcess, broker: Broker, *, swaps: int, streams: int, calm_s: float
 ) -> tuple[dict[str, Any], Streams]:
     """Return what clients measured without and with swaps. Leaves `streams` trajectories `swap-<n>` open.
 
-    `before_swap` is awaited before each version but the first, with its step. Raises `RuntimeError` if a call fails
-    or a version is not served by every gateway."""
+    Raises `RuntimeError` if a call fails or a version is not served."""
     seen = Streams()
     took: list[float] = []
 
     async def swap(steps: range) -> None:
         for step in steps:
-            if before_swap is not None:
-                await before_swap(step, seen)
-            took.append(await _publish(gateways, broker, step))
+            took.append(await _publish(gateway, broker, step))
             # A version counts as swapped in once it answered a call.
             await until(lambda version=f"tictactoe@{step}": version in seen.begun, seen)
 
-    await _publish(gateways, broker, 1)
+    await _publish(gateway, broker, 1)
     for number in range(streams):
-        gateways[number % len(gateways)].open(id=f"swap-{number}")
-    clients = [
-        asyncio.ensure_future(seen.client(gateways[n % len(gateways)].url, f"swap-{n}", n))
-        for n in range(streams)
-    ]
+        gateway.open(id=f"swap-{number}")
+    clients = [asyncio.ensure_future(seen.client(gateway.url, f"swap-{n}", n)) for n in range(streams)]
     try:
         await until(lambda: len(seen.replies) >= streams, seen)
         calm, swapped = [], []
@@ -214,16 +172,15 @@ async def measure(
     return out, seen
 
 
-async def _publish(gateways: Sequence[GatewayProcess], broker: Broker, step: int) -> float:
-    """Publish a version. Return the seconds until every gateway serves it."""
+async def _publish(gateway: GatewayProcess, broker: Broker, step: int) -> float:
+    """Publish a version. Return the seconds until the gateway serves it."""
     started = time.perf_counter()
     version = await publish_adapter(broker, step)
     async with httpx.AsyncClient(timeout=60) as client:
-        for gateway in gateways:
-            while (await client.get(f"{gateway.url}/v1/policies")).json()["data"][0]["version"] != version:
-                if time.perf_counter() > started + _PATIENCE_S:
-                    raise RuntimeError(f"{version} did not serve within {_PATIENCE_S:.0f} s")
-                await asyncio.sleep(0.25)  # a request more often would slow down what is measured
+        while (await client.get(f"{gateway.url}/v1/policies")).json()["data"][0]["version"] != version:
+            if time.perf_counter() > started + _PATIENCE_S:
+                raise RuntimeError(f"{version} did not serve within {_PATIENCE_S:.0f} s")
+            await asyncio.sleep(0.25)  # a request more often would slow down what is measured
     return time.perf_counter() - started
 
 
@@ -286,97 +243,33 @@ class Weights:
         return np.asarray(of_sampled[:, 0])
 
 
-class SamplerProcess(GatewayProcess):
-    """`python -m rollout_gateway.sampler` beside one server."""
-
-    module = "rollout_gateway.sampler"
-
-    @property
-    def url(self) -> str:
-        return self.config.vllm.urls[0]
-
-
-@dataclass
-class Fleet:
-    """The running processes."""
-
-    gateways: list[GatewayProcess]
-    servers: list[VllmServer]
-    agents: list[SamplerProcess]
-    nats: NatsConfig
-
-    async def change(self, step: int, seen: Streams, *, swaps: int, streams: int) -> None:
-        """Let the last server join after a third of the swaps, and the first one leave after two thirds."""
-        if step == 2 + swaps // 3:
-            await asyncio.to_thread(self.agents[-1].start)
-        if step == 2 + 2 * swaps // 3:
-            await asyncio.to_thread(self.agents[0].stop)
-            replies = len(seen.replies) + 2 * streams  # every client has ended what it was reading
-            await until(lambda: len(seen.replies) >= replies, seen)
-            await asyncio.to_thread(self.servers[0].stop)
-
-
-@contextlib.contextmanager
-def fleet(folder: Path, gateways: int, servers: int) -> Iterator[Fleet]:
-    """Start NATS, the servers, the gateways and the agents, of several agents all but the last. Print the ends of the
-    logs if the block fails, because the folder is deleted afterwards."""
-    with contextlib.ExitStack() as stack:
-        nats = NatsServer(folder)
-        nats.start()
-        stack.callback(nats.stop)
-        started = []
-        for number in range(servers):
-            (folder / f"server-{number}").mkdir()
-            started.append(VllmServer(folder / f"server-{number}"))
-            stack.callback(started[-1].stop)
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda server: server.start(420), started))
-        base = Config(
-            project=PROJECT,
-            nats=NatsConfig(url=nats.url),
-            # One slot of a server stays empty: see docs/operations.md.
-            vllm=VllmConfig(urls=tuple(s.url for s in started), max_loras=3),
-            models=(ModelConfig(name="tictactoe", base=str(VllmServer.base)),),
-            gateway=GatewayConfig(key_secret_env="JOURNEYWORK_KEY_SECRET"),
-        )
-        os.environ["JOURNEYWORK_KEY_SECRET"] = "the same at every gateway"
-        fronts = [
-            GatewayProcess(
-                with_values(base, {"run_dir": str(folder / f"gateway-{n}"), "gateway.port": free_port()})
-            )
-            for n in range(gateways)
-        ]
-        agents = [
-            SamplerProcess(
-                with_values(base, {"run_dir": str(folder / f"agent-{n}"), "vllm.urls": (server.url,)})
-            )
-            for n, server in enumerate(started)
-        ]
-        for process in (*fronts, *agents):
-            stack.callback(process.stop)
-            if process is not agents[-1] or servers == 1:
-                process.start()
-        try:
-            yield Fleet(fronts, started, agents, base.nats)
-        except BaseException:
-            for process in (*fronts, *agents):
-                if (process.folder / "gateway.log").exists():
-                    sys.stderr.write(f"{process.folder.name}: {process.log[-4000:]}\n")
-            raise
-
-
 async def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    with fleet(folder, options.gateways, options.servers) as running:
-        change = (
-            partial(running.change, swaps=options.swaps, streams=options.streams)
-            if options.servers > 1
-            else None
+    with contextlib.ExitStack() as stack:
+        nats = NatsConfig(url=stack.enter_context(nats_server(folder / "nats")).url)
+        vllm = VllmServer(folder)
+        stack.callback(vllm.stop)
+        vllm.start(420)
+        config = Config(
+            project=PROJECT,
+            run_dir=str(folder / "gateway"),
+            nats=nats,
+            # One slot of a server stays empty: see docs/operations.md.
+            vllm=VllmConfig(urls=(vllm.url,), max_loras=3),
+            models=(ModelConfig(name="tictactoe", base=str(VllmServer.base)),),
+            gateway=GatewayConfig(port=free_port()),
         )
-        async with Broker.connect(running.nats) as broker:
+        stack.enter_context(service("rollout_gateway", config))
+        stack.enter_context(
+            service("rollout_gateway.sampler", with_values(config, {"run_dir": str(folder / "sampler")}))
+        )
+        async with Broker.connect(nats) as broker:
             out, seen = await measure(
-                running.gateways, broker, swaps=options.swaps, streams=options.streams, calm_s=options.calm_s,
-                before_swap=change,
-            )  # fmt: skip
+                GatewayProcess(config),
+                broker,
+                swaps=options.swaps,
+                streams=options.streams,
+                calm_s=options.calm_s,
+            )
             return out | await check_labels(broker, seen, options.streams)
 
 
@@ -384,16 +277,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.swaps", description=__doc__)
     parser.add_argument("--swaps", type=int, default=200)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--gateways", type=int, default=1)
-    parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--calm-s", type=float, default=30.0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = asyncio.run(run(Path(folder), args))
-    out = {"cpus": os.cpu_count(), "python": platform.python_version(), **out}
-    if args.servers == 1:
-        RESULTS.write_text(json.dumps(out, indent=2) + "\n")
-    print(json.dumps(out, indent=2))
+    write_results(RESULTS / "swaps.json", machine() | out)
     if out["failures"] or out["mislabelled"]:
         raise SystemExit("calls failed or were mislabelled")
 

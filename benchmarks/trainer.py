@@ -24,7 +24,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -322,16 +321,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
-    parser.add_argument("--out", default="benchmarks/results/trainer.json")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/trainer.json")
     parser.add_argument("--serve", nargs=3, metavar=("SHAPE", "IMPLEMENTATION", "MODEL"))
     args = parser.parse_args()
     if args.serve:
         serve_steps(*args.serve, threads=args.threads)
         return
-    report: dict[str, Any] = {
-        "command": f"python -m benchmarks.trainer --threads {args.threads} --rounds {args.rounds}",
-        "machine": {"cpus": os.cpu_count(), "processor": platform.machine()},
-    }
+    from benchmarks.bench import RESULTS, machine, write_results
+
+    command = f"python -m benchmarks.trainer --threads {args.threads} --rounds {args.rounds}"
+    report: dict[str, Any] = {"command": command, **machine()}
     with tempfile.TemporaryDirectory() as folder:
         base = model_folder(Path(folder))
         for shape in args.shapes:
@@ -339,9 +338,7 @@ def main() -> None:
             report[shape] = compare(shape, measure(shape, base, args.threads, args.rounds))
             report[shape]["load"] = [load, round(os.getloadavg()[0], 2)]
             print(f"{shape:14} {report[shape]}", file=sys.stderr)
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.out).write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
+    write_results(args.out or RESULTS / "trainer.json", report)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Two gateways and three inference servers whose sampler agents have a disk each: swaps under calls, while a server is
-added and another one removed. `benchmarks.swaps` does the same with processes."""
+added and another one removed."""
 
 from __future__ import annotations
 
