@@ -144,8 +144,7 @@ def streams_page() -> str:
                 for s in streams.STREAMS
             ),
         ),
-        "The age of `ROLLOUTS` is `nats.rollouts_max_age_h`; the table shows the default. It is not lowered while the "
-        "judge or the store has an older event to read. Stream "
+        "The age of `ROLLOUTS` is `nats.rollouts_max_age_h`; the table shows the default. Stream "
         f"`{streams.DETECTED.name}` (`{streams.DETECTED.subjects[0]}`, {_days(streams.DETECTED.max_age_s)}, "
         f"{streams.DETECTED.share:.1%}; {streams.DETECTED.at_limit}) holds no events: {streams.DETECTED.purpose}.\n",
         f"Stream `{streams.TIMERS.name}` ({_names(streams.TIMERS.subjects)}) holds {streams.TIMERS.purpose} and has no "

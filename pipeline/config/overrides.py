@@ -47,7 +47,7 @@ def convert(tree: dict[str, Any], root: type[T], where: str = "") -> T:
     try:
         return msgspec.convert(tree, root)
     except msgspec.ValidationError as error:
-        raise ConfigError(_named(str(error), tree, root, where)) from error
+        raise ConfigError(_named(str(error), root, where)) from error
 
 
 def with_values(section: S, values: Mapping[str, Any]) -> S:
@@ -145,14 +145,13 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, node
 
 
-def _named(message: str, tree: Any, root: Any, where: str) -> str:
+def _named(message: str, root: Any, where: str) -> str:
     """Return msgspec's error `message` with the dotted key of the setting in front."""
     keys: list[str] = []
     if located := _AT.fullmatch(message):
         message = located[1]
-        keys = re.findall(r"\w+|\.\.\.", located[2])
-    while "..." in keys:
-        _name_value(keys, tree, root)
+        # msgspec does not say which value of a table it refuses.
+        keys = [key.replace("...", "<name>") for key in re.findall(r"\w+|\.\.\.", located[2])]
     section = [where] if where else []
     if unknown := _UNKNOWN.fullmatch(message):
         dotted = ".".join([*section, *keys, unknown[1]])
@@ -188,18 +187,3 @@ def _in_toml_words(message: str, dotted: str, kind: Any) -> str:
     )
     message = message.replace("`array`", f"list of tables (`[[{dotted}]]`)" if tables else "list", 1)
     return message.replace("`array`", "list").replace("`object`", "table").replace("`str`", "text")
-
-
-def _name_value(keys: list[str], tree: Any, root: Any) -> None:
-    """Replace `...` by a key: msgspec does not say which value of a table it refuses."""
-    at = keys.index("...")
-    table, kind = tree, _type_at(root, [*keys[:at], "value"])
-    for key in keys[:at]:
-        table = table[int(key)] if isinstance(table, list | tuple) else table[key]
-    for name, value in table.items():
-        try:
-            msgspec.convert(value, kind)
-        except msgspec.ValidationError:
-            keys[at] = str(name)
-            return
-    keys[at] = "(a value)"

@@ -7,8 +7,6 @@ nodes. Every service does this at its start, so several may do it at once.
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,7 +15,6 @@ from nats.js import api
 
 from pipeline import streams
 from pipeline.errors import BrokerError
-from pipeline.log.messages import Place
 from pipeline.log.retry import retry_while_unavailable
 from pipeline.log.stream_reader import StreamReader
 from pipeline.telemetry.logs import get_logger
@@ -38,14 +35,12 @@ async def provision(reader: StreamReader) -> None:
     not answer."""
 
     async def once() -> None:
-        specs = [
-            await _stream(reader, s) for s in streams.streams_with_ages(reader.config.rollouts_max_age_s)
-        ]
-        await _stream(reader, streams.DETECTED)
-        await _stream(reader, streams.TIMERS)
+        specs = streams.streams_with_ages(reader.config.rollouts_max_age_s)
+        for spec in (*specs, streams.DETECTED, streams.TIMERS):
+            await _stream(reader, spec)
         for consumer in streams.CONSUMERS:
             await _consumer(reader, consumer)
-        for bucket in streams.buckets(tuple(specs)):
+        for bucket in streams.buckets(specs):
             await _bucket(reader, bucket)
         for values in streams.KEY_VALUES:
             await _key_value(reader, values)
@@ -73,8 +68,8 @@ async def _explained(reader: StreamReader, call: Callable[[], Awaitable[None]]) 
         ) from error
 
 
-async def _stream(reader: StreamReader, spec: streams.StreamSpec) -> streams.StreamSpec:
-    """Create or update a stream. Returns it with the age limit that it has now."""
+async def _stream(reader: StreamReader, spec: streams.StreamSpec) -> None:
+    """Create or update a stream."""
     probed = spec not in (streams.DETECTED, streams.TIMERS)
     alive = (streams.alive_subject(spec.name),) if probed else ()
     wanted = api.StreamConfig(
@@ -97,13 +92,11 @@ async def _stream(reader: StreamReader, spec: streams.StreamSpec) -> streams.Str
         info = await reader.js.stream_info(spec.name)
     except nats.js.errors.NotFoundError:
         await reader.js.add_stream(wanted)
-        return spec
+        return
     if spec.share:
         wanted.max_bytes = _byte_limit(reader, spec.share, info)
-    wanted.max_age = await _age_limit(reader, spec, info)
     if _differ(info.config, wanted, _STREAM_FIELDS):
         await reader.js.update_stream(wanted)
-    return dataclasses.replace(spec, max_age_s=wanted.max_age)
 
 
 async def _consumer(reader: StreamReader, spec: streams.ConsumerSpec) -> None:
@@ -147,39 +140,6 @@ async def _bucket(reader: StreamReader, spec: streams.BucketSpec) -> None:
         if spec.max_age_s:
             config.duplicate_window = min(config.duplicate_window or spec.max_age_s, spec.max_age_s)
         await reader.js.update_stream(config)
-
-
-async def _age_limit(reader: StreamReader, spec: streams.StreamSpec, info: api.StreamInfo) -> float:
-    """Return the age limit of a stream that exists. It is not lowered while the judge or the store has an older event
-    to read: the server would delete that event at once."""
-    now_s = info.config.max_age or 0.0
-    if not spec.max_age_s or 0 < now_s <= spec.max_age_s:
-        return spec.max_age_s
-    for consumer in streams.CONSUMERS:
-        if consumer.stream != spec.name or consumer.start == "new":
-            continue
-        oldest = await oldest_unread(reader, consumer)
-        if oldest is not None and time.time() - oldest.at / 1e6 > spec.max_age_s:
-            log.error(
-                "the stream's events are kept longer than the settings say, until this consumer has read them",
-                stream=spec.name, consumer=consumer.name, wanted_h=spec.max_age_s / 3600, kept_h=now_s / 3600,
-            )  # fmt: skip
-            return now_s
-    return spec.max_age_s
-
-
-async def oldest_unread(reader: StreamReader, spec: streams.ConsumerSpec) -> Place | None:
-    """Return the place of the oldest event that a consumer has not acknowledged; `None` if there is none, or no such
-    consumer."""
-    try:
-        info = await reader.js.consumer_info(spec.stream, spec.name)
-    except nats.js.errors.NotFoundError:
-        return None
-    if not (info.num_pending or info.num_ack_pending):
-        return None
-    after = int(info.ack_floor.stream_seq) if info.ack_floor is not None else 0
-    oldest = await reader.leader_get(spec.stream, {"seq": after + 1, "next_by_subj": spec.subjects[0]})
-    return oldest.place if oldest is not None else None
 
 
 async def _key_value(reader: StreamReader, spec: streams.KeyValueSpec) -> None:

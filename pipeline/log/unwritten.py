@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import nats.js.errors
+
 from pipeline import streams
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
-from pipeline.log.provision import oldest_unread
+from pipeline.log.stream_reader import StreamReader
 
 
 @dataclass(frozen=True)
@@ -77,3 +79,17 @@ class UnwrittenEvents:
             "the history lacks them. Raise nats.rollouts_max_age_h or nats.max_bytes, and see why the store was behind"
         )
         return [Unwritten(spec.name, 1.0, detail)]
+
+
+async def oldest_unread(reader: StreamReader, spec: streams.ConsumerSpec) -> Place | None:
+    """Return the place of the oldest event that a consumer has not acknowledged; `None` if there is none, or no such
+    consumer."""
+    try:
+        info = await reader.js.consumer_info(spec.stream, spec.name)
+    except nats.js.errors.NotFoundError:
+        return None
+    if not (info.num_pending or info.num_ack_pending):
+        return None
+    after = int(info.ack_floor.stream_seq) if info.ack_floor is not None else 0
+    oldest = await reader.leader_get(spec.stream, {"seq": after + 1, "next_by_subj": spec.subjects[0]})
+    return oldest.place if oldest is not None else None

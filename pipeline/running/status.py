@@ -1,4 +1,4 @@
-"""`journeywork status`: processes, streams, lag, policy versions and alarms of a run, once."""
+"""`journeywork status`: processes, lag, policy versions and alarms of a run, once."""
 
 from __future__ import annotations
 
@@ -47,21 +47,14 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
         console.print_json(msgspec.json.encode(state).decode())
     else:
         _print(run_dir, state, console)
-    if "streams" not in state or any(s["state"] == "gone" for s in state["services"].values()):
+    if "lag" not in state or any(s["state"] == "gone" for s in state["services"].values()):
         raise SystemExit(1)
 
 
 async def read_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
-    """Return what the log tells: streams, lag, policy versions, alarms. Raises `BrokerError`."""
+    """Return what the log tells: lag, policy versions, alarms. Raises `BrokerError`."""
     nats = msgspec.structs.replace(nats, publish_deadline_s=min(nats.publish_deadline_s, 10.0))
     async with Broker.connect(nats, name="status", provision=False) as broker:
-        sizes = []
-        for spec in streams.STREAMS:
-            info = await broker.stream_info(spec.name)
-            probes = await broker.count_messages(spec.name, streams.alive_subject(spec.name))
-            sizes.append(
-                {"stream": spec.name, "messages": info.state.messages - probes, "bytes": info.state.bytes}
-            )
         lag = [
             {"consumer": c.name, "behind": await broker.lag(c.name, exact=True)} for c in streams.CONSUMERS
         ]
@@ -77,7 +70,6 @@ async def read_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
             if event.state == "raised":
                 raised[key] = event
         return {
-            "streams": sizes,
             "lag": lag,
             "policies": policies,
             # The store service's (docs/alarms.md). The supervisor's are in its state.
@@ -112,13 +104,9 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
         model = f" of {alarm['model']}" if alarm["model"] else ""
         text = with_code(f"{alarm['alarm']}{model}: {alarm['detail']}. {alarm['action']}".strip())
         console.print(Text("alarm ", "bold red"), text, sep="", soft_wrap=True)
-    if "streams" not in state:
+    if "lag" not in state:
         console.print(f"log: {state['log']}", soft_wrap=True)
         return
-    table = Table("stream", "messages", "bytes", box=None)
-    for row in state["streams"]:
-        table.add_row(row["stream"], f"{row['messages']:,}", f"{row['bytes']:,}")
-    console.print(table)
     table = Table("consumer", "behind", box=None)
     for row in state["lag"]:
         off = " (off)" if row["off"] else ""

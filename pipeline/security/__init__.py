@@ -5,5 +5,6 @@
 | `nkey` | Ed25519 keys of NATS: seeds in files, signatures, their verification |
 | `users` | the table of NATS users and their permissions |
 | `signing` | signatures of checkpoints |
+| `key_file` | the file of API keys |
 | `host_names` | the name in a `Host` header, and what is of the loopback interface |
 """

@@ -18,7 +18,6 @@ from pipeline.cli import OWN, SUBCOMMANDS, main
 from pipeline.config import NatsConfig, load
 from pipeline.events import AlarmChanged, CheckpointPublished
 from pipeline.log.broker import Broker, BrokerError
-from pipeline.streams import alive_subject
 
 
 def test_every_command_that_lives_elsewhere_has_its_module() -> None:
@@ -126,7 +125,6 @@ async def provision(config: NatsConfig) -> None:
                 "action": "Lower `it`.",
             }
             await broker.publish(AlarmChanged(project="p", **alarm))
-        await broker.js.publish(alive_subject("DEAD"), b"")
 
 
 def test_status_says_what_runs_what_waits_and_what_serves(
@@ -150,9 +148,6 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     assert said["policies"] == {"m": "m@3"}
     assert {row["consumer"]: row["behind"] for row in said["lag"]}["store-policy"] == 4
     assert not [row for row in said["lag"] if row["consumer"].startswith("telemetry")], "it is off"
-    assert {row["stream"]: row["messages"] for row in said["streams"]}["DEAD"] == 0, (
-        "a check of the log is no letter"
-    )
     assert [(a["alarm"], a["model"], a["detail"]) for a in said["raised"]] == [("kl_rise", "m", "it is far")]
     assert said["services"]["judge"]["state"] == "gone"
     state["services"]["judge"]["pid"] = os.getpid()  # type: ignore[index]

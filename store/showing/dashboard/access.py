@@ -11,15 +11,13 @@ import contextlib
 import hashlib
 import secrets
 import time
-import tomllib
-from datetime import UTC, datetime
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pipeline.config import Config, ConfigError, KeyConfig
+from pipeline.config import Config, ConfigError
 from pipeline.security.host_names import is_loopback, name_in_host
+from pipeline.security.key_file import checked, expires_at, read_keys
 from store.showing.dashboard.errors import PageError
 
 COOKIE = "journeywork_session"
@@ -39,35 +37,24 @@ HEADERS = {
 _OTHER_PAGE = "This request comes from another web page: use the dashboard's own pages."
 
 
-class _KeyFile(msgspec.Struct, frozen=True):
-    keys: tuple[KeyConfig, ...] = ()
-
-
 def _operator_keys(config: Config) -> set[str]:
     """Return the SHA-256 of the operator keys that open this run's pages now, from its settings and its file of keys.
 
-    Raises `ConfigError` if the file cannot be read, or if a key's `expires` is no date."""
+    Raises `ConfigError` if the file cannot be read, or if a key is none."""
     file = config.path(config.gateway.keys_file)
-    keys, now = config.gateway.keys, datetime.now(UTC)
+    keys = checked(config.gateway.keys)
     try:
         with contextlib.suppress(FileNotFoundError):
-            keys += msgspec.convert(tomllib.loads(file.read_text("utf-8")), _KeyFile).keys
-    except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+            keys += read_keys(file)
+    except OSError as error:
         raise ConfigError(f"{file}: {error}") from error
-    usable = set()
-    for key in keys:
-        try:
-            expires = datetime.fromisoformat(key.expires) if key.expires else datetime.max
-        except ValueError as error:
-            raise ConfigError(f"gateway.keys or {file}: key {key.name!r}: expires: {error}") from error
-        is_ours = not key.projects or config.project in key.projects
-        if (
-            key.role == "operator"
-            and is_ours
-            and now < (expires if expires.tzinfo else expires.replace(tzinfo=UTC))
-        ):
-            usable.add(key.sha256.lower())
-    return usable
+    return {
+        key.sha256.lower()
+        for key in keys
+        if key.role == "operator"
+        and (not key.projects or config.project in key.projects)
+        and time.time() < expires_at(key)
+    }
 
 
 class Access:

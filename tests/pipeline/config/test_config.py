@@ -70,7 +70,7 @@ from pipeline.config.checks import check
         ('models={name="x"}', "settings: models: expected list of tables (`[[models]]`), got table"),
         ("vllm.args=3", "settings: vllm.args: expected list, got `int`"),
         ("vllm.env=3", "settings: vllm.env: expected table, got `int`"),
-        ('vllm.env={"A": 1}', "settings: vllm.env.A: expected text, got `int`"),
+        ('vllm.env={"A": 1}', "settings: vllm.env.<name>: expected text, got `int`"),
     ],
 )
 def test_a_value_that_is_not_allowed_is_one_line_with_the_setting_and_what_is_allowed(

@@ -88,20 +88,3 @@ async def test_a_claimed_object_outlives_every_message_of_its_stream() -> None:
         age = ages[streams.claims_bucket(spec.name)]
         assert age > spec.max_age_s if spec.max_age_s else age == 0
     assert ages[streams.ADAPTERS_BUCKET] == 0
-
-
-async def test_a_lower_age_waits_for_the_events_that_the_store_has_not_read(nats_config: NatsConfig) -> None:
-    short = msgspec.structs.replace(nats_config, rollouts_max_age_h=0.2 / 3600)
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(exchange())
-        await anyio.sleep(0.3)
-        async with Broker.connect(short) as other:
-            info = await other.js.stream_info("ROLLOUTS")
-            assert (info.config.max_age, info.state.messages) == (2 * streams.DAY_S, 1)
-            claims = await other.js.stream_info("OBJ_CLAIMS_ROLLOUTS")
-            assert claims.config.max_age == 2 * streams.DAY_S + streams.CLAIM_MARGIN_S
-        async with broker.consume("store-rollouts") as messages:
-            (held,) = await messages.batch(1)
-            await held.ack(confirmed=True)
-        async with Broker.connect(short) as other:
-            assert (await other.js.stream_info("ROLLOUTS")).config.max_age == pytest.approx(0.2)
