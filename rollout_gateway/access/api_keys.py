@@ -9,19 +9,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import re
 import time
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import anyio.to_thread
-import msgspec
 
 from pipeline.config import ConfigError, GatewayConfig, KeyConfig
 from pipeline.security.host_names import is_loopback
+from pipeline.security.key_file import checked, expires_at, name_of, read_keys
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.errors import ApiError, invalid_key
 
@@ -30,37 +27,6 @@ log = get_logger("rollout_gateway.access.api_keys")
 _FILE_CHECK_S = 1.0
 _FileVersion = tuple[int, ...] | None
 """Modification time, size and inode of the file of keys. `None` if there is no file."""
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-class KeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file of keys: an array of tables with the settings of `gateway.keys`."""
-
-    keys: tuple[KeyConfig, ...] = ()
-
-
-def read_keys(path: Path) -> tuple[KeyConfig, ...]:
-    """Read a file of keys. Raises `ConfigError` if its content is invalid, `FileNotFoundError` if there is none."""
-    try:
-        return msgspec.convert(tomllib.loads(path.read_text("utf-8")), KeyFile).keys
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def name_of(key: KeyConfig) -> str:
-    """Return the key's name, or part of its hash if it has none."""
-    return key.name or f"key-{key.sha256[:12].lower()}"
-
-
-def expires_at(key: KeyConfig) -> float:
-    """Return when a key expires, in seconds since the Unix epoch, or infinity. Raises `ConfigError`."""
-    if not key.expires:
-        return math.inf
-    try:
-        moment = datetime.fromisoformat(key.expires)
-    except ValueError as error:
-        raise ConfigError(f"key {name_of(key)!r}: expires: {error}") from error
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +192,8 @@ class ApiKeys:
         now = time.monotonic()
         keys: dict[str, tuple[Access, float]] = {}
         accounts: dict[str, _Account] = {}
-        for key in (*self._settings, *from_file):
+        for key in (*checked(self._settings), *from_file):
             digest, name, expiry = key.sha256.lower(), name_of(key), expires_at(key)
-            if not _SHA256.fullmatch(digest):
-                raise ConfigError(f"key {name!r}: sha256 must be 64 hexadecimal digits")
             if key.projects and self._project not in key.projects:
                 continue
             models = frozenset(key.models)

@@ -28,7 +28,7 @@ from pipeline.config import ConfigError, GatewayConfig, KeyConfig
 from pipeline.files import write_whole
 from pipeline.names import InvalidNameError, check_name
 from pipeline.running.runs import find_run
-from rollout_gateway.access.api_keys import expires_at, name_of, read_keys
+from pipeline.security.key_file import expires_at, name_of, read_keys
 
 PREFIX = "jw-"
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}

@@ -12,8 +12,9 @@ import httpx
 import pytest
 
 from pipeline.config import ConfigError, GatewayConfig, KeyConfig
+from pipeline.security.key_file import read_keys
 from rollout_gateway.access import command as keys_cli
-from rollout_gateway.access.api_keys import ApiKeys, read_keys
+from rollout_gateway.access.api_keys import ApiKeys
 from rollout_gateway.http.errors import ApiError
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.kit import key_config
