@@ -196,7 +196,7 @@ class Learner:
         the batch can't be trained, or if the process died `MAX_ATTEMPTS` times while it computed the batch."""
         began, started_at = time.perf_counter(), now_us()
         places = [g.place for g in batch]  # before the computation: the intake may replace a group's place
-        settings = self._settings_for(request)
+        settings = self.settings_for(request)
         discarded, equal_groups = len(self.discarded_rewards), self.equal_groups
         result = self._compute(batch, settings, MAX_ATTEMPTS)
         self.checkpoints.clear_attempts()
@@ -248,7 +248,7 @@ class Learner:
     ) -> dict[TrainingGroup, str]:
         """Find out which groups of a batch that could not be trained are at fault: a step is computed over each alone
         and abandoned. Returns them with the reason. Blocks."""
-        settings = self._settings_for(request)
+        settings = self.settings_for(request)
         faults = {}
         for group in batch:
             try:
@@ -258,7 +258,7 @@ class Learner:
             self.checkpoints.clear_attempts(self._batch_id([group], settings))
         return faults
 
-    def _settings_for(self, request: TrainingBatch | None) -> TrainerConfig:
+    def settings_for(self, request: TrainingBatch | None) -> TrainerConfig:
         """The settings of a step. Raises `UntrainableError` if those that the request chose can't be used."""
         if request is None:
             return self.settings

@@ -16,6 +16,7 @@ from pipeline.log.subjects import subject_filter
 from pipeline.names import is_name
 from trainer.batches.groups import TrainingGroup
 from trainer.batches.histories import Histories
+from trainer.engine.state import UntrainableError
 from trainer.learner import Learner
 
 
@@ -63,6 +64,14 @@ class ModelQueue:
     @property
     def settings(self) -> TrainerConfig:
         return self.learner.settings
+
+    def settings_of(self, request: TrainingBatch | None) -> TrainerConfig:
+        """The settings of a step for `request`. Where those that it chose can't be used, they are the trainer's; its
+        step is refused then."""
+        try:
+            return self.learner.settings_for(request)
+        except UntrainableError:
+            return self.settings
 
     @property
     def finished(self) -> bool:

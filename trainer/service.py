@@ -181,7 +181,7 @@ class Trainer:
         if refusal is None:
             if place.seq > self._validated_to:
                 await self._record_validation(queue, [event])
-            refusal = group.refuse(queue.step, queue.settings)
+            refusal = group.refuse(queue.step, queue.settings_of(event.batch))
         if refusal is not None:
             await self._discard(queue, group, refusal)
             return
@@ -268,6 +268,7 @@ class Trainer:
     async def _refuse_untrainable(self, queue: ModelQueue, candidates: Sequence[TrainingGroup]) -> None:
         """Read the exchanges of groups of the batch, and take those out of it that can't train at the current step."""
         refusals = await queue.histories.read_all(candidates)
+        settings = queue.settings_of(queue.request)
         for group in candidates:
             if token := queue.learner.unknown_token(group.sequences or ()):
                 queue.batch.remove(group)
@@ -277,8 +278,8 @@ class Trainer:
                 continue
             refusal = (
                 refusals.get(group.place)
-                or group.refuse(queue.step, queue.settings)
-                or group.bound_staleness(queue.step, queue.settings)
+                or group.refuse(queue.step, settings)
+                or group.bound_staleness(queue.step, settings)
             )
             if refusal is not None:
                 await self._discard(queue, group, refusal)
@@ -288,7 +289,7 @@ class Trainer:
         """Discard the groups of incomplete requested batches that became too old. Their agent may have died before it
         completed the others."""
         for group in [group for batch in queue.incomplete() for group in batch.groups]:
-            if refusal := group.refuse(queue.step, queue.settings):
+            if refusal := group.refuse(queue.step, queue.settings_of(group.event.batch)):
                 await self._discard(queue, group, refusal)
 
     async def _end_incomplete_batches(self) -> None:

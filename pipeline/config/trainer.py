@@ -48,8 +48,9 @@ LOSS_OPTIONS = (
 class LossConfig(Section, frozen=True, kw_only=True):
     """The loss of a step. TRL computes it; docs/training.md explains the terms."""
 
-    type: LossType = "dapo"
-    """TRL's name of the loss."""
+    type: LossType | Literal["sft"] = "dapo"
+    """TRL's name of the loss. `sft`: supervised fine-tuning, the mean negative logprob of the trained tokens, weighted
+    with the trajectory's reward, whoever wrote them; of this table, only `weighting` has an effect then."""
     beta: Coefficient = 0.0
     """Weight of the KL divergence from the base model. 0: the divergence is reported and not trained on."""
     kl_unbiased: bool = True
@@ -206,7 +207,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     branch: str = "main"
     """Branch of the log to train from. `journeywork replay` and `rejudge` make branches. Training on another branch
     than `main` begins at the base model; its checkpoints are its own, and the gateway does not serve them."""
-    batch_settings: tuple[str, ...] = ("loss", "optimizer.learning_rate")
+    batch_settings: tuple[str, ...] = ("loss", "optimizer")
     """What a requested batch may choose for its own step, by names below `trainer`: single settings, or whole tables.
     It takes an operator's key."""
     lora: LoraConfig = LoraConfig()

@@ -75,14 +75,17 @@ class TrainingGroup:
         return trainable_members(self.event)
 
     def staleness_bound(self, config: TrainerConfig) -> int:
-        """How many steps ago a token may have been sampled. Offline groups have no bound."""
-        return sys.maxsize if self.event.offline else config.max_staleness
+        """How many steps ago a token may have been sampled. Offline groups have no bound, nor has supervised
+        fine-tuning."""
+        return sys.maxsize if self.event.offline or config.loss.type == "sft" else config.max_staleness
 
     def refuse(self, step: int, config: TrainerConfig) -> Refusal | None:
         """Why the group can't be trained at `step`, judged by its event alone."""
         members, bound = self.members, self.staleness_bound(config)
         if self.event.members and all(m.split == "val" for m in self.event.members):
             return Refusal("validation", "every member is a validation run")
+        if config.loss.type == "sft":
+            return None if members else Refusal("too_small", "no scored member is in the training split")
         if len(members) < 2:
             return Refusal(
                 "too_small", f"{len(members)} scored member(s) in the training split; at least 2 are needed"
@@ -133,10 +136,17 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
     """Every sequence of the batch with its scaled advantage, in the order of the groups.
 
     The advantage is the reward minus the mean reward of the group, divided as `trainer.loss.advantage_scaling` says,
-    then balanced and normalised by the settings after it."""
+    then balanced and normalised by the settings after it. With loss type `sft` it is the reward."""
     everything = [m.reward for g in groups for m in g.members]
     batch_std = float(np.std(everything, ddof=1)) if config.loss.advantage_scaling == "batch" else 0.0
     weights = _weights(groups, config)
+    if config.loss.type == "sft":
+        reward_of = {m.trajectory: m.reward for g in groups for m in g.members}
+        return [
+            Example(s, reward_of[s.trajectory], weights.get(s.trajectory, 1.0))
+            for g in groups
+            for s in g.sequences or ()
+        ]
     out = []
     for group in groups:
         rewards = np.array([m.reward for m in group.members], np.float64)

@@ -68,7 +68,7 @@ def grpo_config(config: TrainerConfig, output: Path, *, cpu: bool) -> GRPOConfig
         output_dir=str(output),
         use_cpu=cpu,
         seed=config.seed,
-        loss_type=config.loss.type,
+        loss_type="dapo" if config.loss.type == "sft" else config.loss.type,
         beta=0.0,  # set after construction by `CapturedGRPOTrainer`
         epsilon=config.loss.epsilon,
         epsilon_high=CISPO_EPSILON_HIGH if high is None and config.loss.type == "cispo" else high,
@@ -264,6 +264,13 @@ def inputs_of(
     return inputs
 
 
+def supervised_loss(inputs: dict[str, torch.Tensor], logprobs_SK: torch.Tensor) -> torch.Tensor:
+    """Return this pass's share of the mean negative logprob of the batch's trained tokens, weighted with the rewards
+    in `advantages`; in nats."""
+    weighted_SK = inputs["advantages"][:, None] * logprobs_SK * inputs["completion_mask"]
+    return -weighted_SK.sum() / inputs["num_items_in_batch"]
+
+
 def _advantages(examples: Sequence[Example], logprobs_SK: torch.Tensor) -> torch.Tensor:
     """Return the weighted advantages: of each sequence, [S], or of each token, [S, K], with a KL penalty."""
     dtype = torch.promote_types(logprobs_SK.dtype, torch.float32)
@@ -286,8 +293,8 @@ def micro_batch_share(
     """Return the weight of a micro-batch's loss, such that the weighted losses add up to the loss of the whole batch.
 
     Takes the number of sequences and trained tokens in the micro-batch and in the batch."""
-    if loss_type in ("dapo", "cispo", "vespo"):
-        return 1.0  # TRL divides these by the token count of the whole batch already
+    if loss_type in ("dapo", "cispo", "vespo", "sft"):
+        return 1.0  # TRL and `supervised_loss` divide these by the token count of the whole batch already
     if loss_type == "bnpo":
         return tokens / max(all_tokens, 1)
     return sequences / all_sequences

@@ -210,7 +210,7 @@ class Passes:
         shape = shape_of([e.sequence for e in inside])
         logprobs_SK, entropies_SK = self.model.logprobs(batch.layout, shape)
         reference_SK = None
-        if self.config.loss.beta != 0.0:
+        if self.config.loss.beta != 0.0 and self.config.loss.type != "sft":
             with torch.no_grad(), self.model.peft.disable_adapter():
                 reference_SK, _ = self.model.logprobs(batch.layout, shape, entropy=False)
         inputs = losses.inputs_of(
@@ -219,7 +219,10 @@ class Passes:
         own = sum(e.sequence.trained_tokens for e in inside)
         share = losses.micro_batch_share(self.config.loss.type, len(inside), len(examples), own, tokens)
         # The bonus is the mean over the batch's tokens, whatever the loss type averages over.
-        loss = self.trainer.loss(inputs, logprobs_SK, entropies_SK, own / tokens / share) * share
+        if self.config.loss.type == "sft":
+            loss = losses.supervised_loss(inputs, logprobs_SK)
+        else:
+            loss = self.trainer.loss(inputs, logprobs_SK, entropies_SK, own / tokens / share) * share
         loss.backward()
         result.loss += float(loss.detach())
         computed = logprobs_SK.detach().cpu().numpy()
