@@ -146,9 +146,8 @@ class Engine:
         if not whole:
             raise NothingFitsError(dropped, state.step + 1)
         examples, groups = [examples[i] for i in whole], [groups[i] for i in whole]
-        supervised = self.config.loss.type == "sft"
-        several_updates = len(list(updates_of(groups, self.config, state.step))) > 1 and not supervised
-        kl_penalty = 0.0 if supervised else self.config.loss.kl_penalty
+        several_updates = len(list(updates_of(groups, self.config, state.step))) > 1
+        kl_penalty = 0.0 if self.config.loss.type == "sft" else self.config.loss.kl_penalty
         if several_updates or kl_penalty:
             scored = run_within_memory(
                 passes.scores, examples, groups, passes.budget, passes.free, state.step + 1

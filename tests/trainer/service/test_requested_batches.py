@@ -6,6 +6,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeline import streams
@@ -136,3 +137,31 @@ async def test_a_batch_that_names_what_no_group_can_be_called_does_not_end_the_t
         await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=batch_request("b0", "", "x" * 600))
         (event,) = await steps_reach(broker, 1)
     assert event.groups == ("b0",)
+
+
+async def test_supervised_steps_between_steps_of_rl_are_one_lineage(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """Groups of one member with equal rewards, without logprobs, older than any step may be, in several updates."""
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_staleness=0)
+    names = ("d0", "d1", "d2")
+    chosen = {"loss.type": "sft", "optimizer.learning_rate": 0.05, "optimizer.minibatches": 3}
+    request = TrainingBatch(id="sft", groups=names, settings=json.dumps(chosen).encode())
+    async with Broker.connect(nats_config) as broker, running(config):
+        await kit.publish_group(broker, "rl0", [0.0, 1.0], seed=1)
+        await steps_reach(broker, 1)
+        for i, name in enumerate(names):
+            scored = kit.group(name, [1.0], batch=request)
+            (member,) = scored.members
+            for turn in kit.turns(member.trajectory, 50 + i):
+                await broker.publish(msgspec.structs.replace(turn, logprobs=b""))
+            await broker.publish(scored)
+        await steps_reach(broker, 2)
+        await kit.publish_group(broker, "rl1", [0.0, 1.0], seed=2, step=2)
+        events = await steps_reach(broker, 3)
+        await all_acked(broker)
+        assert not await discards(broker)
+    assert [e.groups for e in events] == [("rl0",), names, ("rl1",)]
+    assert [e.parent for e in events] == ["tiny@0", "tiny@1", "tiny@2"]
+    assert [e.metrics["updates"] for e in events] == [1, 3, 1]
+    assert [e.metrics["learning_rate"] for e in events] == [0.01, 0.05, 0.01]
