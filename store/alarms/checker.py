@@ -26,7 +26,7 @@ from pipeline.log.unwritten import Unwritten, UnwrittenEvents
 from pipeline.telemetry.logs import get_logger
 from store.alarms import reading
 from store.alarms.reading import Condition
-from store.alarms.table import ALARMS, by_name
+from store.alarms.table import ALARMS, BY_NAME
 from store.lake.lake import open_lake
 from store.lake.storage import StoreError
 from store.reading import sql
@@ -164,7 +164,7 @@ class Checker:
                 event = AlarmChanged(
                     project=met.project, alarm=met.alarm, state="raised", model=met.model, about=met.about,
                     value=met.value, threshold=met.threshold, detail=met.detail,
-                    action=by_name()[met.alarm].action, since=at, at=at,
+                    action=BY_NAME[met.alarm].action, since=at, at=at,
                 )  # fmt: skip
                 await self._publish(event)
         for key, event in list(self._raised.items()):

@@ -10,7 +10,6 @@ meets the condition. Its parameters are `$threshold` (the alarm's setting), `$no
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import dataclass
 
@@ -41,78 +40,59 @@ class Alarm:
     """The action to take."""
 
 
-ENTROPY_COLLAPSE = Alarm(
-    "entropy_collapse",
-    "Collapse of entropy",
-    "The policy's entropy has fallen to a small share of its initial value. The policy gives the same answers every "
-    "time, "
-    "so groups have no variance and nothing is trained.",
-    "alarms.entropy_share",
-    f"""{_NUMBERED_STEPS}
-SELECT project, model, '' AS about,
-  avg(metrics['entropy']) FILTER (from_last <= $steps) / avg(metrics['entropy']) FILTER (from_first <= $steps) AS value,
-  format('the entropy is {{:.0f}}% of that of the first steps', 100 * value) AS detail
-FROM steps GROUP BY ALL HAVING count(*) >= 2 * $steps AND value < $threshold""",
-    "Serve a version from before the fall (`journeywork policy promote`). Set `trainer.loss.entropy_coef`, raise "
-    "`trainer.loss.epsilon_high`, lower the learning rate, or sample at a higher temperature.",
-)
-
-KL_RISE = Alarm(
-    "kl_rise",
-    "Rise of KL",
-    "The policy is far from the base model. It may exploit the reward function instead of solving the task.",
-    "alarms.kl",
-    f"""{_NUMBERED_STEPS}
-SELECT project, model, '' AS about, avg(metrics['kl']) AS value,
-  format('the KL divergence from the base model is {{:.3g}} nats per token', value) AS detail
-FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING count(*) >= $steps AND value > $threshold""",
-    "Read some of the best runs (`journeywork group show`). If they exploit the reward, correct it and promote "
-    "an older version. Otherwise set `trainer.loss.beta`, lower the learning rate, or raise the threshold.",
-)
-
-SAMPLER_MISMATCH = Alarm(
-    "sampler_mismatch",
-    "Sampler mismatch",
-    "The inference server's logprobs differ from those that the trainer computes for the same tokens and version, or "
-    "the "
-    "trainer refused a step for this reason. The importance ratios are wrong.",
-    "alarms.logprob_diff",
-    f"""{_NUMBERED_STEPS}
-SELECT project, model, '' AS about,
-  max(greatest(metrics['sampler_logprob_diff'], metrics['on_policy_logprob_diff'])) AS value,
-  format('the logprobs of sampler and trainer differ by {{:.3g}} nats', value) AS detail
-FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING value > $threshold
-UNION ALL
-SELECT '', '', consumer, count(*), format('the trainer refused to train {{}} groups', count(*))
-FROM dead WHERE reason = 'sampler_mismatch' AND dead_at > $now - to_seconds($window_s) GROUP BY consumer""",
-    "Check that vLLM runs with `--logprobs-mode processed_logprobs`, with the base model and the dtype of the trainer, "
-    "and without a quantisation that the trainer does not use. `journeywork check-model` checks whether the trainer "
-    "computes the model correctly.",
-)
-
-JUDGE_DRIFT = Alarm(
-    "judge_drift",
-    "Judge drift",
-    "The judge no longer orders the anchor groups as their known rewards do.",
-    "judge.anchors.min_tau",
-    """SELECT project, '' AS model, ruler AS about, kendall_tau AS value,
-  coalesce(format('Kendall tau of the judge with the anchors is {:.2f}', kendall_tau), 'no anchor could be judged')
+ALARMS: tuple[Alarm, ...] = (
+    Alarm(
+        "log_full",
+        "Log or disk near its limit",
+        "A stream or bucket of the log is close to its byte limit, or the disk of the run directory is nearly full. "
+        "At the limit the log accepts no events, and model calls fail.",
+        "alarms.full_share",
+        """SELECT '' AS project, '' AS model, name AS about, bytes / "limit" AS value,
+  format('{} is {:.0f}% full ({:.1f} of {:.1f} GB)', name, 100 * value, bytes / 1e9, "limit" / 1e9) AS detail
+FROM fills WHERE bytes / "limit" >= CASE kind WHEN 'disk' THEN (1 + $threshold) / 2 ELSE $threshold END""",
+        "For a stream: raise `nats.max_bytes`, check whether the store is behind (`journeywork status`), or shorten "
+        "the retention. For the disk: free space, move `store.dir` to object storage, or set `store.keep_days`.",
+    ),
+    Alarm(
+        "dead_letters",
+        "Dead letters",
+        "A consumer could not process some events and skipped them.",
+        "alarms.dead_letters",
+        """SELECT '' AS project, '' AS model, consumer AS about, count(*) AS value,
+  format('{} dead letters of consumer {} ({})', count(*), consumer, string_agg(DISTINCT reason, ', ' ORDER BY reason))
     AS detail
-FROM group_measured WHERE kind = 'anchors'
-QUALIFY row_number() OVER (PARTITION BY project, ruler ORDER BY "at" DESC, log_seq DESC) = 1
-  AND (alarm OR kendall_tau IS NULL OR kendall_tau < $threshold)""",
-    "Find the anchors that it ranks wrongly (`journeywork judge eval`). If the provider changed the model, name an "
-    "exact "
-    "version in `judge.model`. Until it agrees again, stop the judge: groups wait on the log.",
+FROM dead WHERE dead_at > $now - to_seconds($window_s) GROUP BY consumer HAVING count(*) > $threshold""",
+        "`journeywork dead list` and `journeywork dead show` give the reason. Correct the cause, then `journeywork "
+        "dead retry` or `journeywork dead drop`. The alarm ends when the letters are older than `alarms.window_s`.",
+    ),
+    Alarm(
+        "replica_behind",
+        "Replica behind",
+        "An inference server has not loaded the newest version. Calls for it go to the other servers. If too few hold "
+        "it (`gateway.replicas.serving_share`), trajectories are sampled from an older policy.",
+        "alarms.behind_s",
+        """WITH newest AS (
+  SELECT project, model, max(step) AS step FROM checkpoints
+  WHERE branch = 'main' AND published_at < $now - to_seconds($threshold) GROUP BY ALL
+), held AS (
+  SELECT project, model, replica, max(step) AS step FROM adapters WHERE replica IS NOT NULL GROUP BY ALL
 )
-
-JUDGE_FAILING = Alarm(
-    "judge_failing",
-    "Judge fails",
-    "Most passes of the judge model gave no scores: its calls fail, or its replies can't be read. Groups wait, and "
-    "are discarded after `judge.retry_for_s`.",
-    "alarms.judge_failed_share",
-    """SELECT project, '' AS model, ruler AS about, sum(recent_failed) / sum(recent_passes) AS value,
+SELECT n.project, n.model, r.replica AS about, n.step - coalesce(h.step, 0) AS value,
+  format('{} serves {}@{} at most; {}@{} was published', r.replica, n.model, coalesce(h.step, 0), n.model, n.step)
+    AS detail
+FROM newest n CROSS JOIN replicas r LEFT JOIN held h
+  ON h.project = n.project AND h.model = n.model AND h.replica = r.replica
+WHERE n.step > coalesce(h.step, 0)""",
+        "Read the sampler agent's log (`logs/sampler.log`): the server is down, or it refused the adapter (rank, "
+        "`vllm.max_loras`, no effect on logprobs). `GET /v1/policies` names refused versions with the reason.",
+    ),
+    Alarm(
+        "judge_failing",
+        "Judge fails",
+        "Most passes of the judge model gave no scores: its calls fail, or its replies can't be read. Groups wait, "
+        "and are discarded after `judge.retry_for_s`.",
+        "alarms.judge_failed_share",
+        """SELECT project, '' AS model, ruler AS about, sum(recent_failed) / sum(recent_passes) AS value,
   format('{} of {} passes gave no scores; the last one: {}', sum(recent_failed)::BIGINT,
     sum(recent_passes)::BIGINT,
     CASE arg_max(failure, "at") FILTER (recent_failed > 0)
@@ -123,17 +103,16 @@ JUDGE_FAILING = Alarm(
       ELSE 'the call failed: no answer, or an error' END) AS detail
 FROM group_measured WHERE kind = 'groups' AND "at" > $now - INTERVAL 10 MINUTE
 GROUP BY ALL HAVING sum(recent_failed) >= 2 AND value >= $threshold""",
-    "`logs/judge.log` has the replies and errors. Failed calls: check `judge.model`, `judge.api_base`, the key "
-    "and the provider's limits. Unreadable: take a model that writes JSON, or set `judge.request.structured`. "
-    "Token limit: raise `judge.request.max_tokens`. Context: lower `judge.context_tokens`.",
-)
-
-NOTHING_TRAINS = Alarm(
-    "nothing_trains",
-    "Nothing trains",
-    "Runs complete, but every group is discarded because its runs have no reward. The policy stays as it is.",
-    "alarms.untrained_groups",
-    """WITH discarded AS (
+        "`logs/judge.log` has the replies and errors. Failed calls: check `judge.model`, `judge.api_base`, the key "
+        "and the provider's limits. Unreadable: take a model that writes JSON, or set `judge.request.structured`. "
+        "Token limit: raise `judge.request.max_tokens`. Context: lower `judge.context_tokens`.",
+    ),
+    Alarm(
+        "nothing_trains",
+        "Nothing trains",
+        "Runs complete, but every group is discarded because its runs have no reward. The policy stays as it is.",
+        "alarms.untrained_groups",
+        """WITH discarded AS (
   SELECT project, model, "group", reason, split_part(detail, ':', 1) AS detail FROM group_discarded
   WHERE "by" = 'judge' AND reason IN ('too_small', 'unscored') AND branch = 'main' AND split = 'train'
     AND "at" > $now - to_seconds($window_s)
@@ -145,31 +124,65 @@ SELECT project, model, '' AS about, count(DISTINCT "group") AS value,
   format('{} groups were discarded and none was scored; most often because {}', count(DISTINCT "group"), mode(detail))
     AS detail
 FROM discarded ANTI JOIN scored USING (project, model) GROUP BY ALL HAVING value >= $threshold""",
-    "Give the runs rewards: report `reward` when a run completes, name a judge model (`judge.model`), or compose "
-    "rewards (`[[judge.rewards]]`). If runs are alone in their groups, open several attempts at one task with the same "
-    "group id.",
+        "Give the runs rewards: report `reward` when a run completes, name a judge model (`judge.model`), or compose "
+        "rewards (`[[judge.rewards]]`). If runs are alone in their groups, open several attempts at one task with the "
+        "same group id.",
+    ),
+    Alarm(
+        "judge_drift",
+        "Judge drift",
+        "The judge no longer orders the anchor groups as their known rewards do.",
+        "judge.anchors.min_tau",
+        """SELECT project, '' AS model, ruler AS about, kendall_tau AS value,
+  coalesce(format('Kendall tau of the judge with the anchors is {:.2f}', kendall_tau), 'no anchor could be judged')
+    AS detail
+FROM group_measured WHERE kind = 'anchors'
+QUALIFY row_number() OVER (PARTITION BY project, ruler ORDER BY "at" DESC, log_seq DESC) = 1
+  AND (alarm OR kendall_tau IS NULL OR kendall_tau < $threshold)""",
+        "Find the anchors that it ranks wrongly (`journeywork judge eval`). If the provider changed the model, name "
+        "an exact version in `judge.model`. Until it agrees again, stop the judge: groups wait on the log.",
+    ),
+    Alarm(
+        "sampler_mismatch",
+        "Sampler mismatch",
+        "The inference server's logprobs differ from those that the trainer computes for the same tokens and version, "
+        "or the trainer refused a step for this reason. The importance ratios are wrong.",
+        "alarms.logprob_diff",
+        f"""{_NUMBERED_STEPS}
+SELECT project, model, '' AS about,
+  max(greatest(metrics['sampler_logprob_diff'], metrics['on_policy_logprob_diff'])) AS value,
+  format('the logprobs of sampler and trainer differ by {{:.3g}} nats', value) AS detail
+FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING value > $threshold
+UNION ALL
+SELECT '', '', consumer, count(*), format('the trainer refused to train {{}} groups', count(*))
+FROM dead WHERE reason = 'sampler_mismatch' AND dead_at > $now - to_seconds($window_s) GROUP BY consumer""",
+        "Check that vLLM runs with `--logprobs-mode processed_logprobs`, with the base model and the dtype of the "
+        "trainer, and without a quantisation that the trainer does not use. `journeywork check-model` checks whether "
+        "the trainer computes the model correctly.",
+    ),
+    Alarm(
+        "stale_discards",
+        "Staleness discards",
+        "Many groups are discarded because they are too many steps old when they could be trained. Sampling them was "
+        "wasted.",
+        "alarms.stale_share",
+        f"""WITH {_NEWEST_GROUPS}, stale AS (
+  SELECT DISTINCT project, model, group_id FROM groups
+  WHERE reason = 'stale' AND branch = 'main'
 )
-
-NO_VARIANCE = Alarm(
-    "no_variance",
-    "No variance",
-    "Nearly all groups have equal rewards and train nothing: tasks are too easy or too hard, or the reward does not "
-    "distinguish the attempts.",
-    "alarms.no_variance_share",
-    f"""WITH {_NEWEST_GROUPS}
-SELECT project, model, '' AS about, avg((NOT has_signal)::INTEGER) AS value,
-  format('{{:.0f}}% of the last {{}} groups have equal rewards', 100 * value, count(*)) AS detail
-FROM newest GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
-    'List these tasks: `journeywork sql "SELECT task, reward_mean, count(*) FROM groups WHERE NOT has_signal '
-    'GROUP BY ALL"`. Remove tasks that are always solved, add harder tasks or finer rewards, or end the training.',
-)
-
-STARVATION = Alarm(
-    "starvation",
-    "Starvation",
-    "Many long runs are discarded, so the policy is trained on short runs only.",
-    "alarms.starved_share",
-    """WITH ended AS (
+SELECT n.project, n.model, '' AS about, count(s.group_id) / count(*) AS value,
+  format('{{:.0f}}% of the last {{}} groups were too old to train', 100 * value, count(*)) AS detail
+FROM newest n LEFT JOIN stale s USING (project, model, group_id)
+GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
+        "Agents produce more groups than the trainer can train. Limit them (`gateway.max_groups_ahead`), train more "
+        "groups per step (`trainer.groups_per_step`), or raise `trainer.max_staleness`.",
+    ),
+    Alarm(
+        "starvation",
+        "Starvation",
+        "Many long runs are discarded, so the policy is trained on short runs only.",
+        "alarms.starved_share",
+        """WITH ended AS (
   SELECT project, model, trajectory, ntile(4) OVER (PARTITION BY project, model ORDER BY "at" - opened_at) AS quarter
   FROM rollout_completed WHERE "at" > $now - to_seconds($window_s) AND split = 'train'
 ), dropped AS (
@@ -183,107 +196,62 @@ STARVATION = Alarm(
 SELECT project, model, '' AS about, avg(is_dropped) AS value,
   format('{:.0f}% of the longest quarter of the runs were not trained', 100 * value) AS detail
 FROM counted GROUP BY ALL HAVING count(*) >= 8 AND value > $threshold""",
-    'The reasons are in `journeywork sql "SELECT reason, duration, count(*) FROM starvation GROUP BY ALL"`. Stale or '
-    "late: raise `trainer.max_staleness` or the judge's time limits, or let fewer runs start at once. Too large: see "
-    "`trainer.memory`.",
-)
-
-STALE_DISCARDS = Alarm(
-    "stale_discards",
-    "Staleness discards",
-    "Many groups are discarded because they are too many steps old when they could be trained. Sampling them was "
-    "wasted.",
-    "alarms.stale_share",
-    f"""WITH {_NEWEST_GROUPS}, stale AS (
-  SELECT DISTINCT project, model, group_id FROM groups
-  WHERE reason = 'stale' AND branch = 'main'
-)
-SELECT n.project, n.model, '' AS about, count(s.group_id) / count(*) AS value,
-  format('{{:.0f}}% of the last {{}} groups were too old to train', 100 * value, count(*)) AS detail
-FROM newest n LEFT JOIN stale s USING (project, model, group_id)
-GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
-    "Agents produce more groups than the trainer can train. Limit them (`gateway.max_groups_ahead`), train more "
-    "groups per step "
-    "(`trainer.groups_per_step`), or raise `trainer.max_staleness`.",
-)
-
-DEAD_LETTERS = Alarm(
-    "dead_letters",
-    "Dead letters",
-    "A consumer could not process some events and skipped them.",
-    "alarms.dead_letters",
-    """SELECT '' AS project, '' AS model, consumer AS about, count(*) AS value,
-  format('{} dead letters of consumer {} ({})', count(*), consumer, string_agg(DISTINCT reason, ', ' ORDER BY reason))
-    AS detail
-FROM dead WHERE dead_at > $now - to_seconds($window_s) GROUP BY consumer HAVING count(*) > $threshold""",
-    "`journeywork dead list` and `journeywork dead show` give the reason. Correct the cause, then `journeywork dead "
-    "retry` "
-    "or `journeywork dead drop`. The alarm ends when the letters are older than `alarms.window_s`.",
-)
-
-LOG_FULL = Alarm(
-    "log_full",
-    "Log or disk near its limit",
-    "A stream or bucket of the log is close to its byte limit, or the disk of the run directory is nearly full. At the "
-    "limit the log accepts no events, and model calls fail.",
-    "alarms.full_share",
-    """SELECT '' AS project, '' AS model, name AS about, bytes / "limit" AS value,
-  format('{} is {:.0f}% full ({:.1f} of {:.1f} GB)', name, 100 * value, bytes / 1e9, "limit" / 1e9) AS detail
-FROM fills WHERE bytes / "limit" >= CASE kind WHEN 'disk' THEN (1 + $threshold) / 2 ELSE $threshold END""",
-    "For a stream: raise `nats.max_bytes`, check whether the store is behind (`journeywork status`), or shorten the "
-    "retention. For the disk: free space, move `store.dir` to object storage, or set `store.keep_days`.",
-)
-
-STORE_BEHIND = Alarm(
-    "store_behind",
-    "Store behind",
-    "The store has not written events that the log will delete soon, or the log has deleted events that no store had "
-    "written. Deleted events are missing in the history.",
-    "alarms.unwritten_share",
-    """SELECT '' AS project, '' AS model, consumer AS about, max(share) AS value,
+        'The reasons are in `journeywork sql "SELECT reason, duration, count(*) FROM starvation GROUP BY ALL"`. Stale '
+        "or late: raise `trainer.max_staleness` or the judge's time limits, or let fewer runs start at once. "
+        "Too large: see `trainer.memory`.",
+    ),
+    Alarm(
+        "no_variance",
+        "No variance",
+        "Nearly all groups have equal rewards and train nothing: tasks are too easy or too hard, or the reward does "
+        "not distinguish the attempts.",
+        "alarms.no_variance_share",
+        f"""WITH {_NEWEST_GROUPS}
+SELECT project, model, '' AS about, avg((NOT has_signal)::INTEGER) AS value,
+  format('{{:.0f}}% of the last {{}} groups have equal rewards', 100 * value, count(*)) AS detail
+FROM newest GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
+        'List these tasks: `journeywork sql "SELECT task, reward_mean, count(*) FROM groups WHERE NOT has_signal '
+        'GROUP BY ALL"`. Remove tasks that are always solved, add harder tasks or finer rewards, or end the training.',
+    ),
+    Alarm(
+        "entropy_collapse",
+        "Collapse of entropy",
+        "The policy's entropy has fallen to a small share of its initial value. The policy gives the same answers "
+        "every time, so groups have no variance and nothing is trained.",
+        "alarms.entropy_share",
+        f"""{_NUMBERED_STEPS}
+SELECT project, model, '' AS about,
+  avg(metrics['entropy']) FILTER (from_last <= $steps) / avg(metrics['entropy']) FILTER (from_first <= $steps) AS value,
+  format('the entropy is {{:.0f}}% of that of the first steps', 100 * value) AS detail
+FROM steps GROUP BY ALL HAVING count(*) >= 2 * $steps AND value < $threshold""",
+        "Serve a version from before the fall (`journeywork policy promote`). Set `trainer.loss.entropy_coef`, raise "
+        "`trainer.loss.epsilon_high`, lower the learning rate, or sample at a higher temperature.",
+    ),
+    Alarm(
+        "kl_rise",
+        "Rise of KL",
+        "The policy is far from the base model. It may exploit the reward function instead of solving the task.",
+        "alarms.kl",
+        f"""{_NUMBERED_STEPS}
+SELECT project, model, '' AS about, avg(metrics['kl']) AS value,
+  format('the KL divergence from the base model is {{:.3g}} nats per token', value) AS detail
+FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING count(*) >= $steps AND value > $threshold""",
+        "Read some of the best runs (`journeywork group show`). If they exploit the reward, correct it and promote an "
+        "older version. Otherwise set `trainer.loss.beta`, lower the learning rate, or raise the threshold.",
+    ),
+    Alarm(
+        "store_behind",
+        "Store behind",
+        "The store has not written events that the log will delete soon, or the log has deleted events that no store "
+        "had written. Deleted events are missing in the history.",
+        "alarms.unwritten_share",
+        """SELECT '' AS project, '' AS model, consumer AS about, max(share) AS value,
   string_agg(detail, '; ' ORDER BY share DESC) AS detail
 FROM unwritten WHERE share >= $threshold GROUP BY consumer ORDER BY consumer""",
-    "Find out why the stores are slow (`logs/store.log`), and start another one with the same `store.dir`. "
-    "Until they "
-    "have caught up, raise `nats.rollouts_max_age_h`. An alarm about deleted events ends when the stores restart.",
-)
-
-REPLICA_BEHIND = Alarm(
-    "replica_behind",
-    "Replica behind",
-    "An inference server has not loaded the newest version. Calls for it go to the other servers. If too few hold it "
-    "(`gateway.replicas.serving_share`), trajectories are sampled from an older policy.",
-    "alarms.behind_s",
-    """WITH newest AS (
-  SELECT project, model, max(step) AS step FROM checkpoints
-  WHERE branch = 'main' AND published_at < $now - to_seconds($threshold) GROUP BY ALL
-), held AS (
-  SELECT project, model, replica, max(step) AS step FROM adapters WHERE replica IS NOT NULL GROUP BY ALL
-)
-SELECT n.project, n.model, r.replica AS about, n.step - coalesce(h.step, 0) AS value,
-  format('{} serves {}@{} at most; {}@{} was published', r.replica, n.model, coalesce(h.step, 0), n.model, n.step)
-    AS detail
-FROM newest n CROSS JOIN replicas r LEFT JOIN held h
-  ON h.project = n.project AND h.model = n.model AND h.replica = r.replica
-WHERE n.step > coalesce(h.step, 0)""",
-    "Read the sampler agent's log (`logs/sampler.log`): the server is down, or it refused the adapter (rank, "
-    "`vllm.max_loras`, no effect on logprobs). `GET /v1/policies` names refused versions with the reason.",
-)
-
-ALARMS: tuple[Alarm, ...] = (
-    LOG_FULL,
-    DEAD_LETTERS,
-    REPLICA_BEHIND,
-    JUDGE_FAILING,
-    NOTHING_TRAINS,
-    JUDGE_DRIFT,
-    SAMPLER_MISMATCH,
-    STALE_DISCARDS,
-    STARVATION,
-    NO_VARIANCE,
-    ENTROPY_COLLAPSE,
-    KL_RISE,
-    STORE_BEHIND,
+        "Find out why the stores are slow (`logs/store.log`), and start another one with the same `store.dir`. Until "
+        "they have caught up, raise `nats.rollouts_max_age_h`. An alarm about deleted events ends when the stores "
+        "restart.",
+    ),
 )
 """Causes before their consequences: the first one that is raised says what to do first."""
 
@@ -291,7 +259,4 @@ PARAMETER = re.compile(r"\$(\w+)")
 """A parameter in a query."""
 
 
-@functools.cache
-def by_name() -> dict[str, Alarm]:
-    """Every alarm by its name."""
-    return {alarm.name: alarm for alarm in ALARMS}
+BY_NAME = {alarm.name: alarm for alarm in ALARMS}

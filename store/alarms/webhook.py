@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,12 +15,12 @@ from pipeline.config import Config, ConfigError
 from pipeline.config.secrets import REFERENCE
 from pipeline.events import AlarmChanged
 from pipeline.telemetry.logs import get_logger
-from store.alarms.table import by_name
+from store.alarms.table import BY_NAME
 
 log = get_logger("store.alarms.webhook")
 
 _WAITING = 100
-"""Changes that wait at most; the oldest is dropped beyond it."""
+"""Changes that wait at most."""
 _TIMEOUT_S = 10.0
 _FIRST_S, _LONGEST_S = 0.5, 30.0
 
@@ -45,7 +44,7 @@ def webhook_url(config: Config) -> str:
 
 def message(config: Config, event: AlarmChanged) -> dict[str, str | float]:
     """What is posted for a change: names and figures, no content of runs, no key and no path."""
-    alarm = by_name().get(event.alarm)
+    alarm = BY_NAME.get(event.alarm)
     title = alarm.title if alarm else event.alarm
     subject = f"{title} of {event.model}" if event.model else title
     state = "raised" if event.state == "raised" else "over"
@@ -74,28 +73,22 @@ class Webhook:
     def __init__(self, config: Config) -> None:
         """Raises `ConfigError`."""
         self._config, self._url = config, webhook_url(config)
-        self._waiting: deque[AlarmChanged] = deque(maxlen=_WAITING)
-        self._came = anyio.Event()
+        self._into, self._waiting = anyio.create_memory_object_stream[AlarmChanged](_WAITING)
 
     def send(self, event: AlarmChanged) -> None:
         """Post `event` soon."""
-        if not self._url:
-            return
-        if len(self._waiting) == _WAITING:
-            log.warning("a change of an alarm is not posted: too many wait", alarm=self._waiting[0].alarm)
-        self._waiting.append(event)
-        self._came.set()
+        try:
+            if self._url:
+                self._into.send_nowait(event)
+        except anyio.WouldBlock:
+            log.warning("a change of an alarm is not posted: too many wait", alarm=event.alarm)
 
     async def run(self) -> None:
         """Post what `send` gives until cancelled."""
-        if not self._url:
-            return
-        async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
-            while True:
-                await self._came.wait()
-                self._came = anyio.Event()
-                while self._waiting:
-                    await self._post(client, self._waiting.popleft())
+        with self._into, self._waiting:
+            async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
+                async for event in self._waiting:
+                    await self._post(client, event)
 
     async def _post(self, client: httpx.AsyncClient, event: AlarmChanged) -> None:
         """Post one change; give up after `alarms.webhook_retry_s`, or at once where repeating can't help."""

@@ -7,7 +7,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import duckdb
@@ -28,14 +27,6 @@ _REMEMBERED = 128
 _PARAMETER = re.compile(r"\$(\w+)")
 
 
-@dataclass(frozen=True)
-class _Result:
-    rows: list[Row]
-    generation: int
-    """The state of the files that it was read from."""
-    stands_until: float
-
-
 class History:
     """The history of one run. Its methods block and may be called from any thread."""
 
@@ -47,8 +38,8 @@ class History:
         self._connection = duckdb.connect(
             config={"memory_limit": _MEMORY, "threads": "2", "temp_directory": self._spill.name}
         )
-        self._results: dict[tuple[str, str], _Result] = {}
-        self._generation = 0
+        self._results: dict[tuple[str, str], tuple[list[Row], float]] = {}
+        """By query and parameters, the rows and the time until which they are returned again."""
         self._lock = threading.Lock()
         self._one = threading.Lock()
         """Held by the query that runs. Three pages over a million runs at once would not fit into the memory. One after
@@ -85,29 +76,25 @@ class History:
         return next(iter(self.rows(query, parameters)), None)
 
     def shared_rows(self, query: str, parameters: Mapping[str, Any] | None = None) -> list[Row]:
-        """Run a query over much of the history as `rows` does, or return its last result if no file has appeared since
-        or if it was read not long ago for the time that it took. The rows must not be changed."""
-        self._refresh()
+        """Run a query over much of the history as `rows` does, or return its last result if it was read not long ago
+        for the time that it took. The rows must not be changed."""
         used = {name: (parameters or {})[name] for name in sorted(set(_PARAMETER.findall(query)))}
         key = query, repr(used)
-        known = self._results.get(key)
+        rows, stands_until = self._results.get(key, ([], 0.0))
         began = time.monotonic()
-        if known and (known.generation == self._generation or began < known.stands_until):
-            return known.rows
-        generation = self._generation
+        if began < stands_until:
+            return rows
         rows = self.rows(query, used)
         now = time.monotonic()
         with self._lock:
             self._results.pop(key, None)
             while len(self._results) >= _REMEMBERED:
                 del self._results[next(iter(self._results))]
-            self._results[key] = _Result(rows, generation, now + _REUSE * (now - began))
+            self._results[key] = rows, now + max(_REFRESH_S, _REUSE * (now - began))
         return rows
 
     def _refresh(self) -> None:
         with self._lock:
             if time.monotonic() - self._refreshed_at >= _REFRESH_S:
-                before = dict(self._shown)
                 sql.define_views(self._connection, self._lake, self._shown)
-                self._generation += before != self._shown
                 self._refreshed_at = time.monotonic()

@@ -31,20 +31,10 @@ _STEPS = """
     FROM checkpoints WHERE model = $model AND branch = $branch GROUP BY 1 ORDER BY 1
 """
 _STALENESS = """
-    WITH consumed AS (
-      SELECT step, "at", unnest(groups) AS group_id, unnest(group_seqs) AS seq FROM policy_checkpoint
-      WHERE model = $model AND branch = $branch
-    ), aged AS (
-      SELECT c.step, epoch_us(c."at" - g."at") / 1e6 AS wait_s,
-        [c.step - 1 - m.first_step FOR m IN g.members IF m.outcome = 'scored'] AS ages
-      FROM consumed c JOIN group_scored g
-        ON g."group" = c.group_id AND g.model = $model AND (c.seq IS NULL OR g.log_seq = c.seq)
-    )
-    SELECT step // $width * $width AS step, avg(list_avg(ages)) AS mean, max(list_max(ages)) AS highest,
+    SELECT step // $width * $width AS step, avg(staleness_max) AS mean, max(staleness_max) AS highest,
       avg(wait_s) AS wait_s
-    FROM aged GROUP BY 1 ORDER BY 1
+    FROM staleness WHERE model = $model AND branch = $branch GROUP BY 1 ORDER BY 1
 """
-"""By step: the mean over groups of their members' mean age, the highest age, and how long groups waited."""
 _SPAN = """
     SELECT epoch(min("at"))::BIGINT AS began, epoch(max("at"))::BIGINT AS ended FROM rollout_completed
     WHERE model = $model
@@ -179,10 +169,9 @@ def curves(history: History, query: Query) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def compare(side: tuple[History, str], other: tuple[History, str], query: Query) -> dict[str, Any]:
+def compare(*sides: tuple[History, str]) -> list[dict[str, Any]]:
     """The curves of two branches, of one run or of two."""
-    sides = [
-        {**curves(history, {**query, "branch": branch}), "run": str(history.config.run_dir)}
-        for history, branch in (side, other)
+    return [
+        {**curves(history, {"branch": branch}), "run": str(history.config.run_dir)}
+        for history, branch in sides
     ]
-    return {"sides": sides}

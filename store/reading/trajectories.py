@@ -123,11 +123,14 @@ def _untrained(history: History, call: Row) -> Untrained:
 
 def _sampling_defaults(history: History, model: str) -> Defaults:
     """What vLLM takes for settings that a request does not name, where the base model is a folder of this machine."""
-    for settings in history.config.models:
-        file = Path(settings.base) / "generation_config.json"
-        if settings.name == model and file.is_file():
-            return msgspec.json.decode(file.read_bytes(), type=Defaults, strict=False)
-    return NO_DEFAULTS
+    file = _file_of_base(history, model, "generation_config.json")
+    return msgspec.json.decode(file.read_bytes(), type=Defaults, strict=False) if file else NO_DEFAULTS
+
+
+def _file_of_base(history: History, model: str, name: str) -> Path | None:
+    """The path of a file of a model's base, if the base is a folder of this machine that has it."""
+    paths = (Path(settings.base) / name for settings in history.config.models if settings.name == model)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _tokens(call: Row, decode: Decode) -> list[Row]:
@@ -146,11 +149,8 @@ def _tokens(call: Row, decode: Decode) -> list[Row]:
 
 def _decoder(history: History, model: str) -> Decode:
     """A function from a token id to its text; `str` where the base model's tokenizer is not on this machine."""
-    for settings in history.config.models:
-        if settings.name == model:
-            path = Path(settings.base) / "tokenizer.json"
-            return _load_decoder(path, path.stat().st_mtime) if path.is_file() else str
-    return str
+    path = _file_of_base(history, model, "tokenizer.json")
+    return _load_decoder(path, path.stat().st_mtime) if path else str
 
 
 @functools.lru_cache(maxsize=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,22 +16,15 @@ def body(form: Mapping[str, str]) -> dict[str, Any]:
         what, _, trajectory = field.partition(":")
         if trajectory and what in given and text.strip():
             given[what][trajectory] = text.strip()
-    scores = {trajectory: _score(text) for trajectory, text in given["score"].items()}
-    if not scores:
-        raise PageError(400, "Give at least one trajectory a score from 0 to 1.")
+    try:
+        scores = {trajectory: float(text) for trajectory, text in given["score"].items()}
+    except ValueError as error:
+        raise PageError(400, f"A score is a number from 0 to 1: {error}.") from error
+    if not scores or not all(0 <= score <= 1 for score in scores.values()):
+        raise PageError(400, "Give at least one trajectory a score from 0 to 1, and none another one.")
     if stray := given["comment"].keys() - scores.keys():
         raise PageError(400, f"The comment on {min(stray)[:80]!r} needs a score beside it.")
     labels = [
         {"trajectory": t, "score": s, "comment": given["comment"].get(t, "")} for t, s in scores.items()
     ]
     return {"labels": labels, "by": form.get("by", "").strip(), "source": "dashboard"}
-
-
-def _score(text: str) -> float:
-    try:
-        score = float(text)
-    except ValueError:
-        score = math.nan
-    if not 0 <= score <= 1:
-        raise PageError(400, f"A score is a number from 0 to 1, not {text[:40]!r}.")
-    return score

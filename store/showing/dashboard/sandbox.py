@@ -47,16 +47,13 @@ class SandboxError(Exception):
 class Result(msgspec.Struct, frozen=True):
     """The answer to a query."""
 
-    columns: list[str]
-    types: list[str]
-    rows: list[list[Any]]
-    cut: bool
+    columns: list[str] = []
+    types: list[str] = []
+    rows: list[list[Any]] = []
+    cut: bool = False
     """Whether there were more rows than `ROWS`."""
-
-
-class _Reply(msgspec.Struct):
-    result: Result | None = None
     error: str = ""
+    """Why there is no answer."""
 
 
 def run(settings: Path, query: str, time_s: float = TIME_S) -> Result:
@@ -84,10 +81,10 @@ def run(settings: Path, query: str, time_s: float = TIME_S) -> Result:
         raise SandboxError(
             f"The query's process failed (exit {ended.returncode}). The dashboard's log has its output."
         )
-    reply = msgspec.json.decode(ended.stdout, type=_Reply)
-    if reply.result is None:
-        raise SandboxError(reply.error)
-    return reply.result
+    result = msgspec.json.decode(ended.stdout, type=Result)
+    if result.error:
+        raise SandboxError(result.error)
+    return result
 
 
 def _too_long(time_s: float) -> str:
@@ -159,10 +156,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(time_s) + 1, int(time_s) + 2))
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
     try:
-        reply = _Reply(answer(config, query, time_s))
+        result = answer(config, query, time_s)
     except (duckdb.Error, SandboxError, StoreError) as error:
-        reply = _Reply(error=str(error))
-    sys.stdout.buffer.write(msgspec.json.encode(reply, enc_hook=str))
+        result = Result(error=str(error))
+    sys.stdout.buffer.write(msgspec.json.encode(result))
 
 
 if __name__ == "__main__":

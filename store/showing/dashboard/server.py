@@ -215,11 +215,9 @@ class Dashboard:
                     )
                     for run, _ in sides
                 }  # fmt: skip
-                data = overview.compare(
-                    (histories[sides[0][0]], sides[0][1]), (histories[sides[1][0]], sides[1][1]), {}
-                )
+                shown = overview.compare(*((histories[run], branch) for run, branch in sides))
                 known = {run: overview.branches(history) for run, history in histories.items()}
-            return {**data, "runs": sorted(runs), "chosen": sides, "branches": known}
+            return {"sides": shown, "runs": sorted(runs), "chosen": sides, "branches": known}
 
         return await self._answer(request, "compare", load)
 

@@ -13,7 +13,7 @@ from pipeline.log.unwritten import Unwritten
 from store.alarms import ALARMS
 from store.alarms.docs import runnable
 from store.alarms.reading import Condition, evaluate, evaluate_all, measured_tables, threshold
-from store.alarms.table import by_name
+from store.alarms.table import BY_NAME
 from store.reading import sql
 from tests.store.alarms.kit import (
     REPLICA,
@@ -48,30 +48,30 @@ def found(
     (folder / "store").mkdir(exist_ok=True)
     with sql.connect(config) as connection:
         measured_tables(connection, config, fills, unwritten)
-        one = evaluate(connection, config, by_name()[name])
+        one = evaluate(connection, config, BY_NAME[name])
         assert one == [f for f in evaluate_all(connection, config) if f.alarm == name]
         return one
 
 
 def test_each_alarm_has_its_cases() -> None:
-    assert len(ALARMS) == len(by_name())
-    assert set(cases()) == set(by_name())
+    assert len(ALARMS) == len(BY_NAME)
+    assert set(cases()) == set(BY_NAME)
 
 
-@pytest.mark.parametrize("name", by_name())
+@pytest.mark.parametrize("name", BY_NAME)
 def test_an_alarm_holds_where_its_condition_does(name: str, tmp_path: Path) -> None:
     (one,) = found(tmp_path, name, cases()[name][0], (FULL,), (LATE,))
-    assert one.threshold == threshold(Config(), by_name()[name])
+    assert one.threshold == threshold(Config(), BY_NAME[name])
     assert one.detail
     assert one.value >= one.threshold or name in ("entropy_collapse", "judge_drift", "replica_behind")
 
 
-@pytest.mark.parametrize("name", by_name())
+@pytest.mark.parametrize("name", BY_NAME)
 def test_and_does_not_hold_elsewhere(name: str, tmp_path: Path) -> None:
     assert found(tmp_path, name, cases()[name][1], (ROOMY,), (SOON,)) == []
 
 
-@pytest.mark.parametrize("name", by_name())
+@pytest.mark.parametrize("name", BY_NAME)
 def test_an_empty_store_raises_nothing(name: str, tmp_path: Path) -> None:
     assert found(tmp_path, name, []) == []
 
@@ -131,12 +131,12 @@ def test_a_server_that_never_loaded_anything_is_behind(tmp_path: Path) -> None:
 # -- docs/alarms.md --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in by_name() if n not in ("log_full", "store_behind")])
+@pytest.mark.parametrize("name", [n for n in BY_NAME if n not in ("log_full", "store_behind")])
 def test_the_queries_of_the_page_run_as_they_are(name: str, tmp_path: Path) -> None:
     fill(
         tmp_path,
         cases()["dead_letters"][0] + cases()["sampler_mismatch"][0] + cases()["judge_drift"][0] + loads(1),
     )
     with sql.connect(tmp_path) as connection:
-        rows = connection.sql(runnable(by_name()[name])).fetchall()
+        rows = connection.sql(runnable(BY_NAME[name])).fetchall()
     assert bool(rows) == (name in ("dead_letters", "sampler_mismatch", "judge_drift", "replica_behind"))

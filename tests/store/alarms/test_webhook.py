@@ -22,15 +22,8 @@ from tests.store.kit import StoreProcess, publish, until_acked
 pytestmark = pytest.mark.anyio
 
 RAISED = AlarmChanged(
-    project="p",
-    alarm="kl_rise",
-    state="raised",
-    model="m",
-    value=9.0,
-    threshold=2.0,
-    detail="the KL is 9",
-    since=5,
-)
+    project="p", alarm="kl_rise", state="raised", model="m", value=9.0, threshold=2.0, detail="the KL is 9", since=5
+)  # fmt: skip
 
 
 class Receiver:
@@ -124,13 +117,6 @@ async def test_a_dead_webhook_disturbs_nothing(nats_config: NatsConfig, running_
         await publish(broker, letters(1, consumer="trainer"))
         await changes(broker, 2)
         await until_acked(broker)
-
-
-def test_many_changes_that_wait_are_bounded() -> None:
-    hook = Webhook(settings("http://127.0.0.1:9/"))
-    for _ in range(1000):
-        hook.send(RAISED)
-    assert len(hook._waiting) == webhook._WAITING
 
 
 def test_a_secret_of_the_address_stays_out_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:

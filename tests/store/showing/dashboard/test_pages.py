@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,10 +215,7 @@ def test_new_files_show_after_a_while_and_a_result_stands_until_then(run_dir: Pa
     assert first == [{"n": 2}]
     assert history.shared_rows(query) is first
     fill(run_dir, run_of_one_step()[:1])
-    history._refreshed_at, history._results[query, "{}"] = (
-        -10.0,
-        replace(history._results[query, "{}"], stands_until=0),
-    )
+    history._refreshed_at, history._results[query, "{}"] = -10.0, (first, 0.0)
     assert history.shared_rows(query) == [{"n": 3}]
     history.close()
 
