@@ -192,8 +192,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     the model. In every step, computed logprobs are compared with the recorded ones (the mean). Above the bound
     the step is not taken. Not set: 1e-3 for float32, 0.08 for bfloat16."""
     check_share: Share = 0.03
-    """Tokens of the passes that only check, as a share of the tokens that steps compute. Half of them compare tokens of
-    earlier versions with the recorded logprobs, in one of ten steps at least; half measure the KL divergence from the
+    """Tokens of the passes that only check, made in one of ten steps, as a share of the tokens that ten steps compute.
+    Half of them compare tokens of earlier versions with the recorded logprobs, half measure the KL divergence from the
     base model. Tokens of the current version are compared in training. 0: no such passes."""
     checkpoints: str = "checkpoints"
     """Folder of checkpoints under the run directory."""

@@ -5,14 +5,13 @@ are compared with the recorded ones (`on_policy_logprob_diff`). Two measurements
 computed again with the adapters of these versions, and compared with the recorded logprobs. The KL divergence from the
 base model needs the base model's logprobs.
 
-Each check may use half of `trainer.check_share` of the tokens that the step computes. Where that is not enough for one
-sequence, the check saves the tokens of up to `MAX_STEPS` steps for it. Tokens of earlier versions are compared in one
-of `MAX_STEPS` steps at least, if need be with one sequence for which the saved tokens do not suffice.
+Both are made in one of `EVERY` steps. Each may then use half of `trainer.check_share` of the tokens that so many steps
+compute, and at least one sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from trainer.batches.sequences import TokenSequence
 from trainer.engine.model import PolicyModel
 from trainer.engine.state import Logprobs, TrainState
 
-MAX_STEPS = 10
+EVERY = 10
 """A wrong version, mask or base model is found within this number of steps, whichever version's tokens show it."""
 
 Metrics = dict[str, float]
@@ -75,23 +74,14 @@ def sample(
     return drawn
 
 
-def sample_due(
-    candidates: Sequence[Candidate], step: Step, share: float, name: str, at_latest: float
-) -> list[Candidate]:
-    """Return the sample of a check in this step; empty if it has to save tokens for one sequence.
-
-    `share` is the check's share of the tokens of a step. After `at_latest` steps one sequence is drawn anyway."""
-    if not candidates or not share:
+def sample_due(candidates: Sequence[Candidate], step: Step, share: float) -> list[Candidate]:
+    """Return the sample of a check; empty in steps in which none is made. `share` is the check's share of the tokens
+    of a step."""
+    if not candidates or not share or step.state.step % EVERY != 1 % EVERY:  # step 0 has nothing to compare
         return []
-    saved_steps = step.state.unchecked_steps.get(name, MAX_STEPS)
-    limit = share * step.tokens
-    rng = np.random.default_rng([step.state.step, *name.encode()])
-    drawn = sample(candidates, limit * min(saved_steps, MAX_STEPS), step.packing, rng)
-    if not drawn:
-        shortest = min(candidates, key=lambda c: len(used_ids(c.sequence)))
-        if saved_steps >= at_latest or len(used_ids(shortest.sequence)) <= limit * saved_steps:
-            return [shortest]
-    return drawn
+    rng = np.random.default_rng(step.state.step)
+    shortest = min(candidates, key=lambda c: len(used_ids(c.sequence)))
+    return sample(candidates, share * step.tokens * EVERY, step.packing, rng) or [shortest]
 
 
 def batches_of(drawn: Sequence[Candidate], step: Step, budget: int) -> list[MicroBatch]:
@@ -120,7 +110,7 @@ def compare_earlier_versions(model: PolicyModel, step: Step, share: float, budge
         # Tokens of other versions, and tokens without a recorded logprob, stay in the sequence as context.
         if (part := _comparable(example.sequence, version)).loss_mask.any()
     ]
-    drawn = sample_due(candidates, step, share, "sampler", MAX_STEPS)
+    drawn = sample_due(candidates, step, share)
     differences: list[Logprobs] = []
     tokens = 0
     for version in sorted({c.tree[1] for c in drawn}):
@@ -154,7 +144,7 @@ def kl_to_base(model: PolicyModel, step: Step, share: float, budget: int) -> Met
     if model.config.loss.beta:
         return {}
     candidates = [Candidate(e.sequence, i, (step.groups[i], 0)) for i, e in enumerate(step.examples)]
-    drawn = sample_due(candidates, step, share, "kl", float("inf"))
+    drawn = sample_due(candidates, step, share)
     if not drawn:
         return {}
     batches = batches_of(drawn, step, budget)
@@ -165,10 +155,3 @@ def kl_to_base(model: PolicyModel, step: Step, share: float, budget: int) -> Met
         "kl": float((np.exp(differences) - differences - 1).mean()),
         "tokens_checked": float(sum(b.layout.tokens for b in batches)),
     }
-
-
-def saved_after(step: Step, metrics: Mapping[str, float]) -> dict[str, int]:
-    """Return `TrainState.unchecked_steps` after a step with these metrics."""
-    before = step.state.unchecked_steps
-    done = {"sampler": "sampler_logprob_diff" in metrics, "kl": "kl" in metrics}
-    return {name: 1 if done[name] else before.get(name, MAX_STEPS) + 1 for name in done}

@@ -114,22 +114,18 @@ class Engine:
         sampler's logprobs are not the trainer's."""
         self.model.set_threads()
         began = time.perf_counter()
-        budget = self.passes.budget
-        tokens_before = budget.tokens
         optimizer = PolicyOptimizer(self.model, state)
         update = self._update(state, optimizer, examples, groups)
-        metrics, unchecked_steps = self._measure(state, update)
+        metrics = self._measure(state, update)
         metrics["learning_rate"] = float(optimizer.scheduler.get_last_lr()[0])
         step, weights = state.step + 1, optimizer.weights
         history = {s: w for s, w in state.history.items() if s >= step - self.config.max_staleness - 1}
         history[step] = weights
         after = TrainState(
             step, weights, optimizer.adamw.state_dict(), history,
-            None if weights is optimizer.master else optimizer.master, unchecked_steps,
+            None if weights is optimizer.master else optimizer.master,
         )  # fmt: skip
         metrics |= self._speed(metrics, time.perf_counter() - began)
-        if budget.tokens == tokens_before and budget.record_success():
-            log.info("memory sufficed: the token budget of a pass grows", budget=budget.tokens)
         return StepResult(after, metrics, update.dropped)
 
     def _update(
@@ -200,8 +196,8 @@ class Engine:
             )  # fmt: skip
         return too_long
 
-    def _measure(self, state: TrainState, update: Update) -> tuple[dict[str, float], dict[str, int]]:
-        """Return the metrics of a step and its checks, and `TrainState.unchecked_steps` after it.
+    def _measure(self, state: TrainState, update: Update) -> dict[str, float]:
+        """Return the metrics of a step and its checks.
 
         Raises `SamplerMismatchError` where the sampler's logprobs are not the trainer's."""
         passes = self.passes
@@ -218,13 +214,12 @@ class Engine:
             result["tokens_checked"] = metrics["tokens_checked"] + result.get("tokens_checked", 0.0)
             metrics |= result
         self._require_sampler_logprobs(metrics, state.step)
-        metrics |= {
+        return metrics | {
             "grad_norm": float(np.mean(update.norms)),
             "updates": float(len(update.norms)),
             "sequences_dropped": float(len(update.dropped)),
             "tokens_dropped": float(sum(s.trained_tokens for s in update.dropped)),
         }
-        return metrics, checks.saved_after(step, metrics)
 
     def _speed(self, metrics: Mapping[str, float], compute_s: float) -> dict[str, float]:
         """Metrics of a step that computed for so many seconds."""

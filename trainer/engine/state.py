@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,9 +44,6 @@ class TrainState:
     """Published adapters of the newest steps by step, to recompute logprobs at the version that sampled."""
     master: Weights | None = None
     """The weights that the optimizer updates, if `weights` are rounded; `None` if both are the same."""
-    unchecked_steps: Mapping[str, int] = field(default_factory=dict)
-    """By the name of a check (`trainer.engine.checks`), the number of steps that it has saved tokens for. Not part of
-    a checkpoint: a check that is missing here is due."""
 
 
 @dataclass(frozen=True, eq=False)

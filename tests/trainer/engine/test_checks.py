@@ -34,6 +34,12 @@ def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 @pytest.fixture
+def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks are made in every step."""
+    monkeypatch.setattr(checks, "EVERY", 1)
+
+
+@pytest.fixture
 def configured(engine: Engine) -> Iterator[Configure]:
     """Set settings of the engine for one test."""
     before = engine.config
@@ -76,7 +82,7 @@ def test_checks_compute_at_most_their_share_of_the_tokens(
     for i in range(22):
         examples = sampled(engine, before if age else state, 30 * i, 24, max(0, state.step - age))
         with monkeypatch.context() as counting:
-            if i > 1:  # the first steps make checks that were due
+            if i > 1:
                 counting.setattr(PolicyModel, "logprobs", counted)
             before, state = state, engine.step(state, examples, [n // 8 for n in range(24)]).state
     assert 0 < tokens[False] <= 0.03 * tokens[True]
@@ -173,7 +179,7 @@ def test_a_planted_fault_is_found(
     assert ("at the earlier versions that sampled" if age else "of tokens sampled by this version") in refusal
     torch.testing.assert_close(state.weights, kept.weights, rtol=0, atol=0)
     torch.testing.assert_close(state.optimizer, kept.optimizer, rtol=0, atol=0)
-    assert (state.step, state.unchecked_steps) == (kept.step, kept.unchecked_steps)
+    assert state.step == kept.step
     monkeypatch.undo()
     assert step(False, 90).step == state.step + 1
 
@@ -194,6 +200,7 @@ def _sampled_before(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Examp
 _SAMPLED = sampled
 
 
+@pytest.mark.usefixtures("every_step")
 def test_recorded_logprobs_are_recomputed_at_the_version_that_sampled(engine: Engine) -> None:
     first, _, state = after(engine, 2)
     old, fresh = sampled(engine, first, 0, 6, 0), sampled(engine, state, 90, 6, 2)
@@ -205,9 +212,8 @@ def test_recorded_logprobs_are_recomputed_at_the_version_that_sampled(engine: En
     assert abs(metrics["ratio_max"] - 1) > 1e-3
 
 
-def test_a_sequence_of_several_versions_is_compared_at_each(engine: Engine, configured: Configure) -> None:
+def test_a_sequence_of_several_versions_is_compared_at_each(engine: Engine) -> None:
     """The tokens of other versions are context."""
-    configured({"check_share": 1.0})
     first, second, state = after(engine, 2)
     one, other = sampled_by(engine, first, "t", 5, 0), sampled_by(engine, second, "t", 5, 1)
     late = np.arange(len(one.ids)) >= len(one.ids) - 2  # the same tokens: only their logprobs differ
@@ -216,7 +222,9 @@ def test_a_sequence_of_several_versions_is_compared_at_each(engine: Engine, conf
         logprobs=np.where(late, other.logprobs, one.logprobs),
         steps=np.where(late, other.steps, one.steps),
     )
-    metrics = engine.step(state, [Example(mixed, 1.0)], [0]).metrics
+    state.step = 11  # a step in which the check is made
+    step = checks.Step(state, [Example(mixed, 1.0)], [0], [], "padded", 100.0)
+    metrics = checks.compare_earlier_versions(engine.model, step, 1.0, 1024)
     assert metrics["sampler_logprob_checked"] == 5
     assert metrics["sampler_logprob_diff_max"] < 1e-5
 
@@ -227,8 +235,7 @@ def test_the_kl_to_the_base_model_is_measured_without_a_kl_term_too(
     state = after(engine, 1)[-1]
     examples = batch(engine, state, seed=40)
     configured({"check_share": 1.0})
-    sampled_all = dataclasses.replace(state, unchecked_steps={})
-    measured = engine.step(sampled_all, examples, [0] * 6).metrics
+    measured = engine.step(state, examples, [0] * 6).metrics
     configured({"loss.beta": 1e-9})
     in_the_loss = engine.step(state, examples, [0] * 6).metrics
     assert measured["kl"] == pytest.approx(in_the_loss["kl"], rel=1e-4)
@@ -236,6 +243,7 @@ def test_the_kl_to_the_base_model_is_measured_without_a_kl_term_too(
     assert (measured["tokens_checked"], in_the_loss["tokens_checked"]) == (measured["tokens_forward"], 0)
 
 
+@pytest.mark.usefixtures("every_step")
 def test_tokens_recorded_under_a_wrong_version_fail_the_step(engine: Engine, configured: Configure) -> None:
     state = after(engine, 2)[-1]
     wrong = sampled(engine, state, 0, 4, 0)

@@ -15,7 +15,7 @@ from tests.trainer.kit import VOCAB, exactly, exchange
 from trainer.batches.groups import Example
 from trainer.batches.packing import Layout
 from trainer.batches.sequences import build
-from trainer.engine import budget
+from trainer.engine import budget, checks
 from trainer.engine.engine import Engine
 from trainer.engine.fitting import check_within_memory
 from trainer.engine.model import PolicyModel
@@ -111,23 +111,6 @@ def test_a_batch_of_which_no_sequence_fits_is_untrainable(
         engine.step(state, examples, [0] * 6)
 
 
-def test_the_budget_grows_again_after_good_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "GOOD_STEPS", 2)
-    engine.passes.budget = budget.Budget(1024)
-    state = engine.initial_state()
-    examples = batch(engine, state)
-    with monkeypatch.context() as scarce:
-        with_room_for(engine, 60, scarce)
-        engine.step(state, examples, [0] * 6)
-    found = [engine.passes.budget.tokens]
-    assert found[0] < 66
-    for _ in range(12):
-        engine.step(state, examples, [0] * 6)
-        found.append(engine.passes.budget.tokens)
-    assert found[-1] == 1024
-    assert found == sorted(found)
-
-
 def test_a_check_that_does_not_fit_is_skipped_and_reported(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,6 +124,7 @@ def test_a_check_that_does_not_fit_is_skipped_and_reported(
     state = engine.initial_state()
     examples = batch(engine, state)
     monkeypatch.setattr(PolicyModel, "logprobs", checks_fail)
+    monkeypatch.setattr(checks, "EVERY", 1)
     engine.configure(msgspec.structs.replace(engine.config, check_share=1.0))
     metrics = engine.step(state, examples, [0] * 6).metrics
     assert metrics["checks_left_out"] == 1
