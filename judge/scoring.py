@@ -33,7 +33,7 @@ from pipeline.events.types import MAX_NUMBER
 
 AGENT = "agent"
 """Judge model in verdicts that pass agents' rewards through."""
-PROMPT_VERSION = 5
+PROMPT_VERSION = 6
 """Part of the judge configuration's hash. Raise it when the prompt or the parsing of replies changes."""
 DiscardReason = Literal["too_small", "late", "unscored"]
 

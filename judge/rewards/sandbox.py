@@ -65,7 +65,6 @@ class _WorkerMessage(msgspec.Struct):
     n: int
     answer: str
     printed: str = ""
-    last: bool = False
 
 
 class RewardFunction:
@@ -121,8 +120,6 @@ class RewardFunction:
                 assert process.stdin is not None
                 await process.stdin.send(b"%d\n%b\n" % (self._calls, msgspec.json.encode(trajectory)))
                 message = await self._receive(self._calls)
-            if message.last:
-                await self._stop()
         if message.printed:
             log.info("reward function printed", entry=entry, text=message.printed)
         try:
@@ -168,7 +165,7 @@ class RewardFunction:
         path = sandbox_view.search_path()
         names = ("entry", "memory_mb", "processes", "timeout_s")
         settings = {name: getattr(self._config, name) for name in names}
-        settings |= {"path": path, "start_s": _START_S, "sandboxed": self._sandboxed}
+        settings |= {"path": path, "sandboxed": self._sandboxed}
         # -I: environment and working directory do not affect what the worker itself imports.
         argv = [sys.executable, "-I", "-u", _WORKER, msgspec.json.encode(settings).decode()]
         if not self._sandboxed:
@@ -201,10 +198,9 @@ class RewardFunction:
         self._answers = BufferedByteReceiveStream(self._process.stdout)
         async with self._ended_on_failure("did not start; see the judge's log", _START_S):
             started = await self._receive(0)
-        if started.last:
+        if (why := msgspec.json.decode(started.answer).get("error")) is not None:
             await self._stop()
-            why = msgspec.json.decode(started.answer).get("error")
-            raise RewardImportError(f"{entry} cannot be imported: {why}\n{started.printed}".strip())
+            raise RewardImportError(f"{entry} cannot be imported: {why}")
         return self._process
 
     async def _stop(self) -> None:

@@ -1,4 +1,5 @@
-"""The filter for system calls of a sandboxed reward function: it can make no socket and connect none.
+"""The filter for system calls of a sandboxed reward function: it can make no socket, connect none, and make no System V
+shared memory, which would outlive its call.
 
 A network namespace alone does not keep a function from a Unix socket whose path it can see, such as one in a folder of
 `judge.rewards.readable`. A pair of connected sockets (`socketpair`, which asyncio uses) stays possible if it is a
@@ -21,24 +22,26 @@ _X32 = 0x40000000
 """Numbers from here on are calls of another ABI, which the filter would not recognise."""
 _TYPE_MASK, _STREAM, _SEQPACKET = 0xF, 1, 5
 _IO_URING_SETUP = 425
-_NUMBERS = {"x86_64": (0xC000003E, 41, 42, 53), "aarch64": (0xC00000B7, 198, 203, 199)}
-"""By machine: the audit code of its architecture, and the numbers of `socket`, `connect` and `socketpair`."""
+_NUMBERS = {"x86_64": (0xC000003E, 41, 42, 53, 29), "aarch64": (0xC00000B7, 198, 203, 199, 194)}
+"""By machine: the audit code of its architecture, and the numbers of `socket`, `connect`, `socketpair` and
+`shmget`."""
 
 
 def program(machine: str = "") -> bytes:
     """Return the filter for a kind of machine, the present one by default; empty for one that is not known."""
     if (known := _NUMBERS.get(machine or platform.machine())) is None:
         return b""
-    architecture, socket, connect, socketpair = known
+    architecture, socket, connect, socketpair, shmget = known
     # Each instruction: operation, jumps if true and if false (in instructions to skip), operand.
     instructions = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
-        (_IF_EQUAL, 0, 10, architecture),
+        (_IF_EQUAL, 0, 11, architecture),
         (_LOAD, 0, 0, _NUMBER_AT),
-        (_IF_AT_LEAST, 8, 0, _X32),
-        (_IF_EQUAL, 7, 0, socket),
-        (_IF_EQUAL, 6, 0, connect),
-        (_IF_EQUAL, 5, 0, _IO_URING_SETUP),
+        (_IF_AT_LEAST, 9, 0, _X32),
+        (_IF_EQUAL, 8, 0, socket),
+        (_IF_EQUAL, 7, 0, connect),
+        (_IF_EQUAL, 6, 0, _IO_URING_SETUP),
+        (_IF_EQUAL, 5, 0, shmget),
         (_IF_EQUAL, 0, 5, socketpair),
         (_LOAD, 0, 0, _SOCKET_TYPE_AT),
         (_AND, 0, 0, _TYPE_MASK),

@@ -6,7 +6,7 @@
 | `transcripts`, `conversations` | what the judge reads of a trajectory: everything that trains |
 | `layout`, `budget`, `prompt` | how it is asked: common text once, cut only if it has to be, all of it between nonce
 lines |
-| `replies`, `lenient_json` | how its replies are parsed |
+| `replies` | how its replies are parsed |
 | `aggregation` | one score per trajectory from several judge passes, without the effect of positions |
 | `rubrics` | what a judge looks for: files, identified by their hash |
 """

@@ -20,13 +20,12 @@ Every step takes time linear in the length of the reply.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from judge.ruler.lenient_json import Document, Object, scan_documents
+from typing import Any, Literal, NamedTuple
 
 MAX_CHARACTERS = 1_000_000
 """Characters of a reply that are read."""
@@ -53,6 +52,7 @@ _NUMBER = re.compile(
 )
 _NAME = re.compile(rf"[\W_]*+(?:{_LABEL}[\W_]++)*+([a-z0-9]++)[\W_]*+", re.I)
 _BRACKET = re.compile(r"[][{}]")
+_OPENING = re.compile(r"[{\[]")
 _NOT_A_WORD = re.compile(r"[^\w.%/]++")
 _ID_KEYS = ("id", "trajectory_id", "attempt_id", "trajectory", "attempt", "name")
 _SCORES = ("score", "rating", "grade", "value", "reward")
@@ -62,6 +62,21 @@ _MAX_LINE = 2_000
 _MAX_NAME = 100
 _MAX_NUMBER = 64
 _MAX_EXPLANATION = 2_000
+
+
+class Object(list[tuple[str, Any]]):
+    """A JSON object as a list of its members, so that duplicate keys are kept."""
+
+
+class Document(NamedTuple):
+    """One outermost JSON object or list, and its span in the text."""
+
+    value: Any
+    start: int
+    end: int
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=Object, parse_int=float, strict=False)
 
 
 class UnreadableReplyError(Exception):
@@ -100,7 +115,10 @@ def parse_scores(reply: str, ids: Collection[str], evidence: str = "") -> Parsed
     Raises `UnreadableReplyError` unless the reply gives each id one score."""
     text = _without_thinking(reply[:MAX_CHARACTERS])
     known = {i.lower(): i for i in ids}
-    statements = _in_documents(text, known) or _in_prose(text, known, evidence)
+    try:
+        statements = _in_documents(text, known) or _in_prose(text, known, evidence)
+    except RecursionError as error:
+        raise UnreadableReplyError("its JSON is nested too deeply") from error
     found: dict[str, _Statement] = {}
     for statement in statements:
         if statement.id is None:
@@ -132,10 +150,28 @@ def _without_thinking(reply: str) -> str:
 # -- documents -----------------------------------------------------------------------------------------------------
 
 
+def _scan_documents(text: str) -> Iterator[Document]:
+    """Yield every outermost object and list in `text` in order, without broken ones.
+
+    After a mistake the scan goes on at the mistake, never before it: what breaks a document makes the whole of it
+    unreadable, and the work is linear in the length of the text."""
+    position = 0
+    while (opening := _OPENING.search(text, position)) is not None:
+        start = opening.start()
+        try:
+            value, position = _JSON.raw_decode(text, start)
+        except json.JSONDecodeError as error:
+            if error.msg.startswith("Unterminated string"):
+                return  # it holds the rest of the text
+            position = max(error.pos, start + 1)
+        else:
+            yield Document(value, start, position)
+
+
 def _in_documents(text: str, ids: Ids) -> list[_Statement]:
     """Return the statements in JSON, which has to name every id, and those of the lines beside it. Empty without JSON
     that names an id."""
-    documents = list(scan_documents(text))
+    documents = list(_scan_documents(text))
     entries: list[Document] = []
     statements: list[_Statement] = []
     for document in documents:

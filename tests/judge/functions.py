@@ -181,7 +181,8 @@ def seizes(_: dict[str, Any]) -> float:
 
 def kills(trajectory: dict[str, Any]) -> float:
     if trajectory["id"] == "bad":
-        os.kill(-1, signal.SIGKILL)  # all but the caller
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # all but the caller
         os.kill(os.getpid(), signal.SIGKILL)
     return 0.5
 

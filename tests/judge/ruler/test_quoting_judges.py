@@ -56,8 +56,6 @@ FORMS: dict[str, Callable[[Entries], str]] = {
     "own key": wrapped("[", rows('{"id": "I", "explanation": "Q", "points": S}', ", "), "]"),
     "one object a line": rows(ENTRY, "\n"),
     "indented objects": rows(LINES, "\n\n"),
-    "Python": wrapped("[", rows("{'id': 'I', 'explanation': 'Q', 'score': S}", ", "), "]"),
-    "bare keys": wrapped("[", rows("{id: 'I', explanation: \"Q\", score: S}", ",\n"), "]"),
     "YAML": rows("- id: I\n  explanation: Q\n  score: S\n"),
     "headings": rows("### I\nIt ends with:\n> Q\n\nScore: S\n\n"),
     "headings, quotation last": rows("### I\nScore: S\nIt ends with: Q\n"),

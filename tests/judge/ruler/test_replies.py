@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from judge.ruler import lenient_json, replies
+from judge.ruler import replies
 from judge.ruler.replies import MAX_CHARACTERS, UnreadableReplyError, parse_scores
 from tests.judge.kit import Model, ruler, transcript
 from tests.kits.scoring_server import Scorer, blocks
@@ -49,7 +49,6 @@ SHAPES: list[Callable[[list[dict[str, object]]], str]] = [
     lambda said: json.dumps({"r": [{"trajectory_id": e["id"], "rating": e["score"], "rationale": "y"} for e in said]}),
     lambda said: json.dumps({"scores": [{"ID": str(e["id"]).upper(), "Score": e["score"]} for e in said]}),
     lambda said: json.dumps({"a": {"b": said}}),
-    lambda said: json.dumps({"scores": said})[:-2] + ",]}",
 ]  # fmt: skip
 WRAPS = [
     "%s", "```json\n%s\n```", "```\n%s\n```", "Here is {my} verdict [as asked]:\n\n%s\n\nI hope that helps!",
@@ -83,12 +82,7 @@ OTHER_FORMS = [
     f"{ASKED_FOR}\n\nabc101: 3 mistakes\ndef202: 7 mistakes",
     f"{ASKED_FOR}\n\nFinal scores:\n{LINES}",
     "\n".join(f"{n}. {i}: {s}" for n, (i, s) in enumerate(TRUTH.items(), 1)),
-    str({"scores": [{"id": i, "score": s, "explanation": None} for i, s in TRUTH.items()]}),
-    "{" + ", ".join(f"{i}: {s}" for i, s in TRUTH.items()) + "}",
-    json.dumps(ENTRIES).replace("}, {", "} {"),
     json.dumps([{"id": i, "explanation": "A\nB", "score": s} for i, s in TRUTH.items()]).replace("\\n", "\n"),
-    '[{"id": "abc101", "score": 9/10}, {"id": "def202", "score": 10%}, {"id": "ghj303", "score": 0.55,}, '
-    r"""{"id": "kmn404", "explanation": "said \(x\) and it\'s", "score": 0.3}]""",
 ]
 READABLE = WELL_FORMED + PROSE + OTHER_FORMS
 
@@ -110,6 +104,10 @@ UNREADABLE = [
     *(replaced(score=bad) for bad in [None, "high", True, [], {}, "0.5.1", "NaN", "", "1e999", "7/0", "--1", [0.3]]),
     *(replaced(id=other) for other in ["zzz999", "kmn4041", "", "1", "trajectory", "xkmn404", 7, None, IDS[2]]),
     *(replaced().replace("0.3", bad) for bad in ["NaN", "Infinity", "-Infinity", "1e9999", "0.2, \"score\": 0.9"]),
+    str({"scores": ENTRIES}),  # as Python writes it
+    "{" + ", ".join(f"{i}: {s}" for i, s in TRUTH.items()) + "}",
+    ASKED_FOR[:-2] + ",]}",
+    ASKED_FOR.replace("0.3}", "3/10}"),
     replaced(draft_score=0.5),
     replaced(rank=1),
     replaced(trajectory_id=IDS[0]),
@@ -170,12 +168,7 @@ ATOMS = [
     "<think>", "</think>", "trajectory ", '{"id":"abc101","score":0.1}', '{"id":"abc101","score":0.1},\n', '{"abc101":',
     "score: ", "final ", "abc101: 0.5\n", "é", "### abc101\nscore: 0.4\n",
 ]  # fmt: skip
-PATTERNS = [
-    (module, name, value)
-    for module in (lenient_json, replies)
-    for name, value in vars(module).items()
-    if isinstance(value, re.Pattern)
-]
+PATTERNS = [(replies, name, value) for name, value in vars(replies).items() if isinstance(value, re.Pattern)]
 
 
 class Counting:
