@@ -85,7 +85,7 @@ def _call(function: Any, trajectory: bytes, answers: int, printed: int) -> NoRet
         answer = _error(f"{type(error).__name__}: {error}")
     with suppress(BaseException):
         sys.stdout.flush()
-    with open(answers, "wb", buffering=0) as channel:  # noqa: PTH123 - a descriptor
+    with open(answers, "wb", buffering=0) as channel:
         channel.write(answer.encode() + b"\n")
     os._exit(0)
 

@@ -91,7 +91,6 @@ def test_the_clip_acts_from_the_second_update_on(engine: Engine, configured: Any
         "ratio_max",
         "kl_sampler",
         "on_policy_logprob_diff_max",
-        "kl",
         "tokens",
         "sequences",
     ):
