@@ -33,9 +33,10 @@ from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.capture.registry import Registry
 from tests.judge.matrix import expected_groups
 from tests.kits.crash.agents import SEED
-from tests.kits.crash.fork_server import quick_consumers
+from tests.kits.crash.fork_server import ACK_WAIT_S
 from tests.kits.crash.matrix import run_matrix, server_users, settings, violations
 from tests.kits.log import read_stream
+from tests.kits.quick_service import quick_consumers
 from tests.nats_cluster import NatsCluster, copied, leader_of
 from tests.pipeline.log.test_broker import completed, exchange
 from tests.pipeline.log.test_undecodable import checkpoint
@@ -330,7 +331,7 @@ async def test_services_and_nodes_die_and_nothing_is_lost_or_doubled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The crash matrix on three nodes; no service exits by itself."""
-    monkeypatch.setattr(streams, "CONSUMERS", quick_consumers())
+    monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(ACK_WAIT_S, endless=True))
     kills, cluster = KILLS or FEW_KILLS, guarded_cluster
     config = settings(cluster_config(cluster), tiny_base, tmp_path)
 

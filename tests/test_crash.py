@@ -16,8 +16,9 @@ from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker, BrokerUnavailableError
 from tests.conftest import NatsServer
 from tests.kits.crash.agents import SEED
-from tests.kits.crash.fork_server import SERVICES, quick_consumers
+from tests.kits.crash.fork_server import ACK_WAIT_S, SERVICES
 from tests.kits.crash.matrix import points_of, run_matrix, server_users, settings, violations
+from tests.kits.quick_service import quick_consumers
 from tests.trainer import kit
 
 pytestmark = pytest.mark.anyio
@@ -36,7 +37,7 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> str:
 async def test_over_200_crash_schedules_of_all_services(
     start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "CONSUMERS", quick_consumers())
+    monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(ACK_WAIT_S, endless=True))
     server = start_nats(max_payload=32_768, extra=server_users(tmp_path))
     config = settings(
         NatsConfig(url=server.url, publish_deadline_s=60, ack_timeout_s=2.0), tiny_base, tmp_path

@@ -121,14 +121,6 @@ class Delivery(Recorded[AnyEvent]):
         return await reader.holds(self.stream, self.place)
 
 
-@dataclass(frozen=True)
-class _Redelivery:
-    """A message that was delivered before."""
-
-    message: Pulled
-    reconnects: int
-
-
 @dataclass
 class _Trial:
     """A delivery that is handled alone."""
@@ -154,8 +146,8 @@ class Consumption:
         a dead letter, with a reason and its detail."""
         self.reader, self.spec, self._puller, self._admit = reader, spec, puller, admit
         self._reject, self._deaths = reject, Deaths(reader, spec)
-        self._redelivered: deque[_Redelivery] = deque()
-        """Messages that wait until they are handled alone."""
+        self._redelivered: deque[tuple[Pulled, int]] = deque()
+        """Messages that wait until they are handled alone, each with the client's reconnections when it came."""
         self._trial: _Trial | None = None
         self._culprits: list[Delivery] = []
         """Deliveries whose handler raised."""
@@ -189,7 +181,7 @@ class Consumption:
             reconnects = self._puller.reconnects
             for message in messages:
                 if self.spec.max_deaths and parse_ack_subject(message.reply)[0] > 1:
-                    self._redelivered.append(_Redelivery(message, reconnects))
+                    self._redelivered.append((message, reconnects))
                     continue
                 event = await self._admit(message, self.spec)
                 if event is not None:
@@ -199,8 +191,7 @@ class Consumption:
     async def _try_alone(self) -> list[Delivery]:
         """Return the next message that was delivered before, to be handled alone; none if there is none."""
         while self._redelivered:
-            redelivery = self._redelivered.popleft()
-            message, spec = redelivery.message, self.spec
+            (message, reconnects), spec = self._redelivered.popleft(), self.spec
             place = parse_ack_subject(message.reply)[1]
             deaths = await self._deaths.count(spec.stream, place)
             if deaths >= spec.max_deaths:
@@ -211,7 +202,7 @@ class Consumption:
             if event is None:
                 continue
             await self._deaths.record(spec.stream, place, deaths + 1)
-            delivery = self._hold(event, message, redelivery.reconnects)
+            delivery = self._hold(event, message, reconnects)
             self._trial = _Trial(delivery, deaths)
             return [delivery]
         return []
@@ -274,7 +265,7 @@ class Consumption:
 
     def replies(self) -> list[str]:
         """Return the reply subjects of everything that was delivered and not acknowledged."""
-        messages = (*(r.message for r in self._redelivered), *self._puller.arrived)
+        messages = (*(message for message, _ in self._redelivered), *self._puller.arrived)
         return [delivery.reply for delivery in self.held] + [message.reply for message in messages]
 
 

@@ -7,7 +7,6 @@ Reads a JSON line per life on stdin, `{"url": …, "run_dir": …, "crash": "sto
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -21,19 +20,13 @@ from pipeline import crash, streams
 from pipeline.config import Config, NatsConfig, StoreConfig
 from pipeline.running import service
 from store.service import serve
+from tests.kits.quick_service import quick_consumers
 
 ACK_WAIT_S = 0.3
 
 
-def quick_consumers() -> tuple[streams.ConsumerSpec, ...]:
-    """The real ones, but what a dead process held comes again at once; and no redelivery makes a dead letter here."""
-    return tuple(
-        dataclasses.replace(c, ack_wait_s=ACK_WAIT_S, max_deliver=1_000_000) for c in streams.CONSUMERS
-    )
-
-
 def live(life: dict[str, Any]) -> None:
-    streams.CONSUMERS = quick_consumers()
+    streams.CONSUMERS = quick_consumers(ACK_WAIT_S, endless=True)
     crash.arm(life["crash"])
     config = Config(
         run_dir=life["run_dir"],

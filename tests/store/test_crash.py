@@ -30,7 +30,8 @@ from pipeline.events import (
 from pipeline.log.broker import Broker
 from store.lake.lake import open_lake
 from tests.conftest import NatsServer
-from tests.store.crash_child import quick_consumers
+from tests.kits.quick_service import quick_consumers
+from tests.store.crash_child import ACK_WAIT_S
 from tests.store.kit import Lives, exchange, in_log, stored_events
 
 pytestmark = pytest.mark.anyio
@@ -129,7 +130,7 @@ async def test_over_many_crash_schedules_nothing_is_lost_and_nothing_is_twice(
     where_to = request.getfixturevalue("object_store") if place == "s3" else {}
     lives: Lives = request.getfixturevalue("lives")
     schedules = SCHEDULES[place]
-    monkeypatch.setattr(streams, "CONSUMERS", quick_consumers())
+    monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(ACK_WAIT_S, endless=True))
     rng = random.Random(20261121)
     config = NatsConfig(url=nats_server.url, publish_deadline_s=30, ack_timeout_s=1.0)
     endings: Counter[str] = Counter()

@@ -19,7 +19,8 @@ from pipeline.log.broker import Broker
 from store.lake.lake import open_lake
 from store.service import serve
 from tests.conftest import NatsServer
-from tests.store.crash_child import quick_consumers
+from tests.kits.quick_service import quick_consumers
+from tests.store.crash_child import ACK_WAIT_S
 from tests.store.faulty_s3 import FAULTS, faulty_s3
 from tests.store.kit import Lives, exchange, in_log, publish, run_of_one_step, stored_events, until_acked
 
@@ -41,7 +42,7 @@ async def test_three_stores_over_object_storage_that_fails(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    quick = quick_consumers()
+    quick = quick_consumers(ACK_WAIT_S, endless=True)
     monkeypatch.setattr(
         streams, "CONSUMERS", quick
     )  # deliveries come again while the first store still writes
@@ -84,7 +85,7 @@ async def test_three_stores_over_object_storage_that_fails(
 async def test_stores_that_are_killed_and_stores_that_sleep(
     nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "CONSUMERS", quick_consumers())
+    monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(ACK_WAIT_S, endless=True))
     rng = random.Random(11)
     processes = [Lives() for _ in range(3)]
     config = Config(run_dir=str(tmp_path))

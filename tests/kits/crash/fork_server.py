@@ -11,7 +11,6 @@ id can't be another's. The end of stdin kills all processes."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import os
@@ -27,20 +26,10 @@ from pipeline import config as configuration
 from pipeline import crash, streams
 from pipeline.running import plan, service
 from pipeline.telemetry import logs as log
+from tests.kits.quick_service import quick_consumers
 
 ACK_WAIT_S = 0.6
 SERVICES = ("gateway", "sampler", "judge", "trainer", "store")
-
-
-def quick_consumers(ack_wait_s: float = ACK_WAIT_S) -> tuple[streams.ConsumerSpec, ...]:
-    """Return the consumers with a short acknowledgement time, so that what a dead process held is delivered again at
-    once, and without an end of redeliveries and deaths, so that none makes a dead letter."""
-    return tuple(
-        dataclasses.replace(
-            c, ack_wait_s=ack_wait_s, max_deliver=1_000_000, max_deaths=c.max_deaths and 1_000_000
-        )
-        for c in streams.CONSUMERS
-    )
 
 
 def tell(**facts: int | bool) -> None:
@@ -53,7 +42,7 @@ def serve(order: dict[str, Any]) -> None:
     name = order["service"]
     config = configuration.load(order["config"])
     log.configure(name, "WARNING", config.path(f"{name}.log").open("a"))
-    streams.CONSUMERS = quick_consumers(float(sys.argv[1]))
+    streams.CONSUMERS = quick_consumers(float(sys.argv[1]), endless=True)
     if name == "store":
         # After 100 commits a slow machine would pass the stop point too rarely.
         importlib.import_module("store.lake.maintenance")._CHECKPOINT_EVERY = 10  # type: ignore[attr-defined]

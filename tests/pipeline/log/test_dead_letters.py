@@ -74,19 +74,6 @@ async def test_a_message_under_a_lost_number_is_a_letter_of_its_own(nats_config:
     assert 0 < letters[0].stream_at < letters[1].stream_at
 
 
-async def test_a_retry_under_a_lost_number_is_a_retry_of_its_own(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        for name in ("before", "after"):
-            await make_dead_letter(broker, name.encode())
-            (letter,) = await broker.read(DeadLettered)
-            assert letter.seq == 1
-            await dead.retry(broker, letter)
-            await broker.js.delete_stream("DEAD")
-            await broker.provision()
-        messages = [raw async for raw in broker.messages("ROLLOUTS", 1, 10)]
-    assert [m.payload for m in messages] == [b"before", b"after"]
-
-
 async def test_what_fails_again_is_a_new_letter(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         await broker.js.publish("rollout.opened.p.x", b"the one that failed")

@@ -35,7 +35,6 @@ from rollout_gateway.serving import pacing
 from rollout_gateway.serving.policies import Policies
 from tests.pipeline.log.test_broker import completed, exchange
 from tests.rollout_gateway.kit import StubCall
-from trainer.checkpoints.consumed import Consumed
 
 pytestmark = pytest.mark.anyio
 
@@ -105,20 +104,6 @@ BROKEN: dict[str, Event] = {
 def test_arrays_that_can_not_be_unpacked_are_no_event(why: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=why):
         decode(encode(BROKEN[why]))
-
-
-def test_what_readers_take_is_an_event() -> None:
-    events = (
-        # Logprobs that are not one to a token: the trainer makes no use of them.
-        msgspec.structs.replace(exchange(), sampled_ids=pack_ids([1, 2]), logprobs=b""),
-        # Checkpoints that do not say where their groups lie.
-        msgspec.structs.replace(checkpoint(2), groups=("a", "b")),
-        msgspec.structs.replace(checkpoint(2), groups=("a", "b"), group_seqs=pack_seqs([1, 2])),
-    )
-    for event in events:
-        assert decode(encode(event)) == event
-        if isinstance(event, CheckpointPublished):
-            Consumed().add_checkpoint(event, 1)
 
 
 async def test_a_letter_of_a_reader_is_taken_off_the_list_by_a_retry(nats_config: NatsConfig) -> None:
