@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import anyio
 
-from pipeline.arguments import whole_number
 from pipeline.config import ConfigError, UiConfig, with_values
 from pipeline.running.plan import free_port
 from pipeline.running.runs import run_settings
@@ -22,6 +21,13 @@ from store.lake.storage import StoreError
 from store.showing.dashboard.errors import ListenError
 from store.showing.dashboard.server import SECTIONS
 from store.showing.dashboard.service import serve
+
+
+def _port(text: str) -> int:
+    """Return the port that an argument names. Raises `ArgumentTypeError`."""
+    if not (text.isdecimal() and int(text) <= 65_535):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 65535")
+    return int(text)
 
 
 def _ready(**facts: str | int | float) -> None:
@@ -43,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--port",
-        type=whole_number(0, 65_535),
+        type=_port,
         help=f"port to listen on; default: {UiConfig().port}, or any free one if it is taken; 0: any",
     )
     parser.add_argument("--name", action="append", default=[], help="a further host name that is served")
