@@ -52,29 +52,29 @@ def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
     step = as_step(number)
     if step is None:
         raise NotFoundError(f"{name[:80]!r} is no version: it is written <model>@<step>.")
-    chosen = {"version": name, "branch": branch_of(query), "step": step, "model": model}
-    row = history.row("SELECT * FROM checkpoints WHERE version = $version AND branch = $branch", chosen)
-    sampled = history.rows(_SAMPLED, chosen)
+    selection = {"version": name, "branch": branch_of(query), "step": step, "model": model}
+    row = history.row("SELECT * FROM checkpoints WHERE version = $version AND branch = $branch", selection)
+    sampled = history.rows(_SAMPLED, selection)
     children = history.rows(
-        "SELECT version, branch FROM checkpoints WHERE parent = $version ORDER BY step, branch", chosen
+        "SELECT version, branch FROM checkpoints WHERE parent = $version ORDER BY step, branch", selection
     )
     if row is None and not sampled and not children:
         raise NotFoundError(
-            f"There is no checkpoint {name!r} on branch {chosen['branch']!r} of this history."
+            f"There is no checkpoint {name!r} on branch {selection['branch']!r} of this history."
         )
     return {
-        **chosen, "checkpoint": row, "sampled": sampled, "children": children,
-        "learned": history.rows(_LEARNED, chosen),
+        **selection, "checkpoint": row, "sampled": sampled, "children": children,
+        "learned": history.rows(_LEARNED, selection),
         "evaluations": history.rows(
-            "SELECT * FROM evaluations WHERE version = $version ORDER BY evaluated_at DESC, measure LIMIT 50", chosen
+            "SELECT * FROM evaluations WHERE version = $version ORDER BY evaluated_at DESC, measure LIMIT 50", selection
         ),
-        "tasks": history.rows(_TASKS, chosen),
-        "adapters": history.rows("SELECT * FROM adapters WHERE version = $version ORDER BY loaded_at", chosen),
+        "tasks": history.rows(_TASKS, selection),
+        "adapters": history.rows("SELECT * FROM adapters WHERE version = $version ORDER BY loaded_at", selection),
         "decisions": history.rows(
-            'SELECT * FROM policy_promoted WHERE version = $version OR other = $version ORDER BY "at"', chosen
+            'SELECT * FROM policy_promoted WHERE version = $version OR other = $version ORDER BY "at"', selection
         ),
         "event_seq": (history.row(
-            "SELECT log_seq FROM policy_checkpoint WHERE version = $version AND branch = $branch", chosen
+            "SELECT log_seq FROM policy_checkpoint WHERE version = $version AND branch = $branch", selection
         ) or {}).get("log_seq"),
     }  # fmt: skip
 

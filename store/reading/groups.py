@@ -39,16 +39,18 @@ def groups(history: History, query: Query) -> dict[str, Any]:
 
 def group(history: History, name: str, query: Query) -> dict[str, Any]:
     """The members of a group: reward, components, the judge's words, the last reply, people's labels."""
-    chosen = {"group": name, "branch": branch_of(query)}
-    scored = history.rows("SELECT * FROM groups WHERE group_id = $group AND branch = $branch", chosen)
+    selection = {"group": name, "branch": branch_of(query)}
+    scored = history.rows("SELECT * FROM groups WHERE group_id = $group AND branch = $branch", selection)
     members = history.rows(
         """SELECT * FROM rewards WHERE group_id = $group AND branch = $branch
            ORDER BY reward DESC NULLS LAST, trajectory""",
-        chosen,
+        selection,
     )
     runs = {
         row["trajectory"]: row
-        for row in history.rows("SELECT * FROM trajectories WHERE group_id = $group ORDER BY attempt", chosen)
+        for row in history.rows(
+            "SELECT * FROM trajectories WHERE group_id = $group ORDER BY attempt", selection
+        )
     }
     if not scored and not runs:
         raise NotFoundError(f"There is no group {name!r} in this history.")
@@ -59,12 +61,12 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
     ]  # fmt: skip
     verdicts = history.rows(
         "SELECT * FROM verdicts WHERE group_id = $group AND branch = $branch ORDER BY verdict, trajectory",
-        chosen,
+        selection,
     )
     labels = history.rows(
         'SELECT unnest(labels, recursive := true), "by", source, "at" FROM group_labeled '
         'WHERE "group" = $group ORDER BY "at"',
-        chosen,
+        selection,
     )
     calls = _calls(history, [row["trajectory"] for row in members])
     for member in members:
@@ -75,9 +77,9 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
         member["labels"] = [label for label in labels if label["trajectory"] == run_id]
     best, worst = _ends(members)
     return {
-        **chosen, "scored": scored, "members": members, **_conversations(calls, best, worst),
+        **selection, "scored": scored, "members": members, **_conversations(calls, best, worst),
         "trained_in": history.rows(
-            "SELECT version, step, branch FROM checkpoints WHERE list_contains(groups, $group) ORDER BY step", chosen
+            "SELECT version, step, branch FROM checkpoints WHERE list_contains(groups, $group) ORDER BY step", selection
         ),
     }  # fmt: skip
 

@@ -130,42 +130,44 @@ def with_curves(history: History, query: Query) -> dict[str, Any]:
 
 def numbers(history: History, query: Query) -> dict[str, Any]:
     """What the overview shows again and again: the run in sentences, its alarms and counts."""
-    chosen = chosen_of(history, query)
+    selection = selection_of(history, query)
     return {
-        **chosen,
-        "counts": history.shared_rows(_COUNTS, chosen)[0],
-        "summary": summary(history, chosen),
+        **selection,
+        "counts": history.shared_rows(_COUNTS, selection)[0],
+        "summary": summary(history, selection),
     }
 
 
-def chosen_of(history: History, query: Query) -> dict[str, Any]:
+def selection_of(history: History, query: Query) -> dict[str, Any]:
     """The model and branch of the address, or the first ones, and the models that there are. Raises a `NotFoundError`
     for others."""
     names, branch = models(history), branch_of(query)
     model = query.get("model") or (names[0] if names else "")
-    for kind, chosen, known in (("model", model, names), ("branch", branch, branches(history))):
-        if chosen and chosen not in known:
-            message = f"There is no {kind} {chosen[:80]!r} in this history; there are: {', '.join(known) or 'none'}."
+    for kind, name, known in (("model", model, names), ("branch", branch, branches(history))):
+        if name and name not in known:
+            message = (
+                f"There is no {kind} {name[:80]!r} in this history; there are: {', '.join(known) or 'none'}."
+            )
             raise NotFoundError(message)
     return {"model": model, "branch": branch, "models": names}
 
 
 def curves(history: History, query: Query) -> dict[str, Any]:
     """The counts and curves of one model and branch, which compare shows too."""
-    chosen = chosen_of(history, query)
-    counts = history.shared_rows(_COUNTS, chosen)[0]
-    chosen["width"] = 1 + (counts["steps"] or 0) // _POINTS
-    (span,) = history.shared_rows(_SPAN, chosen)
-    chosen["seconds"] = max(1, ((span["ended"] or 0) - (span["began"] or 0)) // _BUCKETS)
-    steps = history.shared_rows(_STEPS, chosen)
+    selection = selection_of(history, query)
+    counts = history.shared_rows(_COUNTS, selection)[0]
+    selection["width"] = 1 + (counts["steps"] or 0) // _POINTS
+    (span,) = history.shared_rows(_SPAN, selection)
+    selection["seconds"] = max(1, ((span["ended"] or 0) - (span["began"] or 0)) // _BUCKETS)
+    steps = history.shared_rows(_STEPS, selection)
     return {
-        **chosen, "counts": counts,
-        "curve": history.shared_rows(_REWARD, chosen),
+        **selection, "counts": counts,
+        "curve": history.shared_rows(_REWARD, selection),
         "steps": [{**row, "metrics": row["metrics"] or {}} for row in steps],
-        "staleness": history.shared_rows(_STALENESS, chosen),
-        "throughput": history.shared_rows(_THROUGHPUT, chosen),
-        "cost": history.shared_rows(_COST, chosen),
-        "metrics": history.shared_rows(_METRICS, chosen),
+        "staleness": history.shared_rows(_STALENESS, selection),
+        "throughput": history.shared_rows(_THROUGHPUT, selection),
+        "cost": history.shared_rows(_COST, selection),
+        "metrics": history.shared_rows(_METRICS, selection),
     }  # fmt: skip
 
 

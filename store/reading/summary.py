@@ -33,15 +33,15 @@ _HELD_OUT = """
 _ALARMS = "SELECT * FROM alarms WHERE cleared_at IS NULL ORDER BY since DESC, alarm, model, about"
 
 
-def summary(history: History, chosen: Row, now: datetime | None = None) -> dict[str, Any]:
+def summary(history: History, selection: Row, now: datetime | None = None) -> dict[str, Any]:
     """Return the sentences about a model and branch.
 
     `state`: `running`, `stopped`, or `unknown` where no supervisor ran here; `sentences`: the state, the gain, the last
     step; `todo`: what to do; `alarms`: the raised ones; `gain`: the figures of the gain, or `None`."""
     run = read_state(Path(history.config.run_dir))
     state = "unknown" if run is None else "running" if run.running else "stopped"
-    alarms, gain = alarms_of(history), gain_of(history, chosen)
-    last = next(iter(history.shared_rows(_LAST, chosen)), None)
+    alarms, gain = alarms_of(history), gain_of(history, selection)
+    last = next(iter(history.shared_rows(_LAST, selection)), None)
     moment = (now or datetime.now(UTC)).replace(tzinfo=None)
     services = run.services.items() if run else ()
     troubled = [f"{name} is {process.state}" for name, process in services if process.state != "ready"]
@@ -72,18 +72,18 @@ def alarms_of(history: History) -> list[Row]:
     ]  # fmt: skip
 
 
-def gain_of(history: History, chosen: Row) -> Row | None:
+def gain_of(history: History, selection: Row) -> Row | None:
     """Return by how much the policy is better on held-out tasks than before, with the 95 % interval: from the newest
     evaluation, else from the held-out runs of the first and the last version that have some. `None` without either."""
-    if evaluated := history.shared_rows(_EVALUATED, chosen):
+    if evaluated := history.shared_rows(_EVALUATED, selection):
         return evaluated[0]
-    rows = history.shared_rows(_HELD_OUT, chosen)
+    rows = history.shared_rows(_HELD_OUT, selection)
     if len(rows) < 2:
         return None
     first, last = rows[0], rows[-1]
     gain, half = last["mean"] - first["mean"], 1.96 * math.sqrt(first["variance"] + last["variance"])
     return {
-        "entrant": f"{chosen['model']}@{last['step']}", "baseline": f"{chosen['model']}@{first['step']}",
+        "entrant": f"{selection['model']}@{last['step']}", "baseline": f"{selection['model']}@{first['step']}",
         "tasks": min(first["runs"], last["runs"]), "gain": gain, "low": gain - half, "high": gain + half,
     }  # fmt: skip
 

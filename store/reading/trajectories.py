@@ -51,8 +51,8 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
     first = as_step(query.get("from") or "0")
     if first is None:
         raise InvalidQueryError(f"from={query['from'][:40]!r}: write the number of a call.")
-    chosen = {"trajectory": name, "first": first, "after": first + CALLS}
-    run = history.row("SELECT * FROM trajectories WHERE trajectory = $trajectory", chosen)
+    selection = {"trajectory": name, "first": first, "after": first + CALLS}
+    run = history.row("SELECT * FROM trajectories WHERE trajectory = $trajectory", selection)
     if run is None:
         raise NotFoundError(
             f"There is no trajectory {name!r} in this history. It shows some seconds after it began."
@@ -60,12 +60,12 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
     calls = history.rows(
         """SELECT * EXCLUDE (prompt_ids) FROM exchanges
            WHERE trajectory = $trajectory AND seq >= $first AND seq < $after ORDER BY seq, choice""",
-        chosen,
+        selection,
     )
     decode = _decoder(history, run["model"])
     _show_calls(history, run, calls, decode)
     more = history.row(
-        "SELECT max(seq) AS last, count(*) AS calls FROM exchanges WHERE trajectory = $trajectory", chosen
+        "SELECT max(seq) AS last, count(*) AS calls FROM exchanges WHERE trajectory = $trajectory", selection
     )
     siblings = [row["trajectory"] for row in history.rows(_SIBLINGS, {"group": run["group_id"]})]
     place = siblings.index(name) if name in siblings else 0
@@ -78,11 +78,11 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
         "verdicts": history.rows(
             """SELECT * FROM verdicts WHERE group_id = $group AND trajectory = $trajectory
                ORDER BY scored_at, verdict""",
-            {**chosen, "group": run["group_id"]},
+            {**selection, "group": run["group_id"]},
         ),
         "rewards": history.rows(
             "SELECT * FROM rewards WHERE group_id = $group AND trajectory = $trajectory ORDER BY scored_at",
-            {**chosen, "group": run["group_id"]},
+            {**selection, "group": run["group_id"]},
         ),
         "trained_in": history.rows(
             "SELECT version, branch FROM checkpoints WHERE list_contains(groups, $group) ORDER BY step",

@@ -77,6 +77,15 @@ def exchange(trajectory: str, seq: int = 0, step: int = 0, **more: Any) -> Excha
     return ExchangeRecorded(**(values | more))
 
 
+def checkpoint(step: int, **more: Any) -> CheckpointPublished:
+    """The checkpoint of a step of model `m`."""
+    values: dict[str, Any] = {
+        "project": "p", "model": "m", "step": step, "version": f"m@{step}", "parent": f"m@{step - 1}", "batch_id": "b",
+        "groups": (), "config_hash": "c", "adapter": "a", "adapter_sha256": "s", "adapter_bytes": 3,
+    }  # fmt: skip
+    return CheckpointPublished(**(values | more))
+
+
 def run_of_one_step() -> list[Event]:
     """Two trajectories of two calls, their group, its step, its load, and an event of every other kind."""
     made: list[Event] = []
@@ -100,11 +109,7 @@ def run_of_one_step() -> list[Event]:
         GroupScored(
             project="p", group="g0", model="m", task="win", judge="j", members=members, verdicts=(verdict,)
         ),
-        CheckpointPublished(
-            project="p", model="m", step=1, version="m@1", parent="m@0", batch_id="b", groups=("g0",),
-            group_seqs=pack_seqs([1]), config_hash="c", adapter="a", adapter_sha256="s", adapter_bytes=3,
-            metrics={"loss": 0.5},
-        ),
+        checkpoint(1, groups=("g0",), group_seqs=pack_seqs([1]), metrics={"loss": 0.5}),
         PolicyLoaded(project="p", model="m", step=1, version="m@1", replica="r0", probe_delta=0.5, load_s=0.1),
         PolicyPromoted(project="p", model="m", version="m@1", request="q"),
         AlarmChanged(project="p", alarm="dead_letters", state="raised", since=1_000_000),

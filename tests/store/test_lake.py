@@ -300,13 +300,6 @@ def test_polars_reads_the_lake(lake: Lake, config: Config) -> None:
     assert sorted(found["prompt_ids"].to_list()) == [[1, 2, seq] for seq in range(1, 11)]
 
 
-def test_pandas_and_any_other_reader_of_delta_find_the_columns(lake: Lake) -> None:
-    lake.table(TAG).append(rows(1))
-    delta = DeltaTable(lake.storage.uri(TAG), storage_options=lake.storage.options)
-    assert [f.name for f in delta.schema().fields] == columns.arrow_schema(TAG).names
-    assert delta.to_pyarrow_table(columns=["trajectory"]).to_pandas()["trajectory"].tolist() == ["t"] * 5
-
-
 def test_a_table_gets_the_columns_and_fields_of_a_newer_version(
     lake: Lake, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,9 +370,6 @@ def test_every_commit_is_synced_before_append_returns(
     synced.clear()
     table.append(rows(6))  # held by a commit of another process, which may have died before it synced
     assert synced == ["x.parquet", f"{LOG}/{1:020d}.json"]
-
-
-# -- stores from before Delta Lake ---------------------------------------------------------------------------------
 
 
 # -- the service ---------------------------------------------------------------------------------------------------

@@ -50,16 +50,6 @@ def on_disk(lake: Lake) -> set[str]:
     return files_there(lake, TAG)
 
 
-def test_many_small_files_become_one_with_the_same_rows(lake: Lake, tmp_path: Path) -> None:
-    write_files(lake, 10)
-    before = pa.concat_tables([lake.storage.read(TAG, name) for name in lake.names(TAG)]).sort_by("log_seq")
-    Maintenance(lake, QUICK).once()
-    assert len(on_disk(lake)) == 1
-    after = lake.storage.read(TAG, lake.names(TAG)[0]).sort_by("log_seq")
-    assert after.cast(before.schema).equals(before)
-    assert seqs(tmp_path) == list(range(1, 51))
-
-
 def test_merged_files_stay_for_those_who_listed_them(lake: Lake, tmp_path: Path) -> None:
     write_files(lake, 4)
     before = sql.connect(tmp_path)

@@ -13,7 +13,6 @@ from pipeline.config import NatsConfig
 from pipeline.events import DeadLettered, decode, encode, schema
 from pipeline.log import dead_letters as dead
 from pipeline.log.broker import Broker
-from store.lake.lake import lake_in
 from tests.pipeline.log.test_dead_letters import deliver_in_vain
 from tests.store.kit import (
     StoreProcess,
@@ -22,7 +21,6 @@ from tests.store.kit import (
     run_of_one_step,
     store_all,
     stored,
-    tables,
     until_acked,
 )
 
@@ -66,30 +64,6 @@ async def test_what_comes_again_is_left_out(
         await publish(broker, [exchange("t", 6)])
         await store_all(broker, running_store)
     assert stored(tmp_path / "store", "rollout.exchange") == [1, 2, 3, 4, 5, 6, 7]
-
-
-async def test_a_stream_that_counts_from_one_again_loses_nothing(
-    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
-) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, [exchange("old", seq) for seq in range(3)])
-        await store_all(broker, running_store)
-        await broker.js.delete_stream("ROLLOUTS")
-        await broker.provision()
-        await publish(broker, [exchange("new", seq) for seq in range(3)])
-        await store_all(broker, running_store)
-    assert sorted(stored(tmp_path / "store", "rollout.exchange")) == [1, 1, 2, 2, 3, 3]
-
-
-async def test_a_claim_check_is_stored_as_its_event(
-    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
-) -> None:
-    body = b'"' + b"x" * 2_000_000 + b'"'
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, [exchange("t", request=body)])
-        await store_all(broker, running_store)
-    (rows,) = tables(lake_in(tmp_path / "store"), "rollout.exchange")
-    assert rows["request"].to_pylist() == [body.decode()]
 
 
 async def test_what_fits_no_table_goes_to_the_dead_and_the_rest_is_stored(

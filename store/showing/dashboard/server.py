@@ -217,7 +217,7 @@ class Dashboard:
                 }  # fmt: skip
                 shown = overview.compare(*((histories[run], branch) for run, branch in sides))
                 known = {run: overview.branches(history) for run, history in histories.items()}
-            return {"sides": shown, "runs": sorted(runs), "chosen": sides, "branches": known}
+            return {"sides": shown, "runs": sorted(runs), "selection": sides, "branches": known}
 
         return await self._answer(request, "compare", load)
 

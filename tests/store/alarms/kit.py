@@ -9,7 +9,6 @@ import anyio
 
 from pipeline.events import (
     AlarmChanged,
-    CheckpointPublished,
     DeadLettered,
     Event,
     GroupDiscarded,
@@ -21,6 +20,7 @@ from pipeline.events import (
     now_us,
 )
 from pipeline.log.broker import Broker
+from tests.store.kit import checkpoint
 
 STEPS, GROUPS = 4, 6
 SETTINGS = {"steps": STEPS, "groups": GROUPS}
@@ -31,14 +31,8 @@ REPLICA = "10.0.0.1:8000"
 
 def steps(metric: str, values: list[float], **more: Any) -> list[Event]:
     """A step for each value of `metric`, all published ten minutes ago."""
-    return [
-        CheckpointPublished(
-            project="p", model="m", step=i, version=f"m@{i}", parent=f"m@{i - 1}", batch_id=f"b{i}", groups=(),
-            config_hash="c", adapter="a", adapter_sha256="s", adapter_bytes=1, metrics={metric: value},
-            at=now_us() - AGO_US, **more,
-        )
-        for i, value in enumerate(values, 1)
-    ]  # fmt: skip
+    at = now_us() - AGO_US
+    return [checkpoint(i, metrics={metric: value}, at=at, **more) for i, value in enumerate(values, 1)]
 
 
 def groups(equal: int, different: int, **more: Any) -> list[Event]:

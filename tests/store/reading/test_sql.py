@@ -28,7 +28,7 @@ from store.lake.lake import lake_in
 from store.lake.storage import DamagedFileError
 from store.reading import sql
 from store.reading.views import VIEWS
-from tests.store.kit import exchange, fill, run_of_one_step, tables
+from tests.store.kit import checkpoint, exchange, fill, run_of_one_step, tables
 
 
 def rows(run_dir: Path, query: str) -> list[Any]:
@@ -121,11 +121,7 @@ def test_a_step_s_mean_over_all_groups_counts_those_that_taught_nothing(tmp_path
         )
 
     def step(number: int, trained: int) -> CheckpointPublished:
-        return CheckpointPublished(
-            project="p", model="m", step=number, version=f"m@{number}", parent=f"m@{number - 1}", batch_id="b",
-            groups=(f"g{trained}",), config_hash="c", adapter="a", adapter_sha256="s", adapter_bytes=3,
-            at=trained * 1_000_001,
-        )  # fmt: skip
+        return checkpoint(number, groups=(f"g{trained}",), at=trained * 1_000_001)
 
     groups = [
         scored(1, (1.0, 1.0)),
@@ -177,14 +173,8 @@ def test_lineage_of_a_run_that_was_played_again_after_the_log_lost_its_tail(tmp_
         member = Member(trajectory="t", reward=1.0, exchanges=calls, first_step=step - 1, last_step=step - 1)
         events += [exchange("t", seq, step - 1) for seq in range(calls)]
         events.append(GroupScored(project="p", group=f"g{step}", model="m", judge="j", members=(member,)))
-        events.append(
-            CheckpointPublished(
-                project="p", model="m", step=step, version=f"m@{step}", parent=f"m@{step - 1}", batch_id="b",
-                groups=(f"g{step}",), group_seqs=pack_seqs([1]), config_hash="c", adapter="a",
-                adapter_sha256="s", adapter_bytes=3,
-            )
-        )  # fmt: skip
-    events[-1] = msgspec.structs.replace(events[-1], group_seqs=pack_seqs([2]))  # type: ignore[call-arg]
+        seq = 1 if step == 1 else 2
+        events.append(checkpoint(step, groups=(f"g{step}",), group_seqs=pack_seqs([seq])))
     fill(tmp_path, events)
     asked = "SELECT step, policy_version, count(*) FROM lineage GROUP BY ALL ORDER BY 1"
     assert rows(tmp_path, asked) == [(1, "m@0", 2), (4, "m@3", 3)]
@@ -218,7 +208,6 @@ def test_group_sequences_tell_a_group_that_was_scored_twice_apart(tmp_path: Path
     events.insert(events.index(scored) + 1, again)
     fill(tmp_path, events)
     assert rows(tmp_path, "SELECT DISTINCT judge FROM lineage") == [("j",)]
-    assert pack_seqs([1])
 
 
 def test_lineage_reads_only_the_files_that_hold_the_checkpoint_s_runs(tmp_path: Path) -> None:
@@ -231,13 +220,9 @@ def test_lineage_reads_only_the_files_that_hold_the_checkpoint_s_runs(tmp_path: 
             [
                 *(exchange(run, seq) for run in runs for seq in range(8)),
                 GroupScored(project="p", group=f"g{step}", model="m", judge="j", members=members),
-                CheckpointPublished(
-                    project="p", model="m", step=step, version=f"m@{step}", parent=f"m@{step - 1}", batch_id="b",
-                    groups=(f"g{step}",), group_seqs=pack_seqs([step]), config_hash="c", adapter="a",
-                    adapter_sha256="s", adapter_bytes=3,
-                ),
+                checkpoint(step, groups=(f"g{step}",), group_seqs=pack_seqs([step])),
             ],
-        )  # fmt: skip
+        )
     with sql.connect(tmp_path) as connection:
         asked = "FROM lineage WHERE version = 'm@5'"
         assert len(connection.sql(asked).fetchall()) == 32

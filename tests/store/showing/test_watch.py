@@ -19,17 +19,13 @@ from pipeline.running.state import STATE
 from store.reading.history import History
 from store.showing.watch import curve, lines, main
 from tests.kits.tmux import Terminal, needs_tmux
-from tests.store.kit import fill, run_of_one_step
+from tests.store.kit import checkpoint, fill, run_of_one_step
 
 JOURNEYWORK = [sys.executable, "-m", "pipeline"]
 
 
 def step(number: int, reward: float) -> CheckpointPublished:
-    return CheckpointPublished(
-        project="p", model="m", step=number, version=f"m@{number}", parent=f"m@{number - 1}", batch_id=f"b{number}",
-        groups=(), config_hash="c", adapter="a", adapter_sha256="s", adapter_bytes=1,
-        metrics={"reward_mean_all": reward},
-    )  # fmt: skip
+    return checkpoint(number, metrics={"reward_mean_all": reward})
 
 
 def make_run(folder: Path, events: list[Any]) -> Config:

@@ -6,15 +6,14 @@ from typing import Literal
 
 from pipeline.events import CheckpointPublished, Measure, PolicyEvaluated
 from store.showing.curves.rows import Row
+from tests.store import kit
 
 
 def checkpoint(
     step: int, *, branch: str = "main", model: str = "m", loss: float = 0.5
 ) -> CheckpointPublished:
-    return CheckpointPublished(
-        project="p", model=model, step=step, version=f"{model}@{step}", parent=f"{model}@{step - 1}",
-        batch_id=str(step), groups=(), config_hash="c", adapter="a", adapter_sha256="s", adapter_bytes=1,
-        branch=branch, at=step * 1_000_000,
+    return kit.checkpoint(
+        step, model=model, version=f"{model}@{step}", branch=branch, at=step * 1_000_000,
         metrics={"loss": loss, "reward_mean_all": step / 10, "kl_sampler": 0.001},
     )  # fmt: skip
 

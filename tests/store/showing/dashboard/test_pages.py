@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,13 +19,25 @@ from store.lake.lake import open_lake
 from store.reading.history import History
 from store.reading.sql import EXAMPLES
 from store.reading.views import VIEWS
+from store.showing.dashboard.server import _LISTS, _SINGLE
 from tests.store.kit import exchange, fill, run_of_one_step
+from tests.store.showing.dashboard import test_browser
 from tests.store.showing.dashboard.conftest import URL, Open
 
 PAGES = (
     "overview", "groups", "trajectories", "checkpoints", "judge", "compare", "decisions", "sql", "group/g0", "group/g9",
     "trajectory/t0", "checkpoint/m@1", "sign-in", "event/group.scored/1",
 )  # fmt: skip
+
+
+def test_the_pages_that_are_tested_are_those_of_the_navigation(client: TestClient) -> None:
+    navigation = re.search(r'<nav aria-label="Pages">.*?</nav>', client.get("/overview").text, re.S)
+    assert navigation
+    linked = set(re.findall(r'href="/(\w+)"', navigation[0]))
+    assert linked == {page for page in PAGES if "/" not in page} - {"sign-in"}
+    assert linked == {page for page in test_browser.PAGES if page.isidentifier()} - {"nothing"}
+    assert linked == {*_LISTS, "sql", "compare"} - {"numbers"}
+    assert {page.partition("/")[0] for page in PAGES if "/" in page} == set(_SINGLE)
 
 
 @pytest.mark.parametrize("page", PAGES)
