@@ -20,7 +20,7 @@
 | `art` | programs that were written for openpipe-art |
 | `looping`, `attempts` | playing while the trainer trains; what the gateway has of it, for a resume |
 | `scenarios` | `journeywork scenarios`: tasks that a model writes |
-| `environments/` | `journeywork run-env` |
+| `environments` | `journeywork run-env` |
 | `evaluation/` | `journeywork eval` |
 | `starter/` | `journeywork init` |
 | `statistics` | means with 95 % intervals |

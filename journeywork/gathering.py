@@ -114,23 +114,13 @@ class Comparison:
 
 @contextlib.contextmanager
 def progress_bar(total: int, label: str, shown: bool) -> Iterator[Callable[[], object]]:
-    """Yield a function to call after each rollout. The bar is on standard error, and only if that is a terminal; the
-    package rich draws it where it is installed."""
+    """Yield a function to call after each rollout. It counts on standard error, if that is a terminal."""
     if not (shown and sys.stderr.isatty()):
         yield lambda: None
         return
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
-        done = itertools.count(1)
-        yield lambda: sys.stderr.write(f"\r{label} {next(done)}/{total}")
-        sys.stderr.write("\n")
-        return
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        counter = bar.add_task(label, total=total)
-        yield lambda: bar.advance(counter)
+    done = itertools.count(1)
+    yield lambda: sys.stderr.write(f"\r{label} {next(done)}/{total}")
+    sys.stderr.write("\n")
 
 
 async def call_rollout(

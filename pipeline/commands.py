@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 SDK = {
     "eval": ("journeywork.evaluation.command", "play held-out tasks with versions and other models"),
-    "run-env": ("journeywork.environments.command", "play an environment of verifiers or OpenEnv"),
+    "run-env": ("journeywork.environments", "play an environment of verifiers"),
     "scenarios": ("journeywork.scenarios", "make scenarios from a task description"),
     "init": ("journeywork.starter.command", "write a starter project"),
 }

@@ -192,7 +192,7 @@ def test_the_wheel_is_installed_into_an_empty_environment(wheel: Path, tmp_path:
     assert made.returncode == 0, made.stderr
     assert (tmp_path / "support" / "agent.py").is_file()
     shown = subprocess.run([command, "eval", "--help"], env=env, cwd=tmp_path, capture_output=True, text=True)
-    assert "litellm:openai/gpt-5-mini" in shown.stdout
+    assert "https://api.openai.com/v1#gpt-5-mini" in shown.stdout
     missing = subprocess.run([command, "status"], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert (missing.returncode, "make-venv.sh cpu" in missing.stderr) == (2, True)
 
@@ -214,7 +214,7 @@ def test_the_metadata_names_extras_and_versions(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith("METADATA")]
         told = archive.read(name).decode()
-    for extra in ("cpu", "gpu", "verifiers", "openenv"):
+    for extra in ("cpu", "gpu", "verifiers"):
         assert f"Provides-Extra: {extra}\n" in told
     for version in PYTHONS:
         assert f"Classifier: Programming Language :: Python :: {version}\n" in told

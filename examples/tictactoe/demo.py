@@ -171,7 +171,6 @@ async def play(args: argparse.Namespace, installation: Installation, progress: P
         report = await evaluate(client, progress, final, args.eval_games, before)
         restarts = installation.restarts()
         showing.cancel_scope.cancel()
-    (installation.run_dir / "evaluation.md").write_text(evaluation.markdown_page(report), "utf-8")
     completed = [
         *agents.runs,
         *(run for entrant in report.entrants for task in entrant.tasks for run in task.trajectories),

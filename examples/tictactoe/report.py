@@ -109,7 +109,7 @@ def conclude(report: dict[str, Any], run_dir: Path, console: Console) -> list[st
         f"trajectories completed: {report['completed_by_agents']:,} by the agents, {counts['completed']:,} in the "
         f"history; largest mean difference of sampler's and trainer's logprobs: "
         f"{'none measured' if diff is None else f'{diff:.1e}'}\n"
-        f"reports: {run_dir / 'report.json'}, {run_dir / 'evaluation.md'}"
+        f"report: {run_dir / 'report.json'}"
     )
     findings = [f"{count:,} times {name}" for name, count in report["never"].items() if count]
     console.print(

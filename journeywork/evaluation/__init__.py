@@ -1,29 +1,27 @@
 """Play held-out tasks with policy versions and other models, compare them, and write reports.
 
-    journeywork eval support@0 support litellm:openai/gpt-5-mini --rollout my.agent:play --scenarios my.agent:held_out
+    journeywork eval support@0 support https://host/v1#model --rollout my.agent:play --scenarios my.agent:held_out
 
 | module | contents |
 | --- | --- |
 | `entrants` | who plays: names given on the command line |
 | `endpoint` | the endpoint of a model that the gateway does not serve: counts tokens, seconds and cost |
-| `upstreams` | where its calls go: an OpenAI-compatible server, or litellm |
+| `upstreams` | where its calls go: an OpenAI-compatible server |
 | `playing` | every entrant plays the same tasks |
 | `results` | means, paired differences, cost and latency of what was played |
 | `loading` | rollouts as `module:function`, scenarios as `module:name` or JSONL |
-| `report` | the report in Markdown and HTML |
+| `report` | the report for a terminal |
 | `command` | `journeywork eval` |
 """
 
 from journeywork.evaluation.entrants import Entrant, parse_entrant
 from journeywork.evaluation.playing import play
-from journeywork.evaluation.report import markdown_page
 from journeywork.evaluation.results import EntrantResult, EvaluationReport
 
 __all__ = [
     "Entrant",
     "EntrantResult",
     "EvaluationReport",
-    "markdown_page",
     "parse_entrant",
     "play",
 ]

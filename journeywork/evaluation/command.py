@@ -1,11 +1,12 @@
 """`journeywork eval`: play held-out tasks with policy versions and other models, and report with intervals.
 
-    journeywork eval support@0 support@12 litellm:openai/gpt-5-mini --rollout my.agent:play --scenarios held_out.jsonl
+    journeywork eval support@0 support@12 https://api.openai.com/v1#gpt-5-mini --key-env OPENAI_API_KEY \\
+      --rollout my.agent:play --scenarios held_out.jsonl
 
-An entrant is `<model>` (the version served now), `<model>@<step>` (`@0` or `@base`: the base model),
-`litellm:<provider>/<model>`, or `<base URL>#<model>` of an OpenAI-compatible server. The first one is the baseline: the
+An entrant is `<model>` (the version served now), `<model>@<step>` (`@0` or `@base`: the base model), or
+`<base URL>#<model>` of an OpenAI-compatible server. The first one is the baseline: the
 differences of the others are paired by task. The rollout is called as `rollout(run, task)`, as by `gather`. The results
-go to the log (view `evaluations`) and into a page, report.md.
+go to the log (view `evaluations`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -31,8 +32,8 @@ from journeywork.command_line import (
 )
 from journeywork.evaluation.entrants import Entrant, parse_entrant, parse_price
 from journeywork.evaluation.loading import load_rollout, load_scenarios
-from journeywork.evaluation.playing import play, with_settings
-from journeywork.evaluation.report import markdown_page, text_table
+from journeywork.evaluation.playing import play
+from journeywork.evaluation.report import text_report
 from journeywork.evaluation.results import EvaluationReport
 from journeywork.gathering import TooManyExceptionsError
 from journeywork.transport import JourneyworkError
@@ -44,25 +45,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     with exit_status((ValueError, OSError), (JourneyworkError, TooManyExceptionsError)):
         entrants = _entrants(args)
         rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios, args.limit)
-        if args.out:
-            _make_folder(Path(args.out))
         url = (
             gateway_of(args)
             if args.url or any(e.kind == "policy" for e in entrants) or not args.no_record
             else ""
         )
         report = anyio.run(_run, args, entrants, rollout, tasks, url)
-    folder = Path(args.out or f"evaluations/{report.id}")
-    folder.mkdir(parents=True, exist_ok=True)  # a folder given with --out was made before
-    (folder / "report.md").write_text(markdown_page(report), "utf-8")
     if args.json:
         events = [report.event(position) for position in range(len(report.entrants))]
-        sys.stdout.write(
-            json.dumps({"evaluation": report.id, "report": str(folder), "entrants": events}) + "\n"
-        )
+        sys.stdout.write(json.dumps({"evaluation": report.id, "entrants": events}) + "\n")
     else:
         recorded = "recorded on the log" if url and not args.no_record else "not recorded"
-        sys.stdout.write(f"{text_table(report)}\n\n{folder}/report.md; {report.id}, {recorded}\n")
+        sys.stdout.write(f"{text_report(report)}\n\n{report.id}: {recorded}\n")
     if empty := [result.entrant.name for result in report.entrants if result.unrewarded == len(result.tasks)]:
         sys.stderr.write(
             f"journeywork: no task has a reward for {', '.join(empty)}: the rollout must return the reward, or set "
@@ -93,29 +87,15 @@ async def _run(
 def _entrants(args: argparse.Namespace) -> list[Entrant]:
     """Return the entrants with their settings. Raises `ValueError` or `OSError`."""
     prices = dict(parse_price(text) for text in args.price)
-    prompt = _read_prompt(args.prompt) if args.prompt else ""
     if args.key_env and not os.environ.get(args.key_env):
         raise ValueError(f"--key-env {args.key_env}: this environment variable is not set")
     found = [parse_entrant(text) for text in args.entrants]
     if unknown := prices.keys() - {entrant.name for entrant in found}:
         raise ValueError(f"--price names no entrant: {', '.join(sorted(unknown))}")
     return [
-        with_settings(e, price=prices.get(e.name), system_prompt=prompt, key_env=args.key_env) for e in found
+        replace(e, price=prices.get(e.name), key_env=args.key_env if e.kind == "external" else "")
+        for e in found
     ]
-
-
-def _read_prompt(path: str) -> str:
-    try:
-        return Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompt {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {folder}: {error.strerror}") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,12 +122,6 @@ def _parser() -> argparse.ArgumentParser:
         help="variable with the API key of <base URL>#<model> entrants",
     )
     add(
-        "--prompt",
-        default="",
-        metavar="FILE",
-        help="system prompt of entrants that the gateway does not serve",
-    )
-    add(
         "--price",
         action="append",
         default=[],
@@ -157,7 +131,6 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--usd-per-hour", type=not_negative, default=0.0, help="price of the machine that serves the policies"
     )
-    add("--out", default="", metavar="DIR", help="where the page goes; default: evaluations/<id>")
     add("--no-record", action="store_true", help="send no results to the log")
     add_gateway(parser)
     return parser

@@ -1,7 +1,7 @@
 """The endpoint of a model that the gateway does not serve.
 
 An agent under evaluation calls a server on the loopback as it would call the gateway. The server passes each call to an
-OpenAI-compatible server, or to litellm, with the entrant's model and system prompt, and counts calls, tokens, seconds
+OpenAI-compatible server with the entrant's model, and counts calls, tokens, seconds
 and cost for each run. Only requests with the key of an open run are answered, so that no other user of the machine can
 spend the provider's key.
 """
@@ -21,7 +21,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from journeywork.evaluation.entrants import Entrant
-from journeywork.evaluation.upstreams import LitellmUpstream, Reply, UpstreamError, UrlUpstream
+from journeywork.evaluation.upstreams import Reply, Upstream, UpstreamError
 from journeywork.trajectory import OpenOptions, Trajectory, Usage
 
 
@@ -35,13 +35,11 @@ class _Meter:
     def add(self, reply: Reply, seconds: float) -> None:
         with self.lock:
             before = self.usage
-            known = [cost for cost in (before.cost_usd, reply.cost_usd) if cost is not None]
             self.usage = Usage(
                 before.calls + 1,
                 before.prompt_tokens + reply.prompt_tokens,
                 before.completion_tokens + reply.completion_tokens,
                 before.calls_s + seconds,
-                sum(known) if known else None,
             )
 
 
@@ -52,7 +50,7 @@ class ExternalClient:
         self._entrant = entrant
         self._meters: dict[str, _Meter] = {}
         """Of the open runs, by API key."""
-        self._upstream = UrlUpstream(entrant) if entrant.url else LitellmUpstream(entrant)
+        self._upstream = Upstream(entrant)
         self.base_url = ""
 
     @asynccontextmanager
@@ -70,7 +68,7 @@ class ExternalClient:
             raise
         finally:
             del self._meters[key]
-            run.usage = _priced(meter.usage, self._entrant)
+            run.usage = meter.usage
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -94,20 +92,12 @@ class ExternalClient:
             self._upstream.close()
 
 
-def _priced(usage: Usage, entrant: Entrant) -> Usage:
-    cost = usage.cost_usd
-    if entrant.price is not None:
-        price = entrant.price
-        cost = (usage.prompt_tokens * price.prompt + usage.completion_tokens * price.completion) / 1e6
-    return Usage(usage.calls, usage.prompt_tokens, usage.completion_tokens, usage.calls_s, cost)
-
-
 class _Handler(BaseHTTPRequestHandler):
     """One connection of an agent."""
 
     protocol_version = "HTTP/1.1"
     meters: Mapping[str, _Meter]
-    upstream: UrlUpstream | LitellmUpstream
+    upstream: Upstream
 
     def do_POST(self) -> None:
         # The body is read first: a connection that keeps an unread body can't take the next request.

@@ -5,7 +5,6 @@
 | `support` | the version that the model's name stands for when the evaluation begins |
 | `support@12` | a version |
 | `support@0`, `support@base` | the base model |
-| `litellm:openai/gpt-5-mini` | a model that litellm reaches, with the key that litellm takes from the environment |
 | `https://host/v1#name` | the model `name` of an OpenAI-compatible server |
 """
 
@@ -38,22 +37,15 @@ class Entrant:
     version: str = ""
     """Policy version to pin. Empty: the one that the model's name stands for."""
     url: str = ""
-    """Base URL of an OpenAI-compatible server, up to `/v1`. Empty: litellm finds the provider."""
+    """Base URL of an external entrant's OpenAI-compatible server, up to `/v1`."""
     key_env: str = ""
     """Environment variable that holds the server's API key."""
-    system_prompt: str = ""
-    """Text that goes before each conversation of an external entrant."""
     price: Price | None = None
-    """`None`: litellm's price, where it knows one."""
+    """`None`: its cost is unknown."""
 
 
 def parse_entrant(text: str) -> Entrant:
     """Return the entrant that `text` names. Raises `ValueError` that says what is wrong."""
-    if text.startswith("litellm:"):
-        model = text.removeprefix("litellm:")
-        if not model:
-            raise ValueError(f"{text!r} names no model: write litellm:<provider>/<model>")
-        return Entrant(text, "external", model)
     if text.startswith(("http://", "https://")):
         url, mark, model = text.partition("#")
         if not (mark and model):
@@ -62,9 +54,7 @@ def parse_entrant(text: str) -> Entrant:
     try:
         return Entrant(text, "policy", *parse_policy(text))
     except ValueError:
-        raise ValueError(
-            f"{text!r} is no entrant: write <model>, <model>@<step>, litellm:<provider>/<model> or <url>#<model>"
-        ) from None
+        raise ValueError(f"{text!r} is no entrant: write <model>, <model>@<step> or <url>#<model>") from None
 
 
 def parse_price(text: str) -> tuple[str, Price]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Generic, TypedDict
 
 from typing_extensions import Unpack
@@ -71,7 +69,6 @@ async def play(
     if client is None and any(entrant.kind == "policy" for entrant in parsed_entrants):
         raise ValueError("a policy is played through a gateway: name the gateway's URL")
     evaluation = f"e-{secrets.token_hex(6)}"
-    began = datetime.now(UTC).isoformat(timespec="seconds")
     names = [name(task) if name else task_name(task, n) for n, task in enumerate(task_list)]
     versions = await _versions(client, parsed_entrants)
     results: list[EntrantResult] = [] if baseline is None else [baseline]
@@ -81,14 +78,7 @@ async def play(
         numbered = _Tasks(task_list, names, f"{evaluation}-{position}")
         groups, wall_s = await _play(client, entrant, version, numbered, rollout, attempts, options)
         results.append(result_of(entrant, version, groups, names, wall_s, usd_per_hour))
-    report = EvaluationReport(
-        evaluation,
-        scenarios,
-        rollout_name,
-        tuple(results),
-        began,
-        {"attempts": attempts, "tasks": len(task_list)},
-    )
+    report = EvaluationReport(evaluation, scenarios, rollout_name, tuple(results))
     if record and client is not None:
         for position in range(len(results)):
             await client.record_evaluation(report.event(position))
@@ -169,12 +159,3 @@ def task_name(task: object, number: int) -> str:
         label = task.get("id") if isinstance(task, dict) else getattr(task, "id", None)
     text = "" if label is None else "".join(c for c in str(label) if c.isprintable())
     return text[:120] or str(number)
-
-
-def with_settings(entrant: Entrant, **settings: Any) -> Entrant:
-    """Return the entrant with other settings; what does not apply to a policy is left out."""
-    if entrant.kind == "policy":
-        settings = {k: v for k, v in settings.items() if k == "price"}
-    if not entrant.url:
-        settings.pop("key_env", None)
-    return dataclasses.replace(entrant, **settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from journeywork.evaluation.entrants import Entrant
@@ -78,9 +78,6 @@ class EvaluationReport:
     scenarios: str
     rollout: str
     entrants: tuple[EntrantResult, ...]
-    began: str
-    """When the evaluation began, ISO 8601, UTC."""
-    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def measures(self) -> list[str]:
@@ -174,9 +171,8 @@ def result_of(
     """Return the result of the groups that an entrant played; a group's task is its number in `names`."""
     runs = [run for group in groups for run in group.trajectories]
     usages = [run.usage for run in runs if run.usage is not None]
-    costs = [u.cost_usd for u in usages if u.cost_usd is not None]
     prompt, completion = sum(u.prompt_tokens for u in usages), sum(u.completion_tokens for u in usages)
-    cost = sum(costs) if costs else None
+    cost = None
     if entrant.price is not None:
         cost = (prompt * entrant.price.prompt + completion * entrant.price.completion) / 1e6
     elif entrant.kind == "policy" and usd_per_hour:

@@ -1,6 +1,6 @@
-"""Where the calls of an external entrant go: an OpenAI-compatible server, or litellm.
+"""Where the calls of an external entrant go: an OpenAI-compatible server.
 
-An upstream is always asked for a plain reply. An agent that asks for a stream gets the reply as one chunk.
+It is always asked for a plain reply. An agent that asks for a stream gets the reply as one chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from journeywork.evaluation.entrants import Entrant
 from journeywork.transport import authorization
 
 _TIMEOUT_S = 600.0
-_CHAT = "/chat/completions"
 
 
 class UpstreamError(Exception):
@@ -35,10 +34,9 @@ class Reply:
     content_type: str
     prompt_tokens: int
     completion_tokens: int
-    cost_usd: float | None = None
 
 
-class UrlUpstream:
+class Upstream:
     """An OpenAI-compatible server."""
 
     def __init__(self, entrant: Entrant) -> None:
@@ -50,7 +48,9 @@ class UrlUpstream:
 
     def ask(self, path: str, body: dict[str, Any]) -> Reply:
         """Send the call. `path` is that of the agent's request. Raises `UpstreamError`."""
-        call = _call(body, self._entrant)
+        call = {k: v for k, v in body.items() if k not in ("stream", "stream_options")} | {
+            "model": self._entrant.model
+        }
         try:
             reply = self._http.post(self._entrant.url + path.removeprefix("/v1"), json=call)
         except httpx.TransportError as error:
@@ -61,60 +61,18 @@ class UrlUpstream:
             found = reply.json()
         except ValueError as error:
             raise UpstreamError(502, f"{self._entrant.url} answered no JSON: {reply.text[:200]!r}") from error
-        return _reply(found, bool(body.get("stream")), None)
+        return _reply(found, bool(body.get("stream")))
 
     def close(self) -> None:
         self._http.close()
 
 
-class LitellmUpstream:
-    """A provider that litellm reaches. litellm is imported here, because importing it takes seconds."""
-
-    def __init__(self, entrant: Entrant) -> None:
-        self._entrant = entrant
-        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # importing it would ask the network
-        try:
-            import litellm
-        except ImportError as error:
-            raise ValueError(f"{entrant.name}: litellm is not installed: pip install litellm") from error
-        litellm.suppress_debug_info = True  # else it prints advertisements at each error
-        self._litellm: Any = litellm
-
-    def ask(self, path: str, body: dict[str, Any]) -> Reply:
-        """Send the call. Raises `UpstreamError`."""
-        if path.removeprefix("/v1") != _CHAT:
-            raise UpstreamError(404, f"litellm is asked for chat completions only, not for {path}.")
-        call = _call(body, self._entrant)
-        try:
-            found = self._litellm.completion(drop_params=True, timeout=_TIMEOUT_S, num_retries=0, **call)
-        except Exception as error:  # litellm's errors have no common class
-            raise UpstreamError(int(getattr(error, "status_code", 0) or 502), str(error)[:500]) from error
-        cost = found._hidden_params.get("response_cost")
-        return _reply(found.model_dump(mode="json"), bool(body.get("stream")), cost or None)
-
-    def close(self) -> None:
-        """Nothing to close: litellm keeps its connections."""
-
-
-def _call(body: dict[str, Any], entrant: Entrant) -> dict[str, Any]:
-    """Return the request for the entrant's model."""
-    call = {k: v for k, v in body.items() if k not in ("stream", "stream_options")} | {"model": entrant.model}
-    if entrant.system_prompt and isinstance(call.get("messages"), list):
-        messages = call["messages"]
-        first = messages[0] if messages and isinstance(messages[0], dict) else {}
-        text = entrant.system_prompt
-        if first.get("role") == "system" and isinstance(first.get("content"), str):
-            text, messages = f"{text}\n\n{first['content']}", messages[1:]
-        call["messages"] = [{"role": "system", "content": text}, *messages]
-    return call
-
-
-def _reply(found: dict[str, Any], stream: bool, cost: float | None) -> Reply:
+def _reply(found: dict[str, Any], stream: bool) -> Reply:
     usage = found.get("usage") or {}
     tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
     if not stream:
-        return Reply(json.dumps(found).encode(), "application/json", *tokens, cost)
-    return Reply(_as_stream(found), "text/event-stream", *tokens, cost)
+        return Reply(json.dumps(found).encode(), "application/json", *tokens)
+    return Reply(_as_stream(found), "text/event-stream", *tokens)
 
 
 def _as_stream(found: dict[str, Any]) -> bytes:

@@ -30,7 +30,7 @@ def played(name: str, *wins: float | None) -> EntrantResult:
 
 
 def report(before: EntrantResult, after: EntrantResult) -> EvaluationReport:
-    return EvaluationReport("e", "", "", (before, after), "")
+    return EvaluationReport("e", "", "", (before, after))
 
 
 def test_games_without_a_result_count_for_nothing() -> None:
