@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 
 from pipeline import cli
 from pipeline.cli import OWN, SUBCOMMANDS, main
-from pipeline.config import NatsConfig, load
+from pipeline.config import NatsConfig
 from pipeline.events import AlarmChanged, CheckpointPublished
 from pipeline.log.broker import Broker, BrokerError
+from pipeline.running.state import ProcessState, RunState, write_state
 
 
 def test_every_command_that_lives_elsewhere_has_its_module() -> None:
@@ -108,6 +110,10 @@ def test_a_dry_run_refuses_what_a_service_would_refuse(
     assert not list(tmp_path.iterdir())
 
 
+GONE = 2**22 + 1
+"""The id of no process."""
+
+
 async def provision(config: NatsConfig) -> None:
     async with Broker.connect(config) as broker:
         await broker.publish(
@@ -117,30 +123,25 @@ async def provision(config: NatsConfig) -> None:
             )
         )  # fmt: skip
         for model, state in (("m", "raised"), ("n", "raised"), ("n", "cleared")):
-            alarm: Any = {
-                "alarm": "kl_rise",
-                "state": state,
-                "model": model,
-                "detail": "it is far",
-                "action": "Lower `it`.",
-            }
-            await broker.publish(AlarmChanged(project="p", **alarm))
+            told: Any = {"state": state, "detail": "it is far", "action": "Lower `it`."}
+            await broker.publish(AlarmChanged(project="p", alarm="kl_rise", model=model, **told))
+
+
+def started(
+    run_dir: Path, services: Mapping[str, tuple[int, str]], nats: str = "nats://127.0.0.1:1", pid: int = 1
+) -> None:
+    """Write the state of a run. `services`: process id and state of each."""
+    processes = {name: ProcessState(pid=number, state=state) for name, (number, state) in services.items()}
+    urls: dict[str, str | tuple[str, ...]] = {"nats": nats, "gateway": "http://127.0.0.1:1", "vllm": ()}
+    write_state(run_dir, RunState(pid=pid, ready=True, urls=urls, services=processes))
 
 
 def test_status_says_what_runs_what_waits_and_what_serves(
     tmp_path: Path, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     anyio.run(provision, nats_config)
-    state = {
-        "pid": 1,
-        "ready": True,
-        "urls": {"nats": nats_config.url, "gateway": "http://127.0.0.1:1", "vllm": []},
-        "services": {
-            "judge": {"pid": 2**22 + 1, "state": "ready", "restarts": 0},
-            "store": {"pid": 2**22 + 1, "state": "stopped", "restarts": 0},
-        },
-    }
-    (tmp_path / "state.json").write_text(json.dumps(state))
+    url = str(nats_config.url)
+    started(tmp_path, {"judge": (GONE, "ready"), "store": (GONE, "stopped")}, url)
     with pytest.raises(SystemExit) as caught:  # a service is gone
         main(["status", "--run-dir", str(tmp_path), "--json"])
     assert caught.value.code == 1
@@ -150,8 +151,7 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     assert not [row for row in said["lag"] if row["consumer"].startswith("telemetry")], "it is off"
     assert [(a["alarm"], a["model"], a["detail"]) for a in said["raised"]] == [("kl_rise", "m", "it is far")]
     assert said["services"]["judge"]["state"] == "gone"
-    state["services"]["judge"]["pid"] = os.getpid()  # type: ignore[index]
-    (tmp_path / "state.json").write_text(json.dumps(state))
+    started(tmp_path, {"judge": (os.getpid(), "ready"), "store": (GONE, "stopped")}, url)
     main(["status", "--run-dir", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert any("m@3" in line for line in lines)
@@ -166,15 +166,7 @@ def test_status_says_what_runs_what_waits_and_what_serves(
 def test_status_of_a_stopped_run_says_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    urls = {"nats": "nats://127.0.0.1:1", "gateway": "http://127.0.0.1:1", "vllm": []}
-    stopped = {"pid": 2**22 + 1, "state": "stopped", "restarts": 0}
-    state = {
-        "pid": 2**22 + 1,
-        "ready": False,
-        "urls": urls,
-        "services": {"nats": stopped, "gateway": stopped},
-    }
-    (tmp_path / "state.json").write_text(json.dumps(state))
+    started(tmp_path, pid=GONE, services={"nats": (GONE, "stopped"), "gateway": (GONE, "stopped")})
     with pytest.raises(SystemExit) as caught:
         main(["status", "--run-dir", str(tmp_path)])
     assert caught.value.code == 1
@@ -196,9 +188,7 @@ def test_status_of_a_stopped_run_says_how_to_go_on(
 def test_what_is_not_there_is_told_without_log_lines_and_tracebacks(
     command: list[str], code: int, tmp_path: Path
 ) -> None:
-    urls = {"nats": "nats://127.0.0.1:1", "gateway": "http://127.0.0.1:1", "vllm": []}
-    state = {"pid": 1, "ready": True, "urls": urls, "services": {}}
-    (tmp_path / "state.json").write_text(json.dumps(state))
+    started(tmp_path, {})
     (tmp_path / "config.toml").write_text("[nats]\nconnect_timeout_s = 0.2\n")
     args = [part.format(run=tmp_path) for part in command]
     done = subprocess.run([sys.executable, "-m", *args], capture_output=True, text=True)
@@ -231,13 +221,3 @@ def test_a_log_that_refuses_its_streams_ends_up_with_its_reason(
         main(["up", "--services", "store", "--run-dir", str(tmp_path)])
     assert caught.value.code == 1
     assert capsys.readouterr().err.strip().endswith("journeywork: the NATS server refused it")
-
-
-def test_ready_says_what_is_ready() -> None:
-    config = load(None, ["gateway.port=8080", "nats.url=nats://127.0.0.1:4222"])
-    assert "point your agents at [bold]http://127.0.0.1:8080/v1[/]" in cli._ready(
-        config, ("gateway", "judge")
-    )
-    alone = cli._ready(config, ("judge", "store"))
-    assert "agents" not in alone
-    assert "judge, store, on the log at [bold]nats://127.0.0.1:4222[/]" in alone
