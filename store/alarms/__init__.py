@@ -6,9 +6,4 @@
 | `reading` | runs the queries |
 | `checker` | the task of the store service: events when an alarm begins and when it ends |
 | `webhook` | posts these changes to `alarms.webhook` |
-| `docs` | generates docs/alarms.md |
 """
-
-from store.alarms.table import ALARMS, Alarm
-
-__all__ = ["ALARMS", "Alarm"]

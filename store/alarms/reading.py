@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import duckdb
 
 from pipeline.config import Config
-from store.alarms.table import ALARMS, PARAMETER, Alarm
+from store.alarms.table import PARAMETER, Alarm
 
 if TYPE_CHECKING:
     from pipeline.log.health import Fill  # pages read alarms without the log
@@ -82,11 +82,6 @@ def evaluate(
         Condition(alarm.name, project or config.project, model, about, _finite(value), compared, detail)
         for project, model, about, value, detail in rows
     ]
-
-
-def evaluate_all(connection: duckdb.DuckDBPyConnection, config: Config) -> list[Condition]:
-    """Run the queries of all alarms. Raises `duckdb.Error`."""
-    return [condition for alarm in ALARMS for condition in evaluate(connection, config, alarm)]
 
 
 def _finite(value: float | None) -> float:
