@@ -58,10 +58,8 @@ class GroupFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 for i, messages in enumerate([[*self.messages, *first], *others], 1)
             )
             found[name] = Transcript(name, parts)
-        if len(found) < 2:
-            raise ConfigError(
-                "a group needs at least 2 trajectories, because they are compared with each other"
-            )
+        if not found:
+            raise ConfigError("a group needs at least one trajectory")
         return found
 
 
@@ -93,6 +91,10 @@ def read_labelled(path: Path) -> list[LabelledGroup]:
 
 
 def _labelled(group: GroupFile, default_id: str) -> LabelledGroup:
+    if len(group.trajectories) < 2:
+        raise ConfigError(
+            "a group with known rewards needs at least 2 trajectories, because they are compared with each other"
+        )
     name = group.id or default_id
     # The ids seed the orders in which the group is judged, so they have to differ from those of other groups.
     transcripts = [replace(t, trajectory=f"{name}/{i}") for i, t in group.transcripts().items()]

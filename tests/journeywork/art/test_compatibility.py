@@ -12,9 +12,10 @@ import importlib
 import inspect
 import json
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -990,15 +991,23 @@ def test_concurrency_is_limited_for_each_key() -> None:
 # -- RULER ---------------------------------------------------------------------------------------------------------
 
 
-def scores(count: int, worth: Callable[[int], float] = lambda n: n / 10) -> str:
-    return json.dumps(
-        {
-            "scores": [
-                {"trajectory_id": str(n), "explanation": f"why {n}", "score": worth(n)}
-                for n in range(1, count + 1)
-            ]
-        }
-    )
+def judge(marks: Sequence[str], worth: Callable[[int], float] = lambda n: n / 10) -> Callable[[Any], str]:
+    """A judge that scores the attempt with the n-th mark in its text. ART's prompt numbers the attempts; ours shows
+    them in another order in each call, under ids drawn for it."""
+
+    def reply(request: dict[str, Any]) -> str:
+        prompt = request["messages"][-1]["content"]
+        shown = re.findall(r"BEGIN [0-9a-f]{16} trajectory (\w+) =+\n(.*?)\n=+ END", prompt, re.S)
+        key = "id" if shown else "trajectory_id"
+        names = [next((i for i, text in shown if mark in text), str(n)) for n, mark in enumerate(marks, 1)]
+        said = [{key: name, "explanation": f"why {n}", "score": worth(n)} for n, name in enumerate(names, 1)]
+        return json.dumps({"scores": said})
+
+    return reply
+
+
+def marks(count: int) -> list[str]:
+    return [f"reply number {n}" for n in range(1, count + 1)]
 
 
 def answers(count: int) -> Any:
@@ -1020,7 +1029,7 @@ def score(group: Any, served: Served, **options: Any) -> Any:
 
 
 def test_ruler_scores_a_group(served: Served) -> None:
-    served.says(lambda _: scores(3))
+    served.says(judge(marks(3)))
     group = answers(3)
     judged = score(group, served)
     assert judged is not group
@@ -1033,7 +1042,7 @@ def test_ruler_scores_a_group(served: Served) -> None:
 
 
 def test_ruler_shows_what_is_common_once(served: Served) -> None:
-    served.says(lambda _: scores(4))
+    served.says(judge(marks(4)))
     score(answers(4), served, rubric="- my own rubric 4")
     _, body = served.requests[0]
     text = json.dumps(body["messages"])
@@ -1043,7 +1052,7 @@ def test_ruler_shows_what_is_common_once(served: Served) -> None:
     assert body["response_format"]["type"] == "json_schema"
 
 
-@pytest.mark.parametrize("reply", [scores(1), "no JSON at all"])
+@pytest.mark.parametrize("reply", [judge(marks(1))({"messages": [{"content": ""}]}), "no JSON at all"])
 def test_a_judge_that_does_not_answer_the_question(served: Served, reply: str) -> None:
     served.says(lambda _: reply)
     with pytest.raises(ValueError, match=r"."):
@@ -1059,7 +1068,7 @@ def test_ruler_takes_no_additional_histories(served: Served) -> None:
 
 
 def test_ruler_scores_lists_of_messages(served: Served) -> None:
-    served.says(lambda _: scores(2))
+    served.says(judge(["one way", "another way"]))
     run = part("rewards").ruler(
         [[user("one way")], [user("another way")]],
         "openai/judge",
@@ -1080,7 +1089,7 @@ def test_ruler_of_nothing() -> None:
 
 
 def test_ruler_after_each_group(served: Served) -> None:
-    served.says(lambda _: scores(2, lambda n: n / 4))
+    served.says(judge(["here 0", "here 1"], lambda n: n / 4))
 
     async def rollout(n: int) -> Any:
         return art.Trajectory(messages_and_choices=[user("x"), said(f"here {n}")], reward=0)

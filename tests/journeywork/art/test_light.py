@@ -46,11 +46,3 @@ def test_httpx_is_left_alone_until_something_is_captured() -> None:
 def test_without_openai_it_says_what_to_install() -> None:
     done = run("import sys; sys.modules['openai'] = None; import journeywork.art")
     assert "pip install './journeywork[art]'" in done.stderr
-
-
-def test_a_judge_without_litellm_says_what_to_install() -> None:
-    done = run(
-        "import asyncio, sys; sys.modules['litellm'] = None; from journeywork.art.rewards import ruler; "
-        "asyncio.run(ruler([[{'role': 'user', 'content': 'a'}]], 'anthropic/x'))"
-    )
-    assert "extra_litellm_params" in done.stderr

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import DOUBLE, VllmServer
-from tests.journeywork.art.judge_server import server
 from tests.journeywork.art.kit import BASE, MODEL, Up
+from tests.kits.scoring_server import ScoringServer
 from tests.rollout_gateway.conftest import unload_all
 
 pytestmark = [pytest.mark.anyio, pytest.mark.inference, pytest.mark.slow, pytest.mark.timeout(500)]
@@ -52,7 +52,7 @@ async def test_programs_run_with_only_the_import_changed(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JOURNEYWORK_URL", installation.wait())
     monkeypatch.setenv("BASE_MODEL", str(BASE))
-    async with server().run() as judge:
+    async with ScoringServer().run() as judge:
         monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{judge.port}/v1")
         rates = [await load(name).__dict__["main"]() for name in ("tic_tac_toe", "twenty48", "ruler_agent")]
     assert rates == [[2e-3] * 2, [1e-3] * 2, [1e-3] * 2]

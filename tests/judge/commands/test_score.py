@@ -78,7 +78,7 @@ async def test_a_reward_function_is_given_every_conversation() -> None:
 @pytest.mark.parametrize(
     ("group", "why"),
     [
-        ({"trajectories": [{"messages": []}]}, "at least 2"),
+        ({"trajectories": []}, "at least one trajectory"),
         ({"trajectories": [{"id": "a"}, {"id": "a"}]}, "two trajectories have the id 'a'"),
         ({"trajectories": [{"messages": said(1), "conversations": [said(1)]}, {}]}, "not both"),
     ],
