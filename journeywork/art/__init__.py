@@ -16,7 +16,7 @@ It needs the extra `art` (the package `openai`). docs/art.md lists what behaves 
 | `types` | messages, configurations and results of training |
 | `gather`, `gathering`, `batches` | play many trajectories concurrently |
 | `auto_trajectory`, `yield_trajectory` | trajectories of code that returns something else |
-| `records` | a model's folder: its state, and what it logged |
+| `records`, `tracking` | a model's folder: its state, and what it logged; its run at Weights & Biases |
 | `local`, `remote`, `serverless` | backends: an installation here, or at a URL |
 | `captured`, `gateway`, `training` | from trajectories to recorded calls, groups and steps |
 | `openai`, `guided_completion` | completions of streams; replies that a teacher gave |

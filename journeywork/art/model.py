@@ -16,6 +16,7 @@ from typing_extensions import TypeVar
 from journeywork.art.backend import Backend, UnsupportedError
 from journeywork.art.records import RunFolder, merge
 from journeywork.art.refused import METHODS, refuse_method, refusing
+from journeywork.art.tracking import WandbRun
 from journeywork.art.trajectories import AnyGroup, Trajectory, as_groups
 from journeywork.art.types import TrainConfig, TrainSFTConfig
 
@@ -52,6 +53,7 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
     report_metrics: list[str] | None = None
 
     _backend: Any = None
+    _wandb: WandbRun | None = None
     _clients: weakref.WeakKeyDictionary[Any, AsyncOpenAI] = pydantic.PrivateAttr(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -171,9 +173,10 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
     ) -> None:
         """Append trajectories and metrics to the files of the model's folder.
 
-        Rows of `history.jsonl` hold the means of rewards and metrics by `<split>/<name>`. Captured trajectories of a
-        trainable model are also recorded on the log as validation runs, unless `split` is `train`: then `train` records
-        them."""
+        Rows of `history.jsonl` hold the means of rewards and metrics by `<split>/<name>`. They are also sent to Weights
+        & Biases where the environment variable WANDB_API_KEY is set, unless `report_metrics` leaves out `wandb`.
+        Captured trajectories of a trainable model are also recorded on the log as validation runs, unless `split` is
+        `train`: then `train` records them."""
         at = step if step is not None else await self.get_step()
         row = dict(metrics or {})
         if trajectories is not None:
@@ -183,6 +186,17 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
                 await self._backend.log_validation(self, groups, split)
         if row:
             self._folder.append_metrics(row, at)
+            if self.report_metrics is None or "wandb" in self.report_metrics:
+                await asyncio.to_thread(self._wandb_run().log, row, at)
+
+    def update_wandb_config(self, config: dict[str, Any]) -> None:
+        """Merge values into the configuration of the model's run at Weights & Biases."""
+        self._wandb_run().configure(config)
+
+    def _wandb_run(self) -> WandbRun:
+        if self._wandb is None:
+            self._wandb = WandbRun(self.project, self.entity, self.name)
+        return self._wandb
 
     # -- backend ---------------------------------------------------------------------------------------------------
 

@@ -120,7 +120,6 @@ METHODS: dict[str, str] = {
     "prune_model_adapters": "set trainer.keep_checkpoints: versions are unloaded and deleted by themselves",
     "set_cost_calculator": _COSTS,
     "supports_automatic_train_step_metrics": _COSTS,
-    "update_wandb_config": "no runs of Weights & Biases are made; put it into `trajectory.metadata`",
 }
 """What to do instead of a method of a model or a backend."""
 
