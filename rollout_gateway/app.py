@@ -10,40 +10,34 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pipeline.config import GatewayConfig
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import BrokerError
 from pipeline.names import InvalidNameError
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest, RawAnswer
-from rollout_gateway.api.metrics import Metrics
-from rollout_gateway.api.routes import Route, Routes, decode_segment, not_allowed
+from rollout_gateway.api.gateway import Gateway
+from rollout_gateway.api.routes import Route, decode_segment, find, not_allowed
 from rollout_gateway.api.trajectories import traceparent
 from rollout_gateway.capture.exchange import Caller
-from rollout_gateway.capture.handler import CallHandler
-from rollout_gateway.capture.identity import Identity
-from rollout_gateway.dialects.calls import Call
-from rollout_gateway.dialects.endpoints import CHAT, COMPLETIONS, Dialect
+from rollout_gateway.dialects.calls import CHAT, COMPLETIONS, Call
+from rollout_gateway.dialects.endpoints import read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
-from rollout_gateway.dialects.permitted import Permitted
 from rollout_gateway.dialects.responses import ResponsesTranslation, not_recorded
 from rollout_gateway.dialects.translate import StreamSink, TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
-from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.http.request import HeaderList, Request
-from rollout_gateway.serving.routing import VersionRouter
 
 log = get_logger("rollout_gateway.app")
 
 _encode = msgspec.json.Encoder().encode
 
-_DIALECTS: dict[str, Dialect] = {d.path: d for d in (CHAT, COMPLETIONS)}
+_READERS: dict[str, Callable[[bytes], Call]] = {CHAT: read_chat, COMPLETIONS: read_completion}
 _TRANSLATIONS: dict[str, Callable[[bytes], Translation]] = {
     ResponsesTranslation.path: ResponsesTranslation,
     MessagesTranslation.path: MessagesTranslation,
 }
-_MODEL_CALLS = _DIALECTS.keys() | _TRANSLATIONS.keys()
+_MODEL_CALLS = _READERS.keys() | _TRANSLATIONS.keys()
 
 LEFT_OUT_HEADER = b"x-journeywork-left-out"
 """Types of tools that a call named and the model was not shown."""
@@ -67,26 +61,12 @@ class _Admitted:
 class App:
     """Answers every request."""
 
-    def __init__(
-        self,
-        calls: CallHandler,
-        control: Routes,
-        identity: Identity,
-        router: VersionRouter,
-        metrics: Metrics,
-        origins: OriginPolicy,
-        config: GatewayConfig,
-        permitted: Permitted,
-    ) -> None:
-        """`control`: the routes of the control API."""
-        self._calls, self._identity, self._router = calls, identity, router
-        self._permitted = permitted
-        self._metrics, self._origins, self._max_calls = metrics, origins, config.max_calls or sys.maxsize
-        self._max_control_body = config.http.max_control_body_bytes
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway, self._calls, self._identity = gateway, gateway.calls, gateway.identity
+        self._max_calls = gateway.config.gateway.max_calls or sys.maxsize
         self._running: set[Request] = set()
         """Model calls under way."""
         self._stopping = False
-        self._control = control
 
     def stop(self) -> None:
         """From now on, answer model calls and openings with a 503 `stopping`."""
@@ -101,7 +81,7 @@ class App:
         """Check the origin, the URL and the key of a request by its head. Raises `ApiError`.
 
         Before the key is known to be good, nothing is read from the log and no body is kept."""
-        self._origins.check(request)
+        self._gateway.origins.check(request)
         coding = request.headers.get(b"content-encoding", b"").strip().lower()
         if coding not in (b"", b"identity"):
             name = coding.decode("latin-1")[:100]
@@ -118,9 +98,9 @@ class App:
             access = self._identity.admit(request.headers, "call", named)
             request.admitted = _Admitted(access, path, named)
             return
-        route, values = self._control.find(request.method, path)
+        route, values = find(request.method, path)
         if route.auth != "call":
-            request.max_body = min(request.max_body, self._max_control_body)
+            request.max_body = min(request.max_body, self._gateway.config.gateway.http.max_control_body_bytes)
         if route.auth == "optional":
             access = Access()
             with contextlib.suppress(ApiError):  # without a valid key the answer says less
@@ -135,7 +115,7 @@ class App:
             if request.refusal is not None:
                 path = _without_trajectory(request)
                 if path in _MODEL_CALLS:
-                    self._metrics.count_call(path, request.refusal.status, 0.0)
+                    self._gateway.metrics.count_call(path, request.refusal.status, 0.0)
                 raise request.refusal
             admitted: _Admitted = request.admitted
             if admitted.route is not None:
@@ -156,7 +136,7 @@ class App:
         access, values = admitted.access, admitted.values
         about = values[0] if values else ""
         access = await self._identity.authorize(access, route.auth, about)
-        answer = await route.handler(ControlRequest(request, access, values))
+        answer = await route.handler(ControlRequest(self._gateway, request, access, values))
         if isinstance(answer, RawAnswer):
             request.answer(answer.status, answer.body, content_type=answer.content_type)
         elif answer is not None:
@@ -174,17 +154,17 @@ class App:
             if len(self._running) > self._max_calls:
                 raise ApiError(429, "too_many_calls", "The gateway has reached gateway.max_calls. Try again.")
             _check_size(request)
-            dialect = _DIALECTS.get(path)
-            if dialect is None:
+            read = _READERS.get(path)
+            if read is None:
                 status = await self._translated_call(request, admitted, _TRANSLATIONS[path](request.body))
                 return
-            call = dialect.read(request.body)
-            self._permitted.check(call.fields)
+            call = read(request.body)
+            self._gateway.permitted.check(call.fields)
             caller = await self._caller(call, admitted, request)
             if call.stream:
-                status, answer = await self._calls.stream(dialect, call, caller, StreamSink(request))
+                status, answer = await self._calls.stream(call, caller, StreamSink(request))
             else:
-                status, answer = await self._calls.plain(dialect, call, caller)
+                status, answer = await self._calls.plain(call, caller)
             if not request.started:
                 request.answer(status, answer)
         except ClientGoneError:
@@ -195,12 +175,12 @@ class App:
             raise
         finally:
             self._running.discard(request)
-            self._metrics.count_call(path, status, time.perf_counter() - started)
+            self._gateway.metrics.count_call(path, status, time.perf_counter() - started)
 
     async def _caller(self, call: Call, admitted: _Admitted, request: Request) -> Caller:
         headers = request.headers
         trajectory = await self._identity.trajectory(admitted.access, admitted.trajectory, headers, call)
-        self._router.check(call.params.model, trajectory.opened if trajectory is not None else None)
+        self._gateway.router.check(call.params.model, trajectory.opened if trajectory is not None else None)
         return Caller(
             trajectory,
             traceparent(headers),
@@ -212,7 +192,7 @@ class App:
     async def _translated_call(self, request: Request, admitted: _Admitted, translation: Translation) -> int:
         """Answer a call of another API as a chat completion. Returns the status."""
         call = translation.call()
-        self._permitted.check(call.fields)
+        self._gateway.permitted.check(call.fields)
         if translation.continued:
             caller, call = await self._continued_call(translation, call, admitted, request)
         else:
@@ -221,9 +201,9 @@ class App:
         headers = _left_out_header(translation)
         if call.stream:
             sink = TranslatedSink(request, translation, headers)
-            status, answer = await self._calls.stream(CHAT, call, caller, sink)
+            status, answer = await self._calls.stream(call, caller, sink)
         else:
-            status, answer = await self._calls.plain(CHAT, call, caller)
+            status, answer = await self._calls.plain(call, caller)
             if status == 200:
                 answer = _encode(translation.answer(msgspec.json.decode(answer)))
                 request.answer(200, answer, headers)

@@ -6,13 +6,12 @@ import gc
 import os
 import secrets
 import socket
-from dataclasses import dataclass
 from functools import partial
 
 import anyio
 
 from pipeline.config import Config, ConfigError
-from pipeline.events import CheckpointPublished, Event, GroupDiscarded, PolicyLoaded, wire_name
+from pipeline.events import CheckpointPublished, Event, PolicyLoaded, wire_name
 from pipeline.files import write_once
 from pipeline.log.broker import Broker, Recorded
 from pipeline.names import new_id
@@ -21,14 +20,9 @@ from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.access.api_keys import ApiKeys
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
-from rollout_gateway.api.evaluations import EvaluationRoutes
-from rollout_gateway.api.groups import GroupRoutes
+from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.api.metrics import Metrics
-from rollout_gateway.api.models import ModelRoutes
-from rollout_gateway.api.routes import Routes
-from rollout_gateway.api.tokens import TokenRoutes
-from rollout_gateway.api.trajectories import TrajectoryRoutes
 from rollout_gateway.app import App
 from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.handler import CallHandler
@@ -94,129 +88,90 @@ def check(config: Config) -> None:
     api_key(config)
 
 
-@dataclass(eq=False)
-class _LogState:
-    """What the gateway knows from the log."""
-
-    policies: Policies
-    registry: Registry
-    pacing: Pacing
-
-
-async def _read_log(config: Config, broker: Broker, trust: Trust) -> _LogState:
-    """Read policy versions and groups ahead of the trainer from the log. `_follow_log` continues from there."""
-    policies = Policies(config.project, (m.name for m in config.models), trust)
+async def _connect(
+    config: Config, broker: Broker, api_keys: ApiKeys, origins: OriginPolicy, trust: Trust
+) -> Gateway:
+    """Make the parts of the gateway, and read from the log what they know. `_follow_log` continues from there."""
+    settings, project = config.gateway, config.project
+    policies = Policies(project, (m.name for m in config.models), trust)
     await policies.rebuild(broker)
-    registry = Registry(broker, config.project, TrajectoryTokens(key_secret(config), config.project))
+    registry = Registry(broker, project, TrajectoryTokens(key_secret(config), project))
     await registry.mark_position()
-    gateway = config.gateway
-    ahead = gateway.max_groups_ahead
-    pacing = Pacing(
-        config.project,
-        broker,
-        policies.models,
-        limit=0 if ahead == "auto" else ahead,
-        forget_s=gateway.groups_ahead_s,
-    )
+    limit = 0 if settings.max_groups_ahead == "auto" else settings.max_groups_ahead
+    pacing = Pacing(project, broker, policies.models, limit=limit, forget_s=settings.groups_ahead_s)
     await pacing.rebuild()
-    return _LogState(policies, registry, pacing)
-
-
-@dataclass(eq=False)
-class _Parts:
-    """The objects of a gateway that run beside each other."""
-
-    app: App
-    calls: CallHandler
-    fleet: Fleet
-    members: Membership
-    feed: PolicyFeed
-    metrics: Metrics
-    log_health: LogHealth
-    detector: TrajectoryDetector | None
-    """Only with `gateway.detection.enabled`."""
-
-
-def _connect_parts(
-    config: Config, broker: Broker, state: _LogState, api_keys: ApiKeys, origins: OriginPolicy
-) -> _Parts:
-    gateway, project, policies, registry = config.gateway, config.project, state.policies, state.registry
-    fleet = Fleet(api_key(config), gateway.replicas.serving_share)
+    fleet = Fleet(api_key(config), settings.replicas.serving_share)
     router = VersionRouter(policies, fleet)
-    members = Membership(config, broker, policies, fleet, router, new_id("gw"))
-    feed, metrics, log_health = PolicyFeed(), Metrics(fleet, registry), LogHealth()
-    calls = CallHandler(gateway, fleet, router)
-    permitted = Permitted(gateway.further_fields, config.vllm.allowed_media_domains)
-    detector = TrajectoryDetector(project, registry, gateway) if gateway.detection.enabled else None
-    if detector is not None:
-        calls.on_answered.append(detector.answered)
-    identity = Identity(project, api_keys, registry, router, detector)
-    promotion = Promotion(project, broker, policies, fleet, router)
-    trajectories = TrajectoryRoutes(
-        project, gateway, config.trainer, policies, registry, router, state.pacing, origins
+    detector = TrajectoryDetector(project, registry, settings) if settings.detection.enabled else None
+    return Gateway(
+        config=config,
+        broker=broker,
+        origins=origins,
+        permitted=Permitted(settings.further_fields, config.vllm.allowed_media_domains),
+        identity=Identity(project, api_keys, registry, router, detector),
+        policies=policies,
+        registry=registry,
+        pacing=pacing,
+        fleet=fleet,
+        members=Membership(config, broker, policies, fleet, router, new_id("gw")),
+        router=router,
+        promotion=Promotion(project, broker, policies, fleet, router),
+        calls=CallHandler(settings, fleet, router, detector),
+        detector=detector,
+        feed=PolicyFeed(),
+        metrics=Metrics(fleet, registry),
+        log_health=LogHealth(),
     )
-    control = Routes(
-        metrics,
-        trajectories,
-        GroupRoutes(broker, registry, policies, trajectories),
-        ModelRoutes(policies, fleet, router, promotion, feed, log_health),
-        EvaluationRoutes(project, broker, registry, policies),
-        TokenRoutes(fleet, router, permitted),
-    )
-    app = App(calls, control, identity, router, metrics, origins, gateway, permitted)
-    return _Parts(app, calls, fleet, members, feed, metrics, log_health, detector)
 
 
-async def _follow_log(broker: Broker, state: _LogState, parts: _Parts) -> None:
+async def _follow_log(gateway: Gateway) -> None:
     """Apply new events as they arrive, and send those about versions to the feed. Never returns. Raises
     `LogShrankError`."""
-    feed = parts.feed
+
+    def tell(event: Event) -> None:
+        gateway.feed.broadcast(wire_name(event), feed_fields(event))
 
     def changed(recorded: Recorded[Event]) -> None:
         event = recorded.event
-        parts.members.policies_changed(event)
+        gateway.members.policies_changed(event)
         if isinstance(event, CheckpointPublished):
-            state.pacing.done(event.model, event.groups, recorded.place.at)
-        parts.metrics.loads += isinstance(event, PolicyLoaded)
-        feed.broadcast(wire_name(event), feed_fields(event))
-
-    def discarded(event: GroupDiscarded) -> None:
-        feed.broadcast(wire_name(event), feed_fields(event))
+            gateway.pacing.done(event.model, event.groups, recorded.place.at)
+        gateway.metrics.loads += isinstance(event, PolicyLoaded)
+        tell(event)
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(state.policies.follow, broker, changed)
-        tasks.start_soon(state.registry.follow_completions)
-        tasks.start_soon(state.registry.log.until_shrunk)
-        tasks.start_soon(state.pacing.follow, discarded)
+        tasks.start_soon(gateway.policies.follow, gateway.broker, changed)
+        tasks.start_soon(gateway.registry.follow_completions)
+        tasks.start_soon(gateway.registry.log.until_shrunk)
+        tasks.start_soon(gateway.pacing.follow, tell)
 
 
 async def serve(config: Config, ready: Ready) -> None:
     """Serve until cancelled. `ready` is called once the gateway listens and knows the policies.
 
     Calls wait for inference servers that are not up yet. Raises `ConfigError` for settings that can't work."""
-    gateway = config.gateway
-    api_keys = ApiKeys(gateway, config.project, config.path(gateway.keys_file))
-    origins, limits, trust = OriginPolicy(gateway), checked_limits(gateway.http), Trust(config.signing)
+    settings = config.gateway
+    api_keys = ApiKeys(settings, config.project, config.path(settings.keys_file))
+    origins, limits, trust = OriginPolicy(settings), checked_limits(settings.http), Trust(config.signing)
     if not trust.checks:
         log.warning(
             "signatures of checkpoints are not checked: any client of the log can have its adapter served",
             setting="signing",
         )
-    listener = _listen(gateway.host, gateway.port)
+    listener = _listen(settings.host, settings.port)
     async with Broker.connect(config.nats, name="gateway") as broker:
-        state = await _read_log(config, broker, trust)
-        parts = _connect_parts(config, broker, state, api_keys, origins)
-        app = parts.app
+        gateway = await _connect(config, broker, api_keys, origins, trust)
+        app = App(gateway)
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(parts.members.run)
-                tasks.start_soon(parts.log_health.run, broker)
+                tasks.start_soon(gateway.members.run)
+                tasks.start_soon(gateway.log_health.run, broker)
                 tasks.start_soon(api_keys.watch)
-                tasks.start_soon(_follow_log, broker, state, parts)
-                if parts.detector is not None:
-                    tasks.start_soon(parts.detector.run)
+                tasks.start_soon(_follow_log, gateway)
+                if gateway.detector is not None:
+                    tasks.start_soon(gateway.detector.run)
                 async with run_server(
-                    app, listener, limits, grace_s=gateway.drain_s, admit=app.admit, cut_off=app.cut_off
+                    app, listener, limits, grace_s=settings.drain_s, admit=app.admit, cut_off=app.cut_off
                 ):
                     _freeze_garbage()
                     ready(url=_url(listener))
@@ -224,12 +179,12 @@ async def serve(config: Config, ready: Ready) -> None:
                         await anyio.sleep_forever()
                     finally:
                         app.stop()
-                        parts.fleet.close()
-                        parts.feed.close()
+                        gateway.fleet.close()
+                        gateway.feed.close()
         finally:
             with anyio.move_on_after(_SETTLE_S, shield=True):
-                await parts.calls.settle()
-            parts.fleet.disconnect()
+                await gateway.calls.settle()
+            gateway.fleet.disconnect()
 
 
 def _url(listener: socket.socket) -> str:

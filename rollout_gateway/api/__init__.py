@@ -2,13 +2,14 @@
 
 | module | what lives there |
 | --- | --- |
+| `gateway` | the parts of a gateway, as every handler gets them |
 | `routes` | the table: each path with its handler and the key that it takes |
-| `schemas` | bodies and answers |
 | `control_request` | a request as its handler gets it |
+| `schemas` | the bodies |
 | `trajectories` | opening, completing and reading trajectories |
-| `groups` | completing a group, making its runs of recorded calls, what became of it, people's labels |
+| `groups` | completing a group, making its runs of recorded calls, what became of it |
+| `records` | people's labels and evaluations, recorded |
 | `models` | models, versions, decisions, the state of the servers |
-| `evaluations` | recording evaluations |
 | `tokens` | token counts |
 | `metrics` | metrics for Prometheus |
 | `log_health` | whether the log takes writes |

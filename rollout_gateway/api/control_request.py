@@ -7,6 +7,7 @@ from typing import TypeVar
 from urllib.parse import parse_qsl
 
 from rollout_gateway.access.api_keys import Access
+from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.http.body import read_body
 from rollout_gateway.http.request import Request
 
@@ -17,6 +18,7 @@ _T = TypeVar("_T")
 class ControlRequest:
     """A request whose key permits its route."""
 
+    gateway: Gateway
     http: Request
     access: Access
     values: list[str]
@@ -35,7 +37,7 @@ class ControlRequest:
 
 @dataclass(eq=False, slots=True)
 class RawAnswer:
-    """An answer that is not a struct."""
+    """An answer that is encoded already."""
 
     status: int
     body: bytes

@@ -6,22 +6,18 @@ import functools
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import unquote_to_bytes
 
-from rollout_gateway.api.control_request import ControlRequest, RawAnswer
-from rollout_gateway.api.evaluations import EvaluationRoutes
-from rollout_gateway.api.groups import GroupRoutes
-from rollout_gateway.api.metrics import CONTENT_TYPE, Metrics
-from rollout_gateway.api.models import ModelRoutes
-from rollout_gateway.api.tokens import TokenRoutes
-from rollout_gateway.api.trajectories import TrajectoryRoutes
+from rollout_gateway.api import groups, models, records, tokens, trajectories
+from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.capture.identity import KeyKind
 from rollout_gateway.http.errors import ApiError
-from rollout_gateway.serving.promotion import Action, Decision, SplitDecision, VersionDecision
+from rollout_gateway.serving.promotion import Action
 
 Handler = Callable[[ControlRequest], Awaitable[Any]]
-"""Returns a struct, a `RawAnswer`, or `None` if it has answered the request itself. Raises `ApiError`."""
+"""Returns what is encoded as JSON, a `RawAnswer`, or `None` if it has answered the request itself. Raises
+`ApiError`."""
 
 
 @dataclass(frozen=True)
@@ -45,61 +41,47 @@ class Route:
         )
 
 
-class Routes:
-    """The table of one gateway."""
-
-    def __init__(
-        self,
-        metrics: Metrics,
-        trajectories: TrajectoryRoutes,
-        groups: GroupRoutes,
-        models: ModelRoutes,
-        evaluations: EvaluationRoutes,
-        tokens: TokenRoutes,
-    ) -> None:
-        async def metrics_page(_: ControlRequest) -> RawAnswer:
-            return RawAnswer(200, metrics.text(), CONTENT_TYPE)
-
-        def decision(action: Action, body: type[Decision]) -> Route:
-            handler = functools.partial(models.decide, action=action, body=body)
-            return Route("POST", f"/v1/policies/{{model}}/{action}", handler, "operator")
-
-        run = "/v1/trajectories/{trajectory}"
-        self._routes = (
-            Route("GET", "/health", models.health, "optional"),
-            Route("GET", "/metrics", metrics_page, "operator"),
-            Route("GET", "/v1/models", models.models, "call"),
-            Route("GET", "/v1/models/{model+}", models.model, "call"),
-            Route("GET", "/v1/policies", models.policies),
-            Route("GET", "/v1/policies/events", models.watch_policies),
-            decision("promote", VersionDecision),
-            decision("pin", VersionDecision),
-            decision("rollback", Decision),
-            decision("split", SplitDecision),
-            decision("follow", Decision),
-            Route("POST", "/v1/trajectories", trajectories.open, status=201, opens=True),
-            Route("GET", run, trajectories.get, "trajectory"),
-            Route("POST", f"{run}/complete", trajectories.complete, "completion"),
-            Route("GET", "/v1/groups/{group}", groups.group),
-            Route("POST", "/v1/groups/{group}/complete", groups.complete_group),
-            Route("POST", "/v1/groups/{group}/label", groups.label, "operator"),
-            Route("POST", "/v1/evaluations", evaluations.record_evaluation, status=201),
-            Route("POST", "/tokenize", tokens.tokenize, "call"),
-            Route("POST", "/v1/messages/count_tokens", tokens.count_tokens, "call"),
+_RUN = "/v1/trajectories/{trajectory}"
+ROUTES = (
+    Route("GET", "/health", models.get_health, "optional"),
+    Route("GET", "/metrics", models.get_metrics, "operator"),
+    Route("GET", "/v1/models", models.get_models, "call"),
+    Route("GET", "/v1/models/{model+}", models.get_model, "call"),
+    Route("GET", "/v1/policies", models.get_policies),
+    Route("GET", "/v1/policies/events", models.watch_policies),
+    *(
+        Route(
+            "POST",
+            f"/v1/policies/{{model}}/{action}",
+            functools.partial(models.decide, action=action),
+            "operator",
         )
+        for action in get_args(Action)
+    ),
+    Route("POST", "/v1/trajectories", trajectories.open_trajectory, status=201, opens=True),
+    Route("GET", _RUN, trajectories.get_trajectory, "trajectory"),
+    Route("POST", f"{_RUN}/complete", trajectories.complete, "completion"),
+    Route("GET", "/v1/groups/{group}", groups.get_group),
+    Route("POST", "/v1/groups/{group}/complete", groups.complete_group),
+    Route("POST", "/v1/groups/{group}/label", records.label_group, "operator"),
+    Route("POST", "/v1/evaluations", records.record_evaluation, status=201),
+    Route("POST", "/tokenize", tokens.tokenize, "call"),
+    Route("POST", "/v1/messages/count_tokens", tokens.count_tokens, "call"),
+)
 
-    def find(self, method: str, path: str) -> tuple[Route, list[str]]:
-        """The route of a path, and the values of its parameters. Raises a 400, 404 or 405 `ApiError`."""
-        allowed = []
-        for route in self._routes:
-            match = route.pattern.fullmatch(path.strip("/"))
-            if match is not None:
-                if route.method == method:
-                    return route, [decode_segment(value) for value in match.groups()]
-                allowed.append(route.method)
-        if allowed:
-            raise not_allowed(*allowed)
-        raise ApiError(404, "unknown_url", f"There is no route {method} {path}.")
+
+def find(method: str, path: str) -> tuple[Route, list[str]]:
+    """The route of a path, and the values of its parameters. Raises a 400, 404 or 405 `ApiError`."""
+    allowed = []
+    for route in ROUTES:
+        match = route.pattern.fullmatch(path.strip("/"))
+        if match is not None:
+            if route.method == method:
+                return route, [decode_segment(value) for value in match.groups()]
+            allowed.append(route.method)
+    if allowed:
+        raise not_allowed(*allowed)
+    raise ApiError(404, "unknown_url", f"There is no route {method} {path}.")
 
 
 def decode_segment(segment: str) -> str:

@@ -1,173 +1,132 @@
-"""Opening, completing and reading trajectories."""
+"""Opening, completing and reading trajectories. All handlers raise `ApiError`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
 
-from pipeline.config import ConfigError, GatewayConfig, TrainerConfig, with_batch_settings
-from pipeline.events import TrajectoryCompleted, TrajectoryOpened
+from pipeline.config import ConfigError, with_batch_settings
+from pipeline.events import TrajectoryOpened
 from pipeline.names import InvalidNameError, check_name, new_dated_id, parse_version
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
-from rollout_gateway.api.schemas import (
-    Completed,
-    Opened,
-    Opening,
-    TrajectoryState,
-)
-from rollout_gateway.capture.registry import BatchRequest, Completion, Registry
-from rollout_gateway.http.errors import ApiError, unknown_model, unknown_trajectory
-from rollout_gateway.http.origins import OriginPolicy
+from rollout_gateway.api.gateway import Gateway
+from rollout_gateway.api.schemas import Opening
+from rollout_gateway.capture.registry import BatchRequest, Completion
+from rollout_gateway.http.errors import ApiError, unknown_model
 from rollout_gateway.http.request import Headers
-from rollout_gateway.serving.pacing import Pacing
-from rollout_gateway.serving.policies import Policies
-from rollout_gateway.serving.routing import VersionRouter
+
+# -- opening -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class TrajectoryRoutes:
-    """Handlers of the routes about trajectories. All raise `ApiError`."""
+async def open_trajectory(request: ControlRequest) -> dict[str, Any]:
+    """Open a trajectory, which belongs to the caller's key. With an `id`, the request may be repeated."""
+    gateway, access, opening = request.gateway, request.access, request.read(Opening)
+    access.check_model(gateway.router.name(opening.model))
+    _check_model(gateway, opening, access)
+    trajectory = opening.id or new_dated_id("t")
+    group = opening.group or trajectory
+    for name in (trajectory, group):
+        check_name(name)
+        if name in (".", ".."):
+            raise InvalidNameError(name, "in a URL it means another path")
+    paced_s = await gateway.pacing.admit(opening.model, group, opening.split, access.owner)
+    fields = msgspec.structs.asdict(opening)
+    del fields["id"]
+    fields |= {"group": group, "metadata": msgspec.json.encode(opening.metadata)}
+    event = TrajectoryOpened(
+        project=gateway.project, trajectory=trajectory, paced_s=paced_s, owner=access.owner, **fields
+    )
+    await gateway.registry.open(event, traceparent(request.http.headers), access)
+    return {
+        "id": trajectory,
+        "model": opening.model,
+        "group": group,
+        "api_key": gateway.registry.tokens.issue(trajectory),
+        "base_url": f"{gateway.origins.base_url(request.http)}/t/{quote(trajectory, safe='')}/v1",
+    }
 
-    _project: str
-    _config: GatewayConfig
-    _trainer: TrainerConfig
-    _policies: Policies
-    _registry: Registry
-    _router: VersionRouter
-    _pacing: Pacing
-    _origins: OriginPolicy
 
-    # -- opening ---------------------------------------------------------------------------------------------------
+def _check_model(gateway: Gateway, opening: Opening, access: Access) -> None:
+    """Raises a 404 `ApiError` if `model` is not a model's name, or `pinned` not one of its versions."""
+    model, pinned, policies = opening.model, opening.pinned, gateway.policies
+    if model not in policies.models:
+        name = gateway.router.name(model)
+        if name not in policies.models:
+            raise gateway.unknown_model(model, access)
+        message = (
+            f"{model!r} is a version, not a model. Open with the model {name!r} and `pinned`: {model!r}."
+        )
+        raise ApiError(404, "model_not_found", message, param="model")
+    if pinned and (not policies.offered(pinned) or parse_version(pinned)[0] != model):
+        versions = [name for name in policies.names(model) if name != model]
+        raise unknown_model(pinned, versions, "pinned")
 
-    async def open(self, request: ControlRequest) -> Opened:
-        """Open a trajectory, which belongs to the caller's key. With an `id`, the request may be repeated."""
-        opening, access = request.read(Opening), request.access
-        access.check_model(self._router.name(opening.model))
-        self._check_model(opening, access)
-        trajectory = opening.id or new_dated_id("t")
-        group = opening.group or trajectory
-        for name in (trajectory, group):
+
+# -- completing ----------------------------------------------------------------------------------------------------
+
+
+async def complete(request: ControlRequest) -> dict[str, Any]:
+    """Complete a trajectory. The same request again gets the same answer."""
+    gateway, trajectory, completion = request.gateway, request.values[0], request.read(Completion)
+    await check_completion(gateway, completion, request.access)
+    opened = await gateway.registry.opening(trajectory)
+    if opened is not None:
+        check_batch(completion, opened.group)
+    return await complete_checked(gateway, trajectory, completion)
+
+
+async def complete_checked(gateway: Gateway, trajectory: str, completion: Completion) -> dict[str, Any]:
+    """Complete a trajectory whose results were checked."""
+    event = await gateway.registry.complete(trajectory, completion)
+    told = ("outcome", "reward", "exchanges", "calls", "prompt_tokens", "sampled_tokens", "calls_s")
+    return {"id": trajectory, **{name: getattr(event, name) for name in told}}
+
+
+async def check_completion(gateway: Gateway, completion: Completion, access: Access) -> None:
+    """Raises an `ApiError`: 400 for a reward out of range, or the name of a reward or metric that can't be shown,
+    403 if the caller may not form trajectories and batches, 404 for calls of trajectories that it may not see."""
+    _check_rewards(completion, gateway.config.gateway.max_reward)
+    for field, numbers in (("rewards", completion.rewards), ("metrics", completion.metrics)):
+        for name in numbers:
+            _check_measure(field, name)
+    batch = completion.batch
+    if access.trajectory and (completion.exchanges or batch is not None):
+        message = "A trajectory's key can't set `exchanges` or `batch`. Use the opener's key."
+        raise ApiError(403, "wrong_role", message)
+    if batch is not None:
+        for name in (batch.id, *batch.groups):
             check_name(name)
-            if name in (".", ".."):
-                raise InvalidNameError(name, "in a URL it means another path")
-        paced_s = await self._pacing.admit(opening.model, group, opening.split, access.owner)
-        token = self._registry.tokens.issue(trajectory)
-        event = TrajectoryOpened(
-            project=self._project,
-            trajectory=trajectory,
-            model=opening.model,
-            group=group,
-            task=opening.task,
-            attempt=opening.attempt,
-            split=opening.split,
-            group_size=opening.group_size,
-            pinned=opening.pinned,
-            metadata=msgspec.json.encode(opening.metadata),
-            paced_s=paced_s,
-            owner=access.owner,
-            key_completes=opening.key_completes,
-            references=opening.references,
-        )
-        await self._registry.open(event, traceparent(request.http.headers), access)
-        base_url = f"{self._origins.base_url(request.http)}/t/{quote(trajectory, safe='')}/v1"
-        return Opened(id=trajectory, model=opening.model, group=group, api_key=token, base_url=base_url)
+        _check_settings(gateway, batch, access)
+    for trajectory in {reference.trajectory for reference in completion.exchanges}:
+        await gateway.registry.opening_for(trajectory, access)
 
-    def _check_model(self, opening: Opening, access: Access) -> None:
-        """Raises a 404 `ApiError` if `model` is not a model's name, or `pinned` not one of its versions."""
-        model, pinned = opening.model, opening.pinned
-        if model not in self._policies.models:
-            name = self._router.name(model)
-            if name not in self._policies.models:
-                raise unknown_model(model, [name for name in self._policies.models if access.sees(name)])
-            message = (
-                f"{model!r} is a version, not a model. Open with the model {name!r} and `pinned`: {model!r}."
-            )
-            raise ApiError(404, "model_not_found", message, param="model")
-        if pinned and (not self._policies.offered(pinned) or parse_version(pinned)[0] != model):
-            versions = [name for name in self._policies.names(model) if name != model]
-            message = f"{pinned!r} is not a version that can be pinned. There are: {', '.join(versions)}."
-            raise ApiError(404, "model_not_found", message, param="pinned")
 
-    # -- completing ------------------------------------------------------------------------------------------------
+def _check_settings(gateway: Gateway, batch: BatchRequest, access: Access) -> None:
+    if not batch.settings:
+        return
+    if not access.operator:
+        message = "A batch's `settings` need an operator's key: they decide what the model becomes."
+        raise ApiError(403, "wrong_role", message, param="batch")
+    try:
+        with_batch_settings(gateway.config.trainer, batch.settings)
+    except ConfigError as error:
+        raise ApiError(400, "invalid_settings", f"{error}.", param="batch") from error
 
-    async def complete(self, request: ControlRequest) -> Completed:
-        """Complete a trajectory. The same request again gets the same answer."""
-        completion = request.read(Completion)
-        await self.check(completion, request.access)
-        opened = await self._registry.opening(request.values[0])
-        if opened is not None:
-            check_batch(completion, opened.group)
-        return await self.complete_as(request.values[0], completion)
 
-    async def complete_as(self, trajectory: str, completion: Completion) -> Completed:
-        """Complete a trajectory whose results were checked."""
-        event = await self._registry.complete(trajectory, completion)
-        return Completed(
-            id=trajectory,
-            outcome=event.outcome,
-            reward=event.reward,
-            exchanges=event.exchanges,
-            calls=event.calls,
-            prompt_tokens=event.prompt_tokens,
-            sampled_tokens=event.sampled_tokens,
-            calls_s=event.calls_s,
-        )
-
-    async def check(self, completion: Completion, access: Access) -> None:
-        """Raises an `ApiError`: 400 for a reward out of range, or the name of a reward or metric that can't be shown,
-        403 if the caller may not form trajectories and batches, 404 for calls of trajectories that it may not see."""
-        self._check_rewards(completion)
-        for field, numbers in (("rewards", completion.rewards), ("metrics", completion.metrics)):
-            for name in numbers:
-                _check_measure(field, name)
-        batch = completion.batch
-        if access.trajectory and (completion.exchanges or batch is not None):
-            message = "A trajectory's key can't set `exchanges` or `batch`. Use the opener's key."
-            raise ApiError(403, "wrong_role", message)
-        if batch is not None:
-            for name in (batch.id, *batch.groups):
-                check_name(name)
-            self._check_settings(batch, access)
-        for trajectory in {reference.trajectory for reference in completion.exchanges}:
-            opened = await self._registry.opening(trajectory)
-            if opened is None or not access.owns(opened.owner):
-                raise unknown_trajectory(trajectory)
-
-    def _check_settings(self, batch: BatchRequest, access: Access) -> None:
-        if not batch.settings:
-            return
-        if not access.operator:
-            message = "A batch's `settings` need an operator's key: they decide what the model becomes."
-            raise ApiError(403, "wrong_role", message, param="batch")
-        try:
-            with_batch_settings(self._trainer, batch.settings)
-        except ConfigError as error:
-            raise ApiError(400, "invalid_settings", f"{error}.", param="batch") from error
-
-    def _check_rewards(self, completion: Completion) -> None:
-        rewards = {f"rewards.{name}": value for name, value in completion.rewards.items()}
-        if completion.reward is not None:
-            rewards["reward"] = completion.reward
-        # Without `reward`, the judge adds the named ones up.
-        rewards["rewards"] = sum(completion.rewards.values())
-        limit = self._config.max_reward
-        for name, value in rewards.items():
-            if not abs(value) <= limit:
-                what = "the sum of `rewards`" if name == "rewards" else f"`{name}`"
-                message = (
-                    f"The value of {what} is {value:g}. It must be from -{limit:g} to {limit:g} "
-                    "(gateway.max_reward)."
-                )
-                raise ApiError(400, "reward_out_of_range", message, param=name)
-
-    # -- reading ---------------------------------------------------------------------------------------------------
-
-    async def get(self, request: ControlRequest) -> TrajectoryState:
-        """Answer with a trajectory as recorded on the log."""
-        return _state(*await self._registry.describe(request.values[0]))
+def _check_rewards(completion: Completion, limit: float) -> None:
+    rewards = {f"rewards.{name}": value for name, value in completion.rewards.items()}
+    if completion.reward is not None:
+        rewards["reward"] = completion.reward
+    # Without `reward`, the judge adds the named ones up.
+    rewards["rewards"] = sum(completion.rewards.values())
+    for name, value in rewards.items():
+        if not abs(value) <= limit:
+            what = "the sum of `rewards`" if name == "rewards" else f"`{name}`"
+            message = f"The value of {what} is {value:g}. It must be from -{limit:g} to {limit:g} (gateway.max_reward)."
+            raise ApiError(400, "reward_out_of_range", message, param=name)
 
 
 def check_batch(completion: Completion, group: str) -> None:
@@ -186,31 +145,29 @@ def _check_measure(field: str, name: str) -> None:
         raise ApiError(400, "invalid_name", f"In `{field}`: {error}.", param=field) from error
 
 
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+async def get_trajectory(request: ControlRequest) -> dict[str, Any]:
+    """Answer with a trajectory as recorded on the log."""
+    opened, completed, exchanges = await request.gateway.registry.describe(request.values[0])
+    told = ("project", "model", "group", "task", "attempt", "split", "group_size")
+    results: dict[str, Any] = {"outcome": None, "reward": None, "rewards": {}, "metrics": {}}
+    if completed is not None:
+        results = {name: getattr(completed, name) for name in results}
+    return {
+        "id": opened.trajectory,
+        "status": "completed" if completed else "open",
+        **{name: getattr(opened, name) for name in told},
+        "pinned": opened.pinned or None,
+        "metadata": msgspec.Raw(bytes(opened.metadata)),
+        "exchanges": exchanges,
+        "opened_at": opened.at,
+        **results,
+    }
+
+
 def traceparent(headers: Headers) -> str:
     """The W3C trace context of a request; empty if it has none."""
     value = headers.get(b"traceparent", b"").decode("latin-1")
     return value if len(value) == 55 and value.isascii() else ""
-
-
-def _state(
-    opened: TrajectoryOpened, completed: TrajectoryCompleted | None, exchanges: int
-) -> TrajectoryState:
-    state = TrajectoryState(
-        id=opened.trajectory,
-        status="completed" if completed else "open",
-        project=opened.project,
-        model=opened.model,
-        group=opened.group,
-        task=opened.task,
-        attempt=opened.attempt,
-        split=opened.split,
-        group_size=opened.group_size,
-        pinned=opened.pinned or None,
-        metadata=msgspec.Raw(bytes(opened.metadata)),
-        exchanges=exchanges,
-        opened_at=opened.at,
-    )
-    if completed is not None:
-        state.outcome, state.reward = completed.outcome, completed.reward
-        state.rewards, state.metrics = completed.rewards, completed.metrics
-    return state

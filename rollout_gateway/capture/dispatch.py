@@ -11,6 +11,7 @@ from pipeline.config import GatewayConfig
 from pipeline.events import now_us
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.exchange import Exchange
+from rollout_gateway.dialects.endpoints import upstream_body
 from rollout_gateway.http.errors import ApiError, timed_out
 from rollout_gateway.http.upstream import UpstreamError, UpstreamReply, UpstreamTimeoutError
 from rollout_gateway.serving.replicas import Fleet, Lease, least_loaded, replica_of
@@ -87,13 +88,13 @@ class Dispatcher:
 
         Releases `lease`, except for a streamed answer, whose `Attempt.close` does. Raises a 504 `ApiError` if the
         server exceeds replicas.timeout_s."""
-        dialect, call, upstream = exchange.dialect, exchange.call, lease.replica.upstream
+        call, upstream = exchange.call, lease.replica.upstream
         started_at = now_us()
         streamed = False
         try:
-            body = dialect.upstream_body(call, lease.version, capture=exchange.captured)
+            body = upstream_body(call, lease.version, capture=exchange.captured)
             reply = await upstream.request(
-                "POST", dialect.path, body, timeout_s=self._gateway.replicas.timeout_s
+                "POST", call.served_by, body, timeout_s=self._gateway.replicas.timeout_s
             )
             exchange.mark_sent(lease, started_at)
             streamed = call.stream and reply.status == 200

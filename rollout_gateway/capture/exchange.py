@@ -9,7 +9,6 @@ from pipeline.events import ExchangeRecorded, now_us
 from pipeline.names import parse_version
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Answer, Call, SampledChoice
-from rollout_gateway.dialects.endpoints import Dialect
 from rollout_gateway.http.cancellation import Cancellation
 from rollout_gateway.serving.replicas import Lease
 
@@ -35,7 +34,6 @@ class Caller:
 class Exchange:
     """A model call, from its request to its record on the log."""
 
-    dialect: Dialect
     call: Call
     caller: Caller
     captured: bool

@@ -7,7 +7,6 @@ A client that repeats a call whose answer was recorded and never arrived gets th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -15,12 +14,12 @@ from pipeline import crash
 from pipeline.config import GatewayConfig
 from pipeline.log.broker import BrokerError
 from pipeline.telemetry.logs import get_logger
+from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.dispatch import Attempt, Dispatcher
 from rollout_gateway.capture.exchange import Caller, Exchange, Status
-from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Answer, Call, Fields
-from rollout_gateway.dialects.endpoints import Dialect
-from rollout_gateway.dialects.streaming import StreamCapture
+from rollout_gateway.dialects.endpoints import merged, read_answer
+from rollout_gateway.dialects.streaming import DONE, StreamCapture, replay
 from rollout_gateway.dialects.translate import StreamSink
 from rollout_gateway.http.errors import ApiError, ClientGoneError, bad_answer, timed_out
 from rollout_gateway.http.request import ignore_flow
@@ -30,17 +29,20 @@ from rollout_gateway.serving.routing import VersionRouter
 
 log = get_logger("rollout_gateway.capture.handler")
 
-_DONE = b"data: [DONE]\n\n"
-
 
 class CallHandler:
-    """Answers plain and streamed calls of every dialect."""
+    """Answers plain and streamed calls."""
 
-    def __init__(self, gateway: GatewayConfig, fleet: Fleet, router: VersionRouter) -> None:
-        self._capture = gateway.capture
+    def __init__(
+        self,
+        gateway: GatewayConfig,
+        fleet: Fleet,
+        router: VersionRouter,
+        detector: TrajectoryDetector | None = None,
+    ) -> None:
+        """`detector` is told of every captured call that was answered, before the client gets the answer."""
+        self._capture, self._detector = gateway.capture, detector
         self._dispatcher = Dispatcher(gateway, fleet, router)
-        self.on_answered: list[Callable[[Trajectory, Call, Answer], Awaitable[None]]] = []
-        """Called with every captured call that was answered, before the client gets the answer."""
         self._recording: set[asyncio.Task[None]] = set()
         """The records of streams, which are made even if their calls are cancelled."""
 
@@ -48,12 +50,12 @@ class CallHandler:
         """Whether the calls of `caller` are recorded."""
         return self._capture != "off" and caller.trajectory is not None
 
-    async def plain(self, dialect: Dialect, call: Call, caller: Caller) -> tuple[int, bytes]:
+    async def plain(self, call: Call, caller: Caller) -> tuple[int, bytes]:
         """Status and body of the answer. Raises `ApiError`, and `ClientGoneError` if the client left before the end."""
         if caller.trajectory is not None:
             caller.trajectory.begin()
         try:
-            exchange = self._exchange(dialect, call, caller)
+            exchange = self._exchange(call, caller)
             if caller.is_retry and (before := await self._answered_before(exchange)) is not None:
                 return 200, msgspec.json.encode(before)
             attempt = await self._answer_or_record_failure(exchange)
@@ -67,20 +69,17 @@ class CallHandler:
             if caller.trajectory is not None:
                 caller.trajectory.end()
 
-    async def stream(
-        self, dialect: Dialect, call: Call, caller: Caller, sink: StreamSink
-    ) -> tuple[int, bytes]:
+    async def stream(self, call: Call, caller: Caller, sink: StreamSink) -> tuple[int, bytes]:
         """Status, and the body if it is an error. Otherwise the whole answer was written to `sink`.
 
         Raises as `plain` does, unless `sink` was started."""
         if caller.trajectory is not None:
             caller.trajectory.begin()
         try:
-            exchange = self._exchange(dialect, call, caller)
+            exchange = self._exchange(call, caller)
             if caller.is_retry and (before := await self._answered_before(exchange)) is not None:
                 sink.start(ignore_flow)
-                sink.write(b"".join(b"data: %b\n\n" % event for event in dialect.as_stream(before)))
-                sink.write(_DONE)
+                sink.write(replay(before))
                 sink.end()
                 return 200, b""
             attempt = await self._answer_or_record_failure(exchange)
@@ -97,8 +96,8 @@ class CallHandler:
             if caller.trajectory is not None:
                 caller.trajectory.end()
 
-    def _exchange(self, dialect: Dialect, call: Call, caller: Caller) -> Exchange:
-        exchange = Exchange(dialect, call, caller, self.captures(caller))
+    def _exchange(self, call: Call, caller: Caller) -> Exchange:
+        exchange = Exchange(call, caller, self.captures(caller))
         if exchange.captured and exchange.recorded_in.opened.references:
             call.referenced_in = exchange.recorded_in.id
         return exchange
@@ -132,7 +131,7 @@ class CallHandler:
         sink.write(error_event)
 
     async def _capture_stream(self, exchange: Exchange, attempt: Attempt, sink: StreamSink) -> None:
-        capture = StreamCapture(exchange.dialect, exchange.call)
+        capture = StreamCapture(exchange.call)
         status: Status = "failed"
         error_event, server_failed = b"", False
 
@@ -171,7 +170,7 @@ class CallHandler:
             await asyncio.shield(recording)  # the record is made even if this task is cancelled
         except ApiError as error:
             error_event = b"data: %b\n\n" % error.body()
-        sink.write(error_event or capture.last_events + _DONE)
+        sink.write(error_event or capture.last_events + DONE)
 
     async def _record_stream(self, exchange: Exchange, capture: StreamCapture, status: Status) -> None:
         try:
@@ -193,11 +192,11 @@ class CallHandler:
         if not events:
             return None
         log.info("answered from the log", trajectory=trajectory.id, seq=events[0].seq)
-        return exchange.dialect.merged([e.response for e in events])
+        return merged([e.response for e in events])
 
     async def _report_answer(self, exchange: Exchange) -> None:
-        for callback in self.on_answered:
-            await callback(exchange.recorded_in, exchange.call, exchange.answer)
+        if self._detector is not None:
+            await self._detector.answered(exchange.recorded_in, exchange.call, exchange.answer)
 
     async def _record(self, exchange: Exchange, status: Status) -> None:
         """Put the call on the log. Raises a 503 `ApiError` if the log does not take it."""
@@ -217,9 +216,9 @@ class CallHandler:
 
 def _read_answer(exchange: Exchange, body: bytes) -> Answer:
     try:
-        return exchange.dialect.read_answer(body, exchange.call)
+        return read_answer(body, exchange.call)
     except (msgspec.DecodeError, KeyError) as error:
-        raise bad_answer(exchange.dialect.path, error) from error
+        raise bad_answer(exchange.call.served_by, error) from error
 
 
 def _end_stream(attempt: Attempt, server_failed: bool) -> None:

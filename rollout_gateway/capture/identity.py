@@ -91,8 +91,8 @@ class Identity:
                 message = "This trajectory's key can't complete it. Open with `key_completes`, or use the opener's key."
                 raise ApiError(403, "key_does_not_complete", message)
             return replace(access, models=frozenset((opened.model,)))
-        if wanted in ("trajectory", "completion"):
-            await self._check_owner(access, trajectory)
+        if wanted in ("trajectory", "completion") and not access.operator:
+            await self._registry.opening_for(trajectory, access)
         return access
 
     async def charge(self, trajectory: str) -> TrajectoryOpened:
@@ -124,12 +124,6 @@ class Identity:
             return await self._detector.find(call, model, access.owner)
         return None
 
-    async def _check_owner(self, access: Access, trajectory: str) -> None:
-        if not access.operator:
-            opened = await self._registry.opening(trajectory)
-            if opened is None or not access.owns(opened.owner):
-                raise unknown_trajectory(trajectory)
-
     async def _own(self, trajectory: str) -> Trajectory:
         """The trajectory of a trajectory's key. The key that opened it is charged before the calls are read."""
         run = self._registry.get(trajectory)
@@ -142,7 +136,8 @@ class Identity:
     async def _find_or_open(self, named: _NamedRun, call: Call, access: Access) -> Trajectory:
         """The named trajectory. One that does not exist is opened if the call names a group too."""
         try:
-            await self._check_owner(access, named.trajectory)
+            if not access.operator:
+                await self._registry.opening_for(named.trajectory, access)
             return self._registry.get(named.trajectory) or await self._registry.find(named.trajectory)
         except ApiError as error:
             if error.code != "trajectory_not_found" or not named.group:

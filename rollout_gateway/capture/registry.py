@@ -115,6 +115,13 @@ class Registry:
         recorded = await self.log.opening(trajectory)
         return recorded.event if recorded is not None else None
 
+    async def opening_for(self, trajectory: str, access: Access) -> TrajectoryOpened:
+        """The event that opened a trajectory which the caller may use. Raises a 404 `ApiError`."""
+        opened = await self.opening(trajectory)
+        if opened is None or not access.owns(opened.owner):
+            raise unknown_trajectory(trajectory)
+        return opened
+
     async def describe(self, trajectory: str) -> tuple[TrajectoryOpened, TrajectoryCompleted | None, int]:
         """How a trajectory was opened and completed, and how many exchange events it has.
 

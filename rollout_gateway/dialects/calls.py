@@ -23,6 +23,8 @@ _fields_decoder = msgspec.json.Decoder(Fields)
 _ids_decoder = msgspec.json.Decoder(list[int])
 _encode = msgspec.json.Encoder().encode
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+"""The endpoints of vLLM that return token ids."""
 REFERENCE = "journeywork"
 """Field of a choice that names its exchange."""
 
@@ -141,6 +143,11 @@ class Call:
     """How many choices the reply will have."""
     referenced_in: str = ""
     """The trajectory that records the call, if each choice of the reply is to name its exchange; else empty."""
+
+    @property
+    def served_by(self) -> str:
+        """The endpoint of vLLM that serves it."""
+        return COMPLETIONS if self.endpoint == COMPLETIONS else CHAT
 
     @property
     def stream(self) -> bool:

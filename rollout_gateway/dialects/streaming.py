@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from array import array
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -27,11 +28,12 @@ from rollout_gateway.dialects.calls import (
     is_null,
     pack_ids,
 )
-from rollout_gateway.dialects.endpoints import CHAT, Dialect, choices_decoder
+from rollout_gateway.dialects.endpoints import ADDED, choices_decoder, clean, clean_choice, pack_logprobs
 
 _encode = msgspec.json.Encoder().encode
 _fields_decoder = msgspec.json.Decoder(Fields)
 _NULL = Raw(b"null")
+DONE = b"data: [DONE]\n\n"
 
 _STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
 _EVENT = (
@@ -57,7 +59,27 @@ class StreamError(msgspec.Struct):
     code: int = 500
 
 
+class _FunctionDelta(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolDelta(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _FunctionDelta | None = None
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[_ToolDelta] | None = None
+
+
 _error_decoder = msgspec.json.Decoder(StreamError, strict=False)
+_delta_decoder = msgspec.json.Decoder(_Delta)
 
 
 @dataclass(eq=False)
@@ -68,16 +90,14 @@ class _Choice:
     logprobs: bytearray = field(default_factory=bytearray)
     kept_logprobs: list[Raw] = field(default_factory=list)
     pieces: list[Raw] = field(default_factory=list)
-    prompt_ids: bytes = b""
     finish: Fields | None = None
 
 
 class StreamCapture:
-    """Reads one reply, in portions of any size."""
+    """Reads one streamed chat completion, in portions of any size."""
 
-    def __init__(self, dialect: Dialect, call: Call) -> None:
-        self._dialect, self._params, self._expected = dialect, call.params, call.choices
-        self._call = call
+    def __init__(self, call: Call) -> None:
+        self._call, self._params, self._expected = call, call.params, call.choices
         self._buffer = b""
         self._prompt_ids = b""
         self._top: Fields = {}
@@ -90,12 +110,8 @@ class StreamCapture:
         self.error: StreamError | None = None
         """The error by which the server ended the stream."""
         self.first_token_at = 0
-        self._plain = (
-            dialect is CHAT
-            and call.choices == 1
-            and not call.params.wants_logprobs
-            and not call.params.return_token_ids
-        )
+        params = call.params
+        self._plain = call.choices == 1 and not (params.wants_logprobs or params.return_token_ids)
         """Chunks may be taken undecoded, because the client gets neither ids nor logprobs."""
         self._undecoded: list[tuple[bytes, ...]] = []
         """JSON of content, logprob and token id of the chunks that were taken undecoded."""
@@ -190,12 +206,10 @@ class StreamCapture:
                 self.error = _error_decoder.decode(fields["error"])
             return payload
         if not self._top:
-            self._top = {
-                k: v for k, v in fields.items() if k not in ("choices", "usage", *self._dialect.added)
-            }
+            self._top = {k: v for k, v in fields.items() if k not in ("choices", "usage", *ADDED)}
         if not self._prompt_ids and "prompt_token_ids" in fields:
             self._prompt_ids = pack_ids(fields["prompt_token_ids"])
-        self._dialect.clean(fields, self._params)
+        clean(fields, self._params)
         if not is_null(fields.get("usage")):
             self._usage = fields["usage"]
         choices = choices_decoder.decode(fields["choices"])
@@ -214,22 +228,18 @@ class StreamCapture:
             if not self.first_token_at:
                 self.first_token_at = now_us()
             state.ids += packed
-            state.logprobs += self._dialect.logprobs(logprobs)[-len(packed) :]
+            state.logprobs += pack_logprobs(logprobs)[-len(packed) :]
         if self._params.wants_logprobs and logprobs is not None and not is_null(logprobs):
             state.kept_logprobs.append(logprobs)
-        if not state.prompt_ids and "prompt_token_ids" in choice:
-            state.prompt_ids = pack_ids(choice["prompt_token_ids"])
-        piece = choice.get(self._dialect.piece)
-        empty = self._dialect.is_empty(piece)
-        if not empty and piece is not None:
+        piece = choice.get("delta", _NULL)
+        empty = bytes(piece) in (b"null", b"{}")
+        if not empty:
             state.pieces.append(piece)
-        self._dialect.clean_choice(choice, self._params)
+        clean_choice(choice, self._params)
         if not is_null(choice.get("finish_reason")):
             self._finished += 1
             self._call.add_reference(choice, self._top.get("id"))
-            state.finish = {
-                k: v for k, v in choice.items() if k not in (self._dialect.piece, "logprobs", "token_ids")
-            }
+            state.finish = {k: v for k, v in choice.items() if k not in ("delta", "logprobs", "token_ids")}
             return True
         return not empty or self._params.wants_logprobs or bool(self._params.return_token_ids)
 
@@ -238,7 +248,7 @@ class StreamCapture:
         self._flush()
         fields = dict(self._top)
         if fields:
-            fields["object"] = Raw(self._dialect.object_name)
+            fields["object"] = Raw(b'"chat.completion"')
         if self._usage is not None:
             fields["usage"] = self._usage
         if self._params.return_token_ids and self._prompt_ids:
@@ -250,15 +260,60 @@ class StreamCapture:
         finish = state.finish or {"finish_reason": _NULL}
         fields: Fields = {
             "index": Raw(str(index).encode()),
-            self._dialect.content: self._dialect.join(state.pieces),
-            "logprobs": self._dialect.join_logprobs(state.kept_logprobs) if state.kept_logprobs else _NULL,
+            "message": _join(state.pieces),
+            "logprobs": _join_logprobs(state.kept_logprobs) if state.kept_logprobs else _NULL,
             **{k: v for k, v in finish.items() if k != "index"},
         }
         if self._params.return_token_ids:
             fields["token_ids"] = _listed(bytes(state.ids))
         reason = decode_text(finish["finish_reason"])
-        return SampledChoice(index, bytes(state.ids), bytes(state.logprobs), reason, fields, state.prompt_ids)
+        return SampledChoice(index, bytes(state.ids), bytes(state.logprobs), reason, fields)
 
 
 def _listed(packed: bytes) -> Raw:
     return Raw(_encode(memoryview(packed).cast("i").tolist()))
+
+
+def _join(pieces: list[Raw]) -> Raw:
+    """Join the deltas of a stream to the message of a whole choice."""
+    role = "assistant"
+    texts: dict[str, str] = {"content": "", "reasoning": "", "refusal": ""}
+    tools: dict[int, dict[str, Any]] = {}
+    for raw in pieces:
+        delta = _delta_decoder.decode(raw)
+        role = delta.role or role
+        for name in texts:
+            texts[name] += getattr(delta, name) or ""
+        for call in delta.tool_calls or ():
+            empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+            tool = tools.setdefault(call.index, empty)
+            tool["id"] = call.id or tool["id"]
+            if call.function is not None:
+                tool["function"]["name"] += call.function.name or ""
+                tool["function"]["arguments"] += call.function.arguments or ""
+    content = texts.pop("content")
+    message: dict[str, Any] = {"role": role, "content": content if content or not tools else None}
+    message |= {name: text for name, text in texts.items() if text}
+    if tools:
+        message["tool_calls"] = [tools[i] for i in sorted(tools)]
+    return Raw(_encode(message))
+
+
+def _join_logprobs(parts: list[Raw]) -> Raw:
+    content = [entry for raw in parts for entry in msgspec.json.decode(raw).get("content") or ()]
+    return Raw(_encode({"content": content}))
+
+
+def replay(answer: Fields) -> bytes:
+    """Convert a recorded chat completion to a stream, for a streaming client's retry."""
+    top = {k: v for k, v in answer.items() if k not in ("choices", "usage")}
+    top["object"] = Raw(b'"chat.completion.chunk"')
+    chunks: list[Any] = []
+    for choice in choices_decoder.decode(answer["choices"]):
+        message = msgspec.json.decode(choice.pop("message"))
+        for position, call in enumerate(message.get("tool_calls") or ()):
+            call["index"] = position
+        chunks.append({**top, "choices": [{**choice, "delta": message}]})
+    if "usage" in answer:
+        chunks.append({**top, "choices": [], "usage": answer["usage"]})
+    return b"".join(b"data: %b\n\n" % _encode(chunk) for chunk in chunks) + DONE

@@ -1,4 +1,4 @@
-"""Checks requests that carry an idempotency id: the log keeps the first one, a repetition of it changes nothing, and a
+"""Requests that carry an idempotency id: the log keeps the first one, a repetition of it changes nothing, and a
 different request with the same id is refused."""
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from pipeline.log.fast_client import Ack
 from rollout_gateway.http.errors import ApiError
 
 
-async def check_repeat(broker: Broker, event: Event, ack: Ack, param: str) -> None:
-    """Check that `event`, whose acknowledgement is `ack`, was recorded now or before.
+async def publish_once(broker: Broker, event: Event, param: str) -> Ack:
+    """Publish `event`, unless it was recorded before. Return its acknowledgement.
 
     `param`: the field of the request that holds the idempotency id. Raises a 409 `ApiError` if the log holds a
     different event with this id; `event` was not recorded then. Events that differ only in `at` count as equal."""
+    ack = await broker.publish(event)
     if not ack.duplicate:
-        return
+        return ack
     stored = (await broker.read_at(type(event), ack.seq)).event
     if msgspec.structs.replace(event, at=stored.at) != stored:
         message = (
@@ -25,3 +26,4 @@ async def check_repeat(broker: Broker, event: Event, ack: Ack, param: str) -> No
             f"{getattr(event, param)!r}. Send the contents of the earlier request to repeat it, or send a new id."
         )
         raise ApiError(409, "request_exists", message, param=param)
+    return ack

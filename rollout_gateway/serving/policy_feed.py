@@ -40,7 +40,7 @@ class PolicyFeed:
         for queue in self._queues:
             queue.put_nowait(None)
 
-    async def subscribe(self, state: msgspec.Struct, access: Access) -> AsyncIterator[bytes]:
+    async def subscribe(self, state: dict[str, Any], access: Access) -> AsyncIterator[bytes]:
         """Yield `state`, the present one, as the first event, then each event when it is broadcast. `access`: the
         rights of the subscriber's key. Ends when the feed is closed or the subscriber is too slow."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()

@@ -18,7 +18,7 @@ from pipeline.events import Event, PolicyPromoted, standing_decisions
 from pipeline.log.broker import Broker
 from pipeline.names import MAX_NAME, check_name, new_id, parse_version
 from rollout_gateway.http.errors import ApiError, unknown_model
-from rollout_gateway.serving.idempotency import check_repeat
+from rollout_gateway.serving.idempotency import publish_once
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet, least_loaded
 from rollout_gateway.serving.routing import VersionRouter
@@ -61,15 +61,11 @@ class SplitDecision(VersionDecision, frozen=True, kw_only=True, forbid_unknown_f
     """Percentage of trajectories that `version` gets."""
 
 
-class DecisionAnswer(msgspec.Struct, kw_only=True):
-    """Answer to a decision."""
-
-    model: str
-    action: str
-    version: str
-    """The version that the model name is routed to now."""
-    other: str | None
-    """In a split, the version that gets the other trajectories."""
+BODIES: dict[Action, type[Decision]] = {
+    "promote": VersionDecision, "pin": VersionDecision, "rollback": Decision, "split": SplitDecision,
+    "follow": Decision,
+}  # fmt: skip
+"""The body of each decision."""
 
 
 @dataclass(eq=False)
@@ -82,8 +78,11 @@ class Promotion:
     _fleet: Fleet
     _router: VersionRouter
 
-    async def decide(self, model: str, action: Action, decision: Decision, owner: str = "") -> DecisionAnswer:
+    async def decide(self, model: str, action: Action, decision: Decision, owner: str = "") -> dict[str, Any]:
         """Check a decision about `model`, load its versions, and publish it. `owner`: the name of the caller's API key.
+
+        Return the answer to the request: `version` is the one that the model's name is routed to now, `other` the one
+        that gets the rest in a split.
 
         Raises `ApiError`: 404 for an unknown model or version, 409 if there is no decision to roll back, and 503 if a
         version is not loaded in time."""
@@ -113,17 +112,15 @@ class Promotion:
             reason=decision.reason,
             request=decision.request or new_id("d"),
         )
-        ack = await self._broker.publish(event)
-        await check_repeat(self._broker, event, ack, "request")
+        ack = await publish_once(self._broker, event, "request")
         if not ack.duplicate:
             # Apply it here at once; other gateways read it from the log.
             self._policies.models[model].decide(
                 event, (await self._broker.read_at(PolicyPromoted, ack.seq)).place
             )
             self._fleet.changed()
-        return DecisionAnswer(
-            model=model, action=action, version=self._router.current(model), other=other or None
-        )
+        version = self._router.current(model)
+        return {"model": model, "action": action, "version": version, "other": other or None}
 
     async def _before_last_decision(self, model: str, request: str) -> tuple[str, str, float]:
         """Return `version`, `other` and `percent` of the decision before the last one that stands: the newest version

@@ -19,7 +19,7 @@ from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.capture.handler import CallHandler
 from rollout_gateway.capture.registry import Registry
-from rollout_gateway.dialects.endpoints import CHAT
+from rollout_gateway.dialects.endpoints import read_chat
 from rollout_gateway.serving.membership import Membership
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet
@@ -167,7 +167,7 @@ class GatewayParts:
     async def call(self, trajectory: str = "", model: str = "tictactoe") -> tuple[int, Any]:
         body = msgspec.json.encode({"model": model, "messages": []})
         found = await self.registry.find(trajectory) if trajectory else None
-        status, answer = await self.chat.plain(CHAT, CHAT.read(body), Caller(found))
+        status, answer = await self.chat.plain(read_chat(body), Caller(found))
         return status, msgspec.json.decode(answer)
 
     async def open(self, name: str) -> None:

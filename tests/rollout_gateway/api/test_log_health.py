@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
@@ -14,11 +15,8 @@ from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api import log_health as loghealth
 from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.log_health import LogHealth
-from rollout_gateway.api.models import ModelRoutes
-from rollout_gateway.api.schemas import Health
-from rollout_gateway.serving.policies import Policies
+from rollout_gateway.api.models import get_health
 from rollout_gateway.serving.replicas import Fleet
-from rollout_gateway.serving.routing import VersionRouter
 from tests.conftest import NatsServer
 
 pytestmark = pytest.mark.anyio
@@ -33,26 +31,24 @@ async def test_a_log_that_takes_no_writes_is_told(
     async with Broker.connect(config) as broker, anyio.create_task_group() as tg:
         fleet, health = Fleet(), LogHealth()
         fleet.add("http://127.0.0.1:1")
-        policies, nothing = Policies("p", ["m"]), cast(Any, None)
-        routes = ModelRoutes(policies, fleet, VersionRouter(policies, fleet), nothing, nothing, health)
-        request = ControlRequest(nothing, Access(), [])
+        gateway = cast(Any, SimpleNamespace(fleet=fleet, log_health=health))
 
-        async def told() -> Health:
-            return await routes.health(request)
+        async def told() -> dict[str, Any]:
+            return await get_health(ControlRequest(gateway, cast(Any, None), Access(), []))
 
         fleet.replicas[0].ready = True
         tg.start_soon(health.run, broker)
-        assert (await told()).serving is True
+        assert (await told())["serving"] is True
         nats_server.process.send_signal(signal.SIGSTOP)
         try:
             with anyio.fail_after(20):
-                while (await told()).serving:
+                while (await told())["serving"]:
                     await anyio.sleep(0.05)
-            assert "ROLLOUTS did not take a write" in (await told()).log
+            assert "ROLLOUTS did not take a write" in (await told())["log"]
         finally:
             nats_server.process.send_signal(signal.SIGCONT)
         with anyio.fail_after(20):
-            while not (await told()).serving:
+            while not (await told())["serving"]:
                 await anyio.sleep(0.05)
-        assert (await told()).log == "ok"
+        assert (await told())["log"] == "ok"
         tg.cancel_scope.cancel()

@@ -19,7 +19,7 @@ from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Answer, SampledChoice
-from rollout_gateway.dialects.endpoints import CHAT
+from rollout_gateway.dialects.endpoints import read_chat
 from tests.rollout_gateway.kit import StubCall
 
 pytestmark = pytest.mark.anyio
@@ -31,7 +31,7 @@ async def test_a_run_goes_on_with_calls_of_its_own_key_only(nats_config: NatsCon
     second = [*first, said, {"role": "user", "content": "more"}]
 
     def call(messages: list[dict[str, str]]) -> Any:
-        return CHAT.read(msgspec.json.encode({"model": "m", "messages": messages}))
+        return read_chat(msgspec.json.encode({"model": "m", "messages": messages}))
 
     async with Broker.connect(nats_config) as broker:
         registry = Registry(broker, "test", TrajectoryTokens(b"0" * 32, "test"))
@@ -61,7 +61,7 @@ async def test_a_run_goes_on_after_an_empty_answer(nats_config: NatsConfig, kept
     second = [*first, *([said] if kept else []), {"role": "user", "content": "more"}]
 
     def call(messages: list[dict[str, Any]]) -> Any:
-        return CHAT.read(msgspec.json.encode({"model": "m", "messages": messages}))
+        return read_chat(msgspec.json.encode({"model": "m", "messages": messages}))
 
     async with Broker.connect(nats_config) as broker:
         registry = Registry(broker, "test", TrajectoryTokens(b"0" * 32, "test"))
@@ -118,7 +118,7 @@ class Gateway:
 
 
 def _call(messages: list[dict[str, Any]]) -> Any:
-    return CHAT.read(msgspec.json.encode({"model": "m", "messages": messages}))
+    return read_chat(msgspec.json.encode({"model": "m", "messages": messages}))
 
 
 def user(text: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from rollout_gateway.capture.exchange import Caller
-from rollout_gateway.dialects.endpoints import CHAT
+from rollout_gateway.dialects.endpoints import read_chat
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm, parts
@@ -21,7 +21,7 @@ from tests.rollout_gateway.kit import Mortal, asking, exchanges
 
 pytestmark = pytest.mark.anyio
 
-CALL = CHAT.read(msgspec.json.encode({"model": "tictactoe", "messages": []}))
+CALL = read_chat(msgspec.json.encode({"model": "tictactoe", "messages": []}))
 
 
 async def test_a_client_that_leaves_before_a_server_was_asked_is_not_recorded(
@@ -35,7 +35,7 @@ async def test_a_client_that_leaves_before_a_server_was_asked_is_not_recorded(
         caller = Caller(await gateway.registry.find("t"))
         asyncio.get_running_loop().call_soon(caller.cancellation.cancel, ClientGoneError())
         with anyio.fail_after(10), pytest.raises(ClientGoneError):
-            await gateway.chat.plain(CHAT, CALL, caller)
+            await gateway.chat.plain(CALL, caller)
         assert caller.trajectory is not None
         assert caller.trajectory.in_flight == 0
         assert await exchanges(gateway.broker, "t") == []
@@ -51,7 +51,7 @@ async def test_a_call_that_is_ended_while_its_server_works_is_recorded(
         server.held = asyncio.Event()
         await gateway.open("t")
         caller = Caller(await gateway.registry.find("t"))
-        call = asyncio.ensure_future(gateway.chat.plain(CHAT, CALL, caller))
+        call = asyncio.ensure_future(gateway.chat.plain(CALL, caller))
         with anyio.fail_after(10):
             while not server.calls:
                 await anyio.sleep(0.01)  # until the server has the call

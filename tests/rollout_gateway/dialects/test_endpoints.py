@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollout_gateway.dialects.endpoints import CHAT, COMPLETIONS
+from rollout_gateway.dialects.endpoints import read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.responses import ResponsesTranslation
 from rollout_gateway.http.errors import ApiError
@@ -17,8 +17,8 @@ from rollout_gateway.http.errors import ApiError
 @pytest.mark.parametrize(
     ("read", "prompt"),
     [
-        (CHAT.read, {"messages": []}),
-        (COMPLETIONS.read, {"prompt": "x"}),
+        (read_chat, {"messages": []}),
+        (read_completion, {"prompt": "x"}),
         (MessagesTranslation, {"messages": []}),
         (ResponsesTranslation, {"input": "x"}),
     ],

@@ -10,7 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from rollout_gateway.app import _DIALECTS as DIALECTS
+from rollout_gateway.app import _READERS as READERS
 from rollout_gateway.app import _TRANSLATIONS as TRANSLATIONS
 from rollout_gateway.dialects.calls import Fields
 from rollout_gateway.dialects.permitted import Permitted
@@ -175,7 +175,7 @@ MANY: Any = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(
 def test_what_multiplies_a_calls_work_is_bounded(path: str, body: Any, param: str) -> None:
     def fields(data: bytes) -> Fields:
         translated = path in TRANSLATIONS
-        return (TRANSLATIONS[path](data).call() if translated else DIALECTS[path].read(data)).fields
+        return (TRANSLATIONS[path](data).call() if translated else READERS[path](data)).fields
 
     with pytest.raises(ApiError) as refused:
         Permitted().check(fields(msgspec.json.encode(body)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout_gateway.dialects.endpoints import CHAT
+from rollout_gateway.dialects.endpoints import read_chat
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
 from rollout_gateway.dialects.responses import ResponsesTranslation
 from rollout_gateway.dialects.responses_input import Tools
@@ -39,7 +39,7 @@ def test_a_call_is_what_its_chat_request_reads_as() -> None:
         MessagesTranslation(json.dumps(message).encode()),
     ):
         call = translation.call()
-        posted = CHAT.read(call.body)
+        posted = read_chat(call.body)
         assert (call.fields, call.stream, call.choices) == (posted.fields, posted.stream, posted.choices)
         assert call.params.model == posted.params.model
         posted.endpoint = call.endpoint

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollout_gateway.dialects.endpoints import CHAT
+from rollout_gateway.dialects.endpoints import read_chat
 from rollout_gateway.dialects.streaming import _PIECE, StreamCapture
 from tests.rollout_gateway.http.kit import END, framed, piped, portions, unframed
 
@@ -39,7 +39,7 @@ def stream(*said: str) -> bytes:
 
 
 def captured(data: bytes, size: int, *, cut: bool) -> tuple[Any, ...]:
-    capture = StreamCapture(CHAT, CHAT.read(b'{"model":"m","messages":[],"stream":true}'))
+    capture = StreamCapture(read_chat(b'{"model":"m","messages":[],"stream":true}'))
     assert capture._plain
     capture._plain = cut
     seen = b"".join([capture.take(data[i : i + size]) for i in range(0, len(data), size)])
@@ -48,7 +48,7 @@ def captured(data: bytes, size: int, *, cut: bool) -> tuple[Any, ...]:
 
 def captured_with_frames(arriving: Iterable[bytes]) -> tuple[tuple[Any, ...], int]:
     """The same from a transfer in chunks, and how many bytes of it were cut with their frames."""
-    capture = StreamCapture(CHAT, CHAT.read(b'{"model":"m","messages":[],"stream":true}'))
+    capture = StreamCapture(read_chat(b'{"model":"m","messages":[],"stream":true}'))
     seen, cut = [], 0
 
     def cutter(data: bytes) -> int:
@@ -140,7 +140,7 @@ def test_frames_that_are_not_one_piece_each_are_left_to_the_parser(size: int) ->
 
 
 def test_a_frame_whose_size_is_wrong_is_left_to_the_parser() -> None:
-    capture = StreamCapture(CHAT, CHAT.read(b'{"model":"m","messages":[],"stream":true}'))
+    capture = StreamCapture(read_chat(b'{"model":"m","messages":[],"stream":true}'))
     first, second, *_ = stream("a").split(b"\n\n")
     capture.take(first + b"\n\n")
     good = framed(second + b"\n\n")
