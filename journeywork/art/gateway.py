@@ -33,6 +33,8 @@ class Member(TypedDict):
     metrics: dict[str, float]
     metadata: dict[str, Any]
     batch: NotRequired[Batch]
+    demonstration: NotRequired[dict[str, Any]]
+    """Conversation that makes up the trajectory, in place of `exchanges`."""
 
 
 class Gateway(AsyncJourneywork):

@@ -13,9 +13,10 @@ import pydantic
 from openai import AsyncOpenAI
 from typing_extensions import TypeVar
 
-from journeywork.art.backend import Backend, UnsupportedError
+from journeywork.art.backend import Backend
 from journeywork.art.records import RunFolder, merge
 from journeywork.art.refused import METHODS, refuse_method, refusing
+from journeywork.art.supervised import batches_of
 from journeywork.art.tracking import WandbRun
 from journeywork.art.trajectories import AnyGroup, Trajectory, as_groups
 from journeywork.art.types import TrainConfig, TrainSFTConfig
@@ -284,22 +285,16 @@ class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateTy
         _config: DevTrainSFTConfig | None = None,
         verbose: bool = False,
     ) -> None:
-        """Fine-tune the base model on the assistant's messages of trajectories, before the first call of `train`.
+        """Fine-tune the model on the assistant's messages of trajectories: one step, before, between or after steps of
+        `train`, on the same adapter and optimizer.
 
-        With `LocalBackend`, which starts the installation anew from the fine-tuned model. `learning_rate` is the first
-        one; it falls linearly to 0 over one epoch. Raises as `backend.train_sft` does, and `UnsupportedError` for a
-        list of learning rates."""
+        A `learning_rate` that is a list has that of each batch of `batch_size` conversations. Raises as
+        `backend.train` does."""
         chats: list[dict[str, Any]] = []
         for trajectory in trajectories:
             further = ((history.messages(), history.tools) for history in trajectory.additional_histories)
             for messages, tools in ((trajectory.messages(), trajectory.tools), *further):
                 chats.append({"messages": messages, **({"tools": tools} if tools else {})})
         chosen = config or TrainSFTConfig()
-        if isinstance(chosen.learning_rate, list):
-            raise UnsupportedError(
-                "train_sft: a list of learning rates is not supported; give the first one, from which it falls to 0"
-            )
-        options = ["--learning-rate", str(chosen.learning_rate)]
-        if chosen.batch_size != "auto":
-            options += ["--batch-size", str(chosen.batch_size)]
-        await cast(Any, self.backend()).train_sft(self, chats, options)
+        rates = chosen.learning_rate if isinstance(chosen.learning_rate, list) else [chosen.learning_rate]
+        await cast(Any, self.backend()).train_sft(self, batches_of(chats, chosen.batch_size), rates)

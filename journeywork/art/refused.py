@@ -18,9 +18,7 @@ _DEPLOY = "write the adapter with `journeywork export`, and deploy that folder w
 _BUCKET = "set store.dir to a bucket, and write an adapter with `journeywork export`"
 _CAPTURE = "use auto_trajectory and capture_auto_trajectory of journeywork.art"
 _GATHER = "pass max_exceptions and max_metrics to gather_trajectory_groups or gather_trajectories"
-_TUNING = (
-    "use train_sft_from_file of journeywork.art.utils.sft, which reads the file and schedules the rate itself"
-)
+_TUNING = "use train_sft_from_file of journeywork.art.utils.sft, which reads the file itself"
 REFUSED: dict[str, str] = {
     "api_costs": _COSTS,
     "auto_trajectory.AutoTrajectoryContext": _CAPTURE,
@@ -91,8 +89,6 @@ REFUSED: dict[str, str] = {
     "utils.record_provenance": "no artifacts of Weights & Biases are made; put it into `trajectory.metadata`",
     "utils.s3": _BUCKET,
     "utils.s3_checkpoint_utils": _BUCKET,
-    "utils.sft.SFTChunk": _TUNING,
-    "utils.sft.create_lr_schedule": _TUNING,
     "utils.sft.get_file_row_count": _TUNING,
     "utils.sft.iterate_file": _TUNING,
     "utils.sft.resolve_sft_batch_size": _TUNING,
@@ -106,8 +102,7 @@ REFUSED: dict[str, str] = {
 }
 """What to do instead, by the dotted name below `art`. A module's entry holds for all of its names."""
 METHODS: dict[str, str] = {
-    "_experimental_fork_checkpoint": "write the version's merged weights with `journeywork export`, and start from "
-    "them with base_model at that folder",
+    "_experimental_fork_checkpoint": "set models.0.start of the installation to the version",
     "_experimental_pull_from_s3": _BUCKET,
     "_experimental_pull_model_checkpoint": "write the adapter of a version with `journeywork export`",
     "_experimental_push_to_s3": _BUCKET,

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Never, Self
 
-from journeywork.art.backend import AnyModel, AnyTrainableModel, UnsupportedError
+from journeywork.art.backend import AnyModel, AnyTrainableModel
 from journeywork.art.gateway import Gateway
 from journeywork.art.model import TrainableModel
 from journeywork.art.options import step_settings
 from journeywork.art.refused import refuse_method
+from journeywork.art.supervised import train_chats
 from journeywork.art.training import StepResult, record_groups, train_groups
 from journeywork.art.trajectories import AnyGroup, TrajectoryGroup, as_groups
 from journeywork.art.types import ServerlessTrainResult, TrainResult
@@ -121,14 +122,13 @@ class RemoteBackend:
             await record_groups(gateway, model.name, trajectory_groups)
 
     async def train_sft(
-        self, model: AnyTrainableModel, chats: Iterable[Mapping[str, Any]], options: Sequence[str]
-    ) -> None:
-        """Not possible: raises `UnsupportedError`, which says how a model is fine-tuned before its training."""
-        raise UnsupportedError(
-            "train_sft: a running installation keeps its base model. Write the conversations as lines "
-            f'{{"messages": [...]}} to chats.jsonl, run `journeywork sft OUT --base {model.base_model} --data '
-            "chats.jsonl`, and start the installation with `models.0.base` at OUT; or use LocalBackend (docs/art.md)"
-        )
+        self, model: AnyTrainableModel, batches: Sequence[Sequence[Mapping[str, Any]]], rates: Sequence[float]
+    ) -> StepResult:
+        """Take one step of supervised fine-tuning, of an update per batch of conversations. See `train_chats`."""
+        async with await self._gateway(model) as gateway:
+            result = await train_chats(gateway, model.name, batches, rates)
+            await self._open_calls(gateway, model)
+        return result
 
     async def delete_checkpoints(self, model: AnyTrainableModel, best_checkpoint_metric: str) -> None:
         """Nothing: the trainer keeps the newest checkpoints and the best by validation reward by itself. Warns for

@@ -65,7 +65,7 @@ def _member(trajectory: Trajectory, name: str, where: str) -> Member:
     )
 
 
-async def _send(
+async def send(
     gateway: Gateway, model: str, groups: dict[str, list[Member]], tasks: dict[str, str], split: str
 ) -> None:
     """Complete groups of trajectories by name. Raises `TrainingError` if the gateway refuses one."""
@@ -119,12 +119,12 @@ async def train_groups(
     for name in batch["groups"]:
         for member in members[name]:
             member["batch"] = batch
-    await _send(gateway, model, members, tasks, "train")
+    await send(gateway, model, members, tasks, "train")
     policy = await gateway.policy(model)
     if not batch["groups"]:
         log.warning("no step was trained: %s", _why_nothing_trains(groups))
         return StepResult(int(policy["step"]), str(policy["version"]), trained=False)
-    return await _served(gateway, model, batch["groups"])
+    return await await_step(gateway, model, batch["groups"])
 
 
 def _why_nothing_trains(groups: Sequence[TrajectoryGroup]) -> str:
@@ -147,10 +147,10 @@ async def record_groups(gateway: Gateway, model: str, groups: Iterable[Trajector
                 _member(t, f"{name}-{at}", f"trajectory {at} of group {number}")
                 for at, t in enumerate(captured)
             ]
-    await _send(gateway, model, members, dict.fromkeys(members, ""), "val")
+    await send(gateway, model, members, dict.fromkeys(members, ""), "val")
 
 
-async def _served(gateway: Gateway, model: str, groups: Sequence[str]) -> StepResult:
+async def await_step(gateway: Gateway, model: str, groups: Sequence[str]) -> StepResult:
     """Wait until every group was trained or discarded, and until the version that it was trained into is served."""
     waiting = set(groups)
     trained: dict[str, Any] = {}

@@ -124,6 +124,9 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
     minibatches: SmallCount = 1
     """Optimizer updates of one epoch. Each trains an equal share of the step's groups, drawn anew in every epoch.
     Groups are not split, so an epoch has at most as many minibatches as groups."""
+    update_rates: tuple[Share, ...] = ()
+    """Learning rates of the updates of a step in their order, in place of `learning_rate` and `schedule`; of more
+    updates, the last one. For supervised steps, whose batch chooses them."""
     warmup_steps: Natural = 0
     """Steps over which the learning rate rises from 0."""
     weight_decay: Share = 0.0

@@ -7,6 +7,7 @@
 | `control_request` | a request as its handler gets it |
 | `schemas` | the bodies |
 | `trajectories` | opening, completing and reading trajectories |
+| `demonstrations` | conversations that the model did not have, as calls |
 | `groups` | completing a group, making its runs of recorded calls, what became of it |
 | `records` | people's labels and evaluations, recorded |
 | `models` | models, versions, decisions, the state of the servers |

@@ -9,6 +9,7 @@ from pipeline.metric_names import named
 from pipeline.names import check_name
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
+from rollout_gateway.api.demonstrations import check_demonstration, record_demonstration
 from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.api.schemas import GroupCompletion, GroupMember
 from rollout_gateway.api.trajectories import check_batch, check_completion, complete_checked
@@ -31,7 +32,9 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
             error.message = f"Trajectory {member.id!r}: {error.message}"
             raise
         opened = await gateway.registry.opening(member.id)
-        if opened is None and member.exchanges:
+        if member.demonstration is not None:
+            check_demonstration(member, access)
+        if opened is None and (member.exchanges or member.demonstration):
             check_name(group)
             if body.model not in gateway.models_of(access):
                 raise gateway.unknown_model(body.model, access)
@@ -42,8 +45,10 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
         check_batch(member, group)
     data = []
     for number, member in enumerate(body.trajectories, 1):
-        if member.exchanges:
+        if member.exchanges or member.demonstration:
             await _open(gateway, group, body, member, number, access)
+        if member.demonstration is not None:
+            await record_demonstration(request, member.id, member.demonstration)
         data.append(await complete_checked(gateway, member.id, member))
     return {"group": group, "data": data}
 

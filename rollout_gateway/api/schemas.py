@@ -37,10 +37,19 @@ class Opening(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     these references as `exchanges`."""
 
 
+class Demonstration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A conversation that the model did not have, whose replies are to be trained."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
 class GroupMember(Completion, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One trajectory of a group, with its results."""
 
     id: str
+    demonstration: Demonstration | None = None
+    """Conversation that makes up the trajectory, in place of `exchanges`. It takes an operator's key."""
 
 
 class GroupCompletion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,6 +4,8 @@ model's name to a version first. Both handlers raise `ApiError`."""
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -45,7 +47,26 @@ async def count_tokens(request: ControlRequest) -> RawAnswer:
     return RawAnswer(200, _encode({"input_tokens": count}))
 
 
-async def _tokenize(request: ControlRequest, model: str, fields: Fields) -> RawAnswer:
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+async def token_ids(request: ControlRequest, model: str, prompt: Mapping[str, Any]) -> list[int]:
+    """The token ids of a prompt, by the inference server's template. Raises a 400 `ApiError` with what the server says
+    of a prompt that it refuses, and a 502 one."""
+    answer = await _tokenize(request, model, prompt)
+    if answer.status != 200:
+        text = answer.body.decode(errors="replace")
+        raise ApiError(
+            400, "invalid_body", f"The inference server refuses the prompt: {text}", param="messages"
+        )
+    try:
+        return msgspec.json.decode(answer.body, type=_Tokens).tokens
+    except msgspec.DecodeError as error:
+        raise bad_answer("/tokenize", error) from error
+
+
+async def _tokenize(request: ControlRequest, model: str, fields: Mapping[str, Any]) -> RawAnswer:
     gateway = request.gateway
     router, deadline = gateway.router, time.monotonic() + _WAIT_S
     request.access.check_model(router.name(model))

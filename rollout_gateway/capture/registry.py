@@ -39,13 +39,16 @@ Numbers = Annotated[dict[str, Number], msgspec.Meta(max_length=256)]
 """Numbers by name."""
 
 
+Rates = Annotated[list[float], msgspec.Meta(max_length=4096)]
+
+
 class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Groups to be trained together, in one step of their own. The batch belongs to the key that requests it."""
 
     id: str
     groups: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=4096)]
     """The groups of the batch. The step begins when each of them is scored or discarded."""
-    settings: Annotated[dict[str, bool | int | float | str | None], msgspec.Meta(max_length=32)] = {}
+    settings: Annotated[dict[str, bool | int | float | str | Rates | None], msgspec.Meta(max_length=32)] = {}
     """Settings of the step by their names below `trainer`, such as `loss.type`. They take an operator's key, and the
     installation says which it permits (`trainer.batch_settings`)."""
 

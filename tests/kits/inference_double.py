@@ -105,7 +105,7 @@ class Double:
             ids: list[int] = self.tokenizer.apply_chat_template(
                 [_with_parsed_arguments(m) for m in messages],
                 tools=body.get("tools"),
-                add_generation_prompt=True,
+                add_generation_prompt=body.get("add_generation_prompt", True),
                 tokenize=True,
                 return_dict=False,
             )

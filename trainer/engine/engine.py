@@ -117,7 +117,7 @@ class Engine:
         optimizer = PolicyOptimizer(self.model, state)
         update = self._update(state, optimizer, examples, groups)
         metrics = self._measure(state, update)
-        metrics["learning_rate"] = float(optimizer.scheduler.get_last_lr()[0])
+        metrics["learning_rate"] = float(optimizer.adamw.param_groups[0]["lr"])
         step, weights = state.step + 1, optimizer.weights
         history = {s: w for s, w in state.history.items() if s >= step - self.config.max_staleness - 1}
         history[step] = weights

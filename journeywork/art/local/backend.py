@@ -11,20 +11,18 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
-from journeywork.art.backend import AnyModel, AnyTrainableModel, UnsupportedError
+from journeywork.art.backend import AnyModel, AnyTrainableModel
 from journeywork.art.dev import settings_of
-from journeywork.art.local.finetuning import fine_tune, newest_model
 from journeywork.art.model import TrainableModel
 from journeywork.art.options import LEARNING_RATE, loss_settings
 from journeywork.art.remote import RemoteBackend
-from journeywork.art.training import TrainingError
 from journeywork.art.trajectories import AnyGroup
 from journeywork.art.types import LocalTrainResult
 
@@ -65,21 +63,15 @@ class LocalBackend(RemoteBackend):
         self._path, self._up_options = Path(path or ".art"), tuple(up_options)
         self._urls: dict[str, str] = {}
         """URL of the gateway by run directory."""
+        self._starts: dict[Path, str] = {}
+        """Version from which a model's training begins, by run directory."""
         self._started: dict[Path, subprocess.Popen[bytes]] = {}
         self._starting = asyncio.Lock()
         atexit.register(self._stop)
 
     def run_dir(self, model: AnyModel) -> Path:
-        """Return the run directory of a model's installation. Each fine-tuned base model has one of its own."""
-        folder = self._folder(model)
-        tuned = newest_model(folder)
-        return folder / (f"journeywork-{tuned.name}" if tuned else "journeywork")
-
-    def _folder(self, model: AnyModel) -> Path:
-        return (self._path / model.project / "models" / model.name).resolve()
-
-    def _base(self, model: AnyTrainableModel) -> str:
-        return str(newest_model(self._folder(model)) or model.base_model)
+        """Return the run directory of a model's installation."""
+        return (self._path / model.project / "models" / model.name / "journeywork").resolve()
 
     # -- the installation ------------------------------------------------------------------------------------------
 
@@ -147,13 +139,47 @@ class LocalBackend(RemoteBackend):
         settings = {f"trainer.{name}": v for name, v in defaults.items() if v is not None} | settings
         settings |= {
             "models.0.name": model.name,
-            "models.0.base": self._base(model),
+            "models.0.base": model.base_model,
             "project": model.project,
         }
+        if start := self._starts.get(run_dir):
+            settings["models.0.start"] = start
         flags = [
             part for name, value in settings.items() for part in ("--set", f"{name}={json.dumps(value)}")
         ]
         return [program, "up", "--run-dir", str(run_dir), *flags, *self._up_options]
+
+    async def _experimental_fork_checkpoint(
+        self,
+        model: AnyModel,
+        from_model: str,
+        from_project: str | None = None,
+        from_s3_bucket: str | None = None,
+        not_after_step: int | None = None,
+        verbose: bool = False,
+        prefix: str | None = None,
+    ) -> None:
+        """Let the training of `model` begin with a version of another model, optimizer included. Call it before
+        `register`.
+
+        It is the newest version, or the newest up to step `not_after_step`, that the lake of the other model's
+        installation in `path` holds; with `from_s3_bucket`, the lake at `prefix` in that bucket. Raises `UpError` if
+        there is none, or if the installation of `model` runs or has run."""
+        run_dir, project = self.run_dir(model), from_project or model.project
+        if (run_dir / "config.toml").exists():
+            raise UpError(
+                f"{model.name} has begun already, in {run_dir}: fork before `register`, or to another name"
+            )
+        lake = str(self._path.resolve() / project / "models" / from_model / "journeywork" / "store")
+        if from_s3_bucket:
+            lake = "s3://" + "/".join(filter(None, (from_s3_bucket, (prefix or "").strip("/"))))
+        steps = await asyncio.to_thread(_steps_in, lake, project, from_model)
+        if not_after_step is not None:
+            steps = [step for step in steps if step <= not_after_step]
+        if not steps:
+            raise UpError(f"{lake} holds no version of {from_model} in project {project} that can be forked")
+        self._starts[run_dir] = f"{lake}#{project}/main/{from_model}@{max(steps)}"
+        log.log(logging.INFO if verbose else logging.DEBUG, "training begins with %s", self._starts[run_dir])
 
     async def close(self) -> None:
         """Close the clients of the registered models, and stop the installations that were started here. Those that
@@ -194,44 +220,15 @@ class LocalBackend(RemoteBackend):
         )
         return LocalTrainResult(result.step, result.metrics, str(folder) if folder.is_dir() else None)
 
-    async def train_sft(
-        self, model: AnyTrainableModel, chats: Iterable[Mapping[str, Any]], options: Sequence[str]
-    ) -> None:
-        """Fine-tune the base model of an installation that has trained no step yet: stop it, run `journeywork sft` with
-        `options`, and start a new one, with an empty log, from the result.
 
-        Raises `UnsupportedError` if the installation was not started here, has an inference server of its own, or has
-        trained a step; `ValueError` without a chat, and `TrainingError` if the command fails."""
-        chosen = list(chats)
-        if not chosen:
-            raise ValueError("train_sft: there is no trajectory to train on")
-        run_dir, base = self.run_dir(model), self._base(model)
-        process = self._started.get(run_dir)
-        if process is None:
-            raise UnsupportedError(
-                "train_sft: only an installation that this program has started can change its base model. For this "
-                f"one, run `journeywork sft OUT --base {base} --data chats.jsonl`, and start it with `models.0.base` "
-                "at OUT"
-            )
-        fixed = ("vllm-url", "vllm.url", "models.0.base")
-        if any(name in option for option in self._up_options for name in fixed):
-            raise UnsupportedError(
-                "train_sft: `up_options` names an inference server or a base model, which would keep the old weights; "
-                f"leave out {', '.join(fixed)}"
-            )
-        if step := await self.get_step(model):
-            raise UnsupportedError(
-                f"train_sft: {model.name} has trained {step} steps of reinforcement learning, which a new base model "
-                "would lose: fine-tune before the first step, or under another name of the model"
-            )
-        del self._started[run_dir], self._urls[str(run_dir)]
-        await asyncio.to_thread(_end, [process])
-        try:
-            await fine_tune(_program(), base, chosen, self._folder(model), options)
-        except TrainingError:
-            await self.register(model)  # from the old base model
-            raise
-        await self.register(model)
+def _steps_in(lake: str, project: str, model: str) -> list[int]:
+    """Return the steps of a model that a lake holds for forks."""
+    from pyarrow import fs  # not a dependency of the SDK alone; an installation has it
+
+    files, root = fs.FileSystem.from_uri(lake)
+    selector = fs.FileSelector(f"{root}/checkpoints/{project}/main/{model}", allow_not_found=True)
+    found = (info.base_name for info in files.get_file_info(selector))
+    return [int(name.removeprefix("step-")) for name in found if name.startswith("step-")]
 
 
 def _program() -> str:

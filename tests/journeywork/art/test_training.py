@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import anyio
 import pytest
-import torch
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
-from safetensors.torch import load_file
 
 import journeywork.art as art
 from journeywork import Journeywork
 from journeywork.art.captured import references_of
 from journeywork.art.langgraph import init_chat_model, wrap_rollout
 from journeywork.art.local import LocalBackend, UpError
-from journeywork.art.utils.sft import train_sft_from_file
 from tests.conftest import InferenceDouble
 from tests.journeywork.art.kit import BASE, MODEL, Up, flags
 
@@ -216,15 +214,6 @@ async def test_options_that_change_nothing_are_taken(model: Any) -> None:
 
 
 async def test_what_has_no_counterpart_says_what_to_do(model: Any, tmp_path: Path) -> None:
-    tuning = art.Trajectory(messages_and_choices=[{"role": "assistant", "content": "a1"}])
-    with pytest.raises(art.UnsupportedError, match="journeywork sft OUT --base"):
-        await model.train_sft([tuning])
-    with pytest.raises(art.UnsupportedError, match="list of learning rates"):
-        await model.train_sft([tuning], art.TrainSFTConfig(learning_rate=[1e-3, 1e-4]))
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text('{"messages": [{"role": "assistant", "content": "a1"}]}\n')
-    with pytest.raises(art.UnsupportedError, match="journeywork sft"):
-        await train_sft_from_file(model, str(chats))
     await model.delete_checkpoints()
 
 
@@ -285,53 +274,48 @@ async def test_a_local_backend_starts_an_installation_fine_tunes_it_and_joins_it
     tuning = art.Trajectory(messages_and_choices=said, additional_histories=[history])
     async with BeforeTheDouble(path=str(tmp_path), up_options=flags(DOUBLE_SETTINGS)) as backend:
         await model.register(backend)
-        before, address = backend.run_dir(model), model.inference_base_url
-        (process,) = backend._started.values()
+        await backend.train(model, [await group(model, 0, 1)])
         with pytest.raises(ValueError, match="no trajectory"):
             await model.train_sft([])
-        await model.train_sft([tuning] * 8, art.TrainSFTConfig(learning_rate=1e-3, batch_size=4))
-        assert process.returncode is not None
-        after = backend.run_dir(model)
-        assert (before.name, after.name) == ("journeywork", "journeywork-sft-0001")
-        assert model.inference_base_url != address
-        made = after.parent / "sft-0001"
-        assert weights(made).keys() == weights(BASE).keys()
-        assert not all(torch.equal(weights(made)[name], value) for name, value in weights(BASE).items())
-        assert tomllib.loads((after / "config.toml").read_text())["models"][0]["base"] == str(made)
-
+        chosen = art.TrainSFTConfig(learning_rate=[1e-3, 1e-4], batch_size=8)
+        await model.train_sft([tuning] * 8, chosen)  # with the further conversation of each: two updates
         result = await backend.train(model, [await group(model, 0, 1)])
         assert result.checkpoint_path is not None
         assert (Path(result.checkpoint_path) / "adapter_model.safetensors").exists()
-        with pytest.raises(art.UnsupportedError, match="has trained 1 steps"):
-            await model.train_sft([tuning])
-        joined = LocalBackend(
-            path=str(tmp_path)
-        )  # as a later program: it finds the fine-tuned model's installation
+        manifests = [manifest(Path(result.checkpoint_path).with_name(f"step-{n:08}")) for n in (1, 2, 3)]
+        assert [m["event"]["parent"] for m in manifests] == [f"{MODEL}@{n}" for n in (0, 1, 2)]
+        assert [m["config"]["loss"]["type"] for m in manifests] == ["cispo", "sft", "cispo"]
+        assert manifests[1]["event"]["metrics"]["updates"] == 2
+        assert manifests[1]["event"]["metrics"]["learning_rate"] == 1e-4
+        joined = LocalBackend(path=str(tmp_path))  # as a later program
         assert await joined.url_of(model) == await backend.url_of(model)
         await joined.close()
-        assert await model.get_step() == 1, "an installation that was joined keeps running"
+        assert await model.get_step() == 3, "an installation that was joined keeps running"
+        lake = backend.run_dir(model) / "store" / "checkpoints" / "own" / "main" / MODEL
+        with anyio.fail_after(30):
+            while not (lake / "step-00000002" / "event.msgpack").exists():
+                await anyio.sleep(0.1)  # the store writes it
         (process,) = backend._started.values()
     assert process.returncode is not None, "one that was started ends with its backend"
+    fork = art.TrainableModel(
+        name="fork",
+        project="own",
+        base_model=str(BASE),
+        base_path=str(tmp_path),
+        _internal_config=model._internal_config,
+    )  # fmt: skip
+    async with BeforeTheDouble(path=str(tmp_path), up_options=flags(DOUBLE_SETTINGS)) as backend:
+        with pytest.raises(UpError, match="holds no version of nobody"):
+            await backend._experimental_fork_checkpoint(fork, "nobody")
+        await backend._experimental_fork_checkpoint(fork, MODEL, not_after_step=2)
+        await fork.register(backend)
+        assert await fork.get_step() == 2
+        with pytest.raises(UpError, match="has begun already"):
+            await backend._experimental_fork_checkpoint(fork, MODEL)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
-    return found
-
-
-async def test_a_server_that_would_keep_the_old_weights_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("JOURNEYWORK_URL", raising=False)
-    model = art.TrainableModel(name=MODEL, project="p", base_model=str(BASE))
-    chats = [{"messages": [{"role": "assistant", "content": "a1"}]}]
-    backend = LocalBackend(path=str(tmp_path), up_options=("--vllm-url", "http://127.0.0.1:9"))
-    with pytest.raises(art.UnsupportedError, match="only an installation that this program has started"):
-        await backend.train_sft(model, chats, ())
-    backend._started[backend.run_dir(model)] = cast(Any, object())
-    with pytest.raises(art.UnsupportedError, match="would keep the old weights"):
-        await backend.train_sft(model, chats, ())
-    backend._started.clear()
+def manifest(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "manifest.json").read_text()))
 
 
 async def test_an_installation_that_does_not_start_shows_why(

@@ -1,0 +1,52 @@
+"""Conversations that the model did not have, recorded as calls in the tokens of its chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+
+from pipeline.config import NatsConfig
+from pipeline.events import ExchangeRecorded, unpack_ids
+from pipeline.log.broker import Broker
+from tests.rollout_gateway.conftest import GatewayProcess
+from trainer.batches.sequences import build
+
+pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+
+CHAT = [
+    {"role": "user", "content": "0"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "1"},
+    {"role": "assistant", "content": "7"},
+]
+
+
+async def test_each_reply_is_a_call_with_the_prompt_that_the_model_would_have_got(
+    gateway: GatewayProcess, nats_config: NatsConfig
+) -> None:
+    batch = {"id": "b", "groups": ["g"], "settings": {"loss.type": "sft", "optimizer.update_rates": [1e-3]}}
+
+    def send(name: str = "demo", **demonstration: Any) -> httpx.Response:
+        member = {"id": name, "reward": 1.0, "batch": batch, "demonstration": demonstration}
+        body = {"model": "tictactoe", "trajectories": [member]}
+        return httpx.post(f"{gateway.url}/v1/groups/g/complete", json=body)
+
+    for _ in range(2):  # a retry records nothing more
+        (done,) = send(messages=CHAT).json()["data"]
+        assert (done["exchanges"], done["reward"]) == (2, 1.0)
+    for refused in ({"messages": CHAT[:1]}, {"messages": CHAT, "model": "x"}, {"messages": []}):
+        assert send("other", **refused).status_code == 400
+    async with Broker.connect(nats_config) as broker:
+        events = [r.event for r in await broker.read(ExchangeRecorded, trajectory="demo")]
+    tokenizer: Any = AutoTokenizer.from_pretrained("examples/tictactoe/model")
+    for event, at in zip(events, (1, 3), strict=True):
+        assert list(unpack_ids(event.prompt_ids)) == tokenizer.apply_chat_template(
+            CHAT[:at], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        assert tokenizer.decode(unpack_ids(event.sampled_ids)).startswith(CHAT[at]["content"])
+        assert (event.logprobs, event.endpoint, event.status) == (b"", "demonstration", "complete")
+    sequences = build("demo", events)
+    assert sum(s.trained_tokens for s in sequences) == sum(len(unpack_ids(e.sampled_ids)) for e in events)
