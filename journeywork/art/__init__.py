@@ -18,7 +18,7 @@ It needs the extra `art` (the package `openai`). docs/art.md lists what behaves 
 | `auto_trajectory`, `yield_trajectory` | trajectories of code that returns something else |
 | `records`, `tracking` | a model's folder: its state, and what it logged; its run at Weights & Biases |
 | `local`, `remote`, `serverless` | backends: an installation here, or at a URL |
-| `captured`, `gateway`, `training`, `supervised` | from trajectories to recorded calls, groups and steps; conversations to steps |
+| `captured`, `gateway`, `training`, `supervised` | from runs and conversations to steps |
 | `openai`, `guided_completion` | completions of streams; replies that a teacher gave |
 | `errors`, `refused` | what a program of ART can't use here, and what to do instead |
 | `options` | the options of a step, as settings of the trainer |
