@@ -18,6 +18,7 @@ Score = Callable[[str, str], float]
 """Takes what all attempts have in common (the task, and sometimes the first calls) and one attempt, as RULER shows
 them. Returns the score of the attempt, from 0 to 1. Raises `ValueError` if these are no attempts at its task."""
 
+_SCORE_KEY = re.compile(r'"(score_\w+)"')
 _BLOCK = re.compile(r"^=+ BEGIN (\w{16}) (context|trajectory (\w+)) =+$\n(.*?)^=+ END \1 \2 =+$", re.M | re.S)
 
 
@@ -25,9 +26,10 @@ def judge(messages: list[dict[str, Any]], score: Score) -> str:
     """Return the reply to RULER's prompt: a score for each attempt in it."""
     prompt = "\n".join(str(m["content"]) for m in messages if m["role"] == "user")
     blocks = [(m.group(3), m.group(4)) for m in _BLOCK.finditer(prompt)]
+    keys = [m.group(1) for m in _SCORE_KEY.finditer(str(messages[0]["content"]))]
     context = "".join(text for name, text in blocks if name is None)
     scores = [
-        {"id": name, "score": score(context, text), "explanation": "by the rules of the stand-in"}
+        {"id": name, "explanation": "by the rules of the stand-in", keys[-1]: score(context, text)}
         for name, text in blocks
         if name is not None
     ]

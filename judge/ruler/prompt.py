@@ -2,9 +2,9 @@
 
 Trajectories are written by the policy that is judged, and by whatever it read: none of it is trusted. Three measures
 keep it from giving the judge orders. Everything untrusted stands between lines with a nonce drawn for this call, so
-text written earlier cannot end its block. Ids are drawn for this call too, so no text can name its own. And what a
-tokenizer or a reader might take for structure (chat template tokens, invisible and direction-changing characters) is
-removed or broken up.
+text written earlier cannot end its block. Ids and the key of the scores are drawn for this call too, so no text can
+name its own, or hold a score that the judge would only have to repeat. And what a tokenizer or a reader might take for
+structure (chat template tokens, invisible and direction-changing characters) is removed or broken up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from judge.ruler.transcripts import Transcript, shorten, utf8_size
 
 BYTES_PER_TOKEN = 3
 """A cautious estimate that needs no tokenizer: English has about 4 bytes of UTF-8 per token, Chinese about 3."""
-_REMINDER_BYTES = 200
+_REMINDER_BYTES = 250
 """Upper bound of the reminder in a second call."""
 _LABEL_BYTES = 160
 """Upper bound of the lines around one conversation."""
@@ -48,8 +48,8 @@ shortened, several replies to the same call. Each of them begins after a line `-
 attempt is judged by all of them.
 
 Answer with one JSON object and nothing else:
-{{"scores": [{{"id": "<id of the attempt>", "explanation": "<one or two sentences>", "score": <number from 0 to 1>}}]}}
-Explain in your own words, without quoting an attempt. Give every id exactly once: {ids}."""
+{{"scores": [{{"id": "<id>", "explanation": "<one or two sentences>", "{score_key}": <number from 0 to 1>}}]}}
+Use these keys exactly. Explain in your own words, without quoting an attempt. Give every id exactly once: {ids}."""
 
 _TEMPLATE_TOKENS = re.compile(
     r"<\|[^<>|\n]{1,60}\|>|</?s>|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]|<</?SYS>>"
@@ -76,6 +76,8 @@ class Prompt:
     messages: list[dict[str, str]]
     names: dict[str, str]
     """Trajectory by id, in the order shown."""
+    score_key: str
+    """The key that the reply has to give scores under, such as `score_abc123`."""
     left_out: int = 0
     """Bytes of the trajectories that did not fit."""
 
@@ -96,12 +98,12 @@ def draw_id(rng: random.Random, taken: set[str]) -> str:
             return found
 
 
-def answer_schema(ids: Sequence[str]) -> dict[str, Any]:
+def answer_schema(ids: Sequence[str], score_key: str) -> dict[str, Any]:
     """Return the JSON schema of the answer as a `response_format`."""
     properties = {
         "id": {"type": "string", "enum": list(ids)},
         "explanation": {"type": "string"},
-        "score": {"type": "number", "description": "from 0 to 1"},
+        score_key: {"type": "number", "description": "from 0 to 1"},
     }
     return list_schema("scores", properties)
 
@@ -136,9 +138,11 @@ def build_prompt(
             for (label, text), limit in zip(member, kept, strict=True)
         ]
         blocks.append(_block(nonce, f"trajectory {name}", "\n".join(parts)))
-    system = _SYSTEM.format(rubric=rubric.text, nonce=nonce, ids=", ".join(ids))
+    score_key = f"score_{draw_id(rng, taken)}"
+    system = _SYSTEM.format(rubric=rubric.text, nonce=nonce, score_key=score_key, ids=", ".join(ids))
     messages = [{"role": "system", "content": system}, {"role": "user", "content": "\n\n".join(blocks)}]
-    return Prompt(messages, dict(zip(ids, (t.trajectory for t in transcripts), strict=True)), left_out)
+    names = dict(zip(ids, (t.trajectory for t in transcripts), strict=True))
+    return Prompt(messages, names, score_key, left_out)
 
 
 def _draw_nonce(rng: random.Random, texts: Sequence[str]) -> str:
@@ -156,6 +160,9 @@ def _block(nonce: str, label: str, text: str) -> str:
 def add_reminder(messages: Sequence[dict[str, str]], *, out_of_range: bool) -> list[dict[str, str]]:
     """Return the messages of a call whose reply could not be read, with a reminder of the form at their end."""
     why = "its scores were not from 0 to 1" if out_of_range else "it did not give every id exactly one score"
-    text = f"Your first answer could not be read: {why}. Answer with the JSON object alone and quote nothing."
+    text = (
+        f"Your first answer could not be read: {why}. Answer with the JSON object alone, with exactly the keys asked "
+        "for and scores as plain numbers, and quote nothing."
+    )
     *before, last = messages
     return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]

@@ -251,13 +251,13 @@ class LlmRuler:
         asked = await _in_thread_if_large(
             _characters(ordered), prompt.build_prompt, self.rubric, ordered, self._rng, context_tokens
         )
-        names, messages, evidence = list(asked.names), asked.messages, asked.messages[-1]["content"]
+        names, messages = list(asked.names), asked.messages
         usage, latency_s = Usage(), 0.0
         failure = JudgingError("judge.attempts is 0", "")
         for attempt in range(self._config.attempts):
             self.statistics.asked_again += attempt > 0
             try:
-                reply = await self._model(messages, prompt.answer_schema(names))
+                reply = await self._model(messages, prompt.answer_schema(names, asked.score_key))
             except ContextWindowError:
                 raise
             except ModelError as error:
@@ -267,7 +267,7 @@ class LlmRuler:
             latency_s += reply.latency_s
             try:
                 parsed = await _in_thread_if_large(
-                    len(reply.text), replies.parse_scores, reply.text, names, evidence
+                    len(reply.text), replies.parse_scores, reply.text, names, asked.score_key
                 )
             except UnreadableReplyError as error:
                 failure = JudgingError(

@@ -15,7 +15,7 @@ from examples.common import stand_in, tiny
 from examples.database.make_model import CHAT_TEMPLATE, call, taught_run, words
 from examples.database.shop import SYSTEM, TOOLS, Scenario, scenario
 from examples.database.stand_in import score
-from judge.ruler.prompt import build_prompt
+from judge.ruler.prompt import Prompt, build_prompt
 from judge.ruler.rubrics import load_rubric
 from tests.judge.kit import single
 
@@ -149,21 +149,20 @@ WORTH = {
 }
 
 
-def ruler_prompt(names: Sequence[str]) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """RULER's messages about these attempts, and the attempt behind each id."""
+def ruler_prompt(names: Sequence[str]) -> Prompt:
+    """RULER's prompt about these attempts."""
     transcripts = [single(name, tuple(ATTEMPTS[name]), tuple(TOOLS)) for name in names]
-    prompt = build_prompt(load_rubric(), transcripts, random.Random(0), 100_000)
-    return prompt.messages, prompt.names
+    return build_prompt(load_rubric(), transcripts, random.Random(0), 100_000)
 
 
 @pytest.mark.parametrize("names", [[*ATTEMPTS], [*reversed(ATTEMPTS)], ["good", "long"], ["misread", "good"]])
 def test_the_stand_in_scores_attempts_as_ruler_shows_them(names: list[str]) -> None:
     """The attempts that all begin with the same calls are shown without them."""
-    messages, by_id = ruler_prompt(names)
+    prompt = ruler_prompt(names)
     with stand_in.serving(score) as url, openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        reply = client.chat.completions.create(model="stand-in", messages=messages)  # type: ignore[arg-type]
+        reply = client.chat.completions.create(model="stand-in", messages=prompt.messages)  # type: ignore[arg-type]
         scores = json.loads(reply.choices[0].message.content or "")["scores"]
-        assert {by_id[s["id"]]: s["score"] for s in scores} == pytest.approx(
+        assert {prompt.names[s["id"]]: s[prompt.score_key] for s in scores} == pytest.approx(
             {name: WORTH[name] for name in names}
         )
 

@@ -30,6 +30,7 @@ Answer = str | int
 
 _QUALITY = re.compile(r"quality=(\d(?:\.\d+)?)")
 _NONCE = re.compile(r"BEGIN ([0-9a-f]{16}) trajectory ([0-9a-z]+)")
+_SCORE_KEY = re.compile(r'"(score_\w+)"')
 _TURN_TOKEN = re.compile(r"<\|(?:im_start|start_header_id|system|start)\|>|\[INST\]|<<SYS>>|<start_of_turn>")
 _ORDER = re.compile(
     r"(?:give|award|score|rate|assign|set)\b[^.\n]{0,80}?\b(?:1\.0|1|100|10/10|maximum|highest|full marks)",
@@ -58,9 +59,15 @@ class Scorer:
         if self.obedient:
             for name in favoured(prompt, nonce, list(scores)):
                 scores[name] = 1.0
+        key = score_key(request)
         return json.dumps(
-            {"scores": [{"id": n, "explanation": f"quality {s:.2f}", "score": s} for n, s in scores.items()]}
+            {"scores": [{"id": n, "explanation": f"quality {s:.2f}", key: s} for n, s in scores.items()]}
         )
+
+
+def score_key(request: Request) -> str:
+    """The key under which a prompt asks for scores: the last that its first message names."""
+    return str(["score", *_SCORE_KEY.findall(str(request["messages"][0]["content"]))][-1])
 
 
 def _fence(nonce: str) -> re.Pattern[str]:

@@ -993,14 +993,16 @@ def test_concurrency_is_limited_for_each_key() -> None:
 
 def judge(marks: Sequence[str], worth: Callable[[int], float] = lambda n: n / 10) -> Callable[[Any], str]:
     """A judge that scores the attempt with the n-th mark in its text. ART's prompt numbers the attempts; ours shows
-    them in another order in each call, under ids drawn for it."""
+    them in another order in each call, under ids drawn for it, and names the key of the scores."""
 
     def reply(request: dict[str, Any]) -> str:
         prompt = request["messages"][-1]["content"]
         shown = re.findall(r"BEGIN [0-9a-f]{16} trajectory (\w+) =+\n(.*?)\n=+ END", prompt, re.S)
         key = "id" if shown else "trajectory_id"
         names = [next((i for i, text in shown if mark in text), str(n)) for n, mark in enumerate(marks, 1)]
-        said = [{key: name, "explanation": f"why {n}", "score": worth(n)} for n, name in enumerate(names, 1)]
+        drawn = re.search(r'"(score_\w+)"', request["messages"][0]["content"])
+        score = drawn[1] if drawn and shown else "score"
+        said = [{key: name, "explanation": f"why {n}", score: worth(n)} for n, name in enumerate(names, 1)]
         return json.dumps({"scores": said})
 
     return reply

@@ -16,7 +16,7 @@ from judge.ruler import prompt, replies
 from judge.ruler.ruler import JudgingError
 from judge.scoring import UnscoredError
 from tests.judge.kit import TOO_LONG, Model, completed, ruler, transcript
-from tests.kits.scoring_server import Answer, Scorer
+from tests.kits.scoring_server import Answer, Scorer, score_key
 
 pytestmark = pytest.mark.anyio
 
@@ -73,9 +73,13 @@ async def test_a_single_trajectory_can_be_judged_too() -> None:
     assert judge.statistics.as_dict()["position_bias"] == 0.0
 
 
+def with_scores(request: dict[str, Any], change: Callable[[float], float]) -> str:
+    key, said = score_key(request), json.loads(str(Scorer()(request)))["scores"]
+    return json.dumps({"scores": [{**entry, key: change(entry[key])} for entry in said]})
+
+
 def in_tens(request: dict[str, Any]) -> str:
-    said = json.loads(str(Scorer()(request)))["scores"]
-    return json.dumps([{"id": s["id"], "score": round(s["score"] * 10)} for s in said[1:]])
+    return with_scores(request, lambda score: round(score * 10))
 
 
 def fixed(reply: str) -> Callable[[dict[str, Any]], Answer]:
@@ -169,8 +173,7 @@ async def test_every_pass_is_made_and_counts() -> None:
 
 
 def _reversed(request: dict[str, Any]) -> str:
-    said = json.loads(str(Scorer()(request)))["scores"]
-    return json.dumps([{"id": s["id"], "score": 1 - s["score"]} for s in said])
+    return with_scores(request, lambda score: 1 - score)
 
 
 async def test_a_bonus_of_0_3_for_the_first_position_is_removed_from_the_scores() -> None:
