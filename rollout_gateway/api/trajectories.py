@@ -15,7 +15,7 @@ from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.api.schemas import Opening
 from rollout_gateway.capture.registry import BatchRequest, Completion
-from rollout_gateway.http.errors import ApiError, unknown_model
+from rollout_gateway.http.errors import ApiError
 from rollout_gateway.http.request import Headers
 
 # -- opening -------------------------------------------------------------------------------------------------------
@@ -62,7 +62,8 @@ def _check_model(gateway: Gateway, opening: Opening, access: Access) -> None:
         raise ApiError(404, "model_not_found", message, param="model")
     if pinned and (not policies.offered(pinned) or parse_version(pinned)[0] != model):
         versions = [name for name in policies.names(model) if name != model]
-        raise unknown_model(pinned, versions, "pinned")
+        message = f"{pinned!r} is not a version that can be pinned. There are: {', '.join(versions)}."
+        raise ApiError(404, "model_not_found", message, param="pinned")
 
 
 # -- completing ----------------------------------------------------------------------------------------------------
