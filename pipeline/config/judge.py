@@ -12,7 +12,6 @@ from pipeline.config.types import (
     Positive,
     Prompt,
     Section,
-    Several,
     Weight,
 )
 
@@ -86,7 +85,7 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
 
     group_size: Count = 8
     """Trajectories in a group, unless the agent names another number when it opens a trajectory."""
-    min_size: Several = 2
+    min_size: Count = 2
     """A group that times out with fewer scorable members is discarded."""
     timeout_s: Positive = 600.0
     """Time from a group's first completed trajectory until the group is closed without the missing ones."""

@@ -83,6 +83,10 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """Sequences with a negative advantage are dropped if their mean log ratio of sampler to trainer exceeds this."""
     entropy_coef: Weight = 0.0
     """Weight of an entropy bonus: the batch's mean entropy per trained token, in nats."""
+    baseline: Literal["group", "batch"] = "group"
+    """What is subtracted from a reward: the mean of its group, or the mean of the step's batch, as in REINFORCE++. With
+    `batch`, runs without a group train, too (`judge.min_size` = 1), and so do groups with equal rewards;
+    `advantage_scaling` must be `batch` or `none`."""
     advantage_scaling: Literal["group", "batch", "none"] = "group"
     """Standard deviation that advantages are divided by: that of the group's rewards, that of the batch's, or none."""
     advantage_balance: Correlation = 0.0

@@ -216,6 +216,14 @@ async def test_a_group_that_can_t_be_compared_is_discarded_with_the_reason(
     assert (event.reason, event.detail, len(event.trajectories)) == ("too_small", detail, len(members))
 
 
+async def test_a_run_without_a_group_is_scored_where_one_member_is_enough(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config, min_size=1)):
+        await broker.publish(completed("a", group="", reward=0.25))
+        (event,) = await groups(broker, 1)
+        await drained(broker)
+    assert [(m.trajectory, m.reward) for m in event.members] == [("a", 0.25)]
+
+
 async def test_members_without_a_reward_are_masked_where_the_rest_can_be_compared(
     nats_config: NatsConfig,
 ) -> None:

@@ -84,14 +84,14 @@ class TrainingGroup:
         members, bound = self.members, self.staleness_bound(config)
         if self.event.members and all(m.split == "val" for m in self.event.members):
             return Refusal("validation", "every member is a validation run")
-        if config.loss.type == "sft":
-            return None if members else Refusal("too_small", "no scored member is in the training split")
-        if len(members) < 2:
+        compared = config.loss.type != "sft" and config.loss.baseline == "group"
+        if len(members) < 1 + compared:
             return Refusal(
-                "too_small", f"{len(members)} scored member(s) in the training split; at least 2 are needed"
+                "too_small",
+                f"{len(members)} scored member(s) in the training split; at least {1 + compared} are needed",
             )
         rewards = [m.reward for m in members]
-        if max(rewards) - min(rewards) <= REWARD_TOLERANCE:
+        if compared and max(rewards) - min(rewards) <= REWARD_TOLERANCE:
             return Refusal("no_variance", f"all {len(members)} rewards are {rewards[0]:.6g}")
         newest = max(m.last_step for m in members)
         if step - newest > bound:
@@ -135,10 +135,12 @@ def trainable_members(event: GroupScored) -> list[Member]:
 def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Example]:
     """Every sequence of the batch with its scaled advantage, in the order of the groups.
 
-    The advantage is the reward minus the mean reward of the group, divided as `trainer.loss.advantage_scaling` says,
-    then balanced and normalised by the settings after it. With loss type `sft` it is the reward."""
+    The advantage is the reward minus the mean reward of the group or of the batch (`trainer.loss.baseline`), divided as
+    `trainer.loss.advantage_scaling` says, then balanced and normalised by the settings after it. With loss type `sft`
+    it is the reward."""
     everything = [m.reward for g in groups for m in g.members]
-    batch_std = float(np.std(everything, ddof=1)) if config.loss.advantage_scaling == "batch" else 0.0
+    batch_std = float(np.std(everything, ddof=1)) if len(everything) > 1 else 0.0
+    batch_mean = float(np.mean(everything)) if everything else 0.0
     weights = _weights(groups, config)
     if config.loss.type == "sft":
         reward_of = {m.trajectory: m.reward for g in groups for m in g.members}
@@ -157,7 +159,7 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
                 divisor = batch_std + _STD_FLOOR
             case "none":
                 divisor = 1.0
-        advantages = (rewards - rewards.mean()) / divisor
+        advantages = (rewards - (rewards.mean() if config.loss.baseline == "group" else batch_mean)) / divisor
         balance = config.loss.advantage_balance
         advantages = np.where((advantages < 0) == (balance > 0), advantages * (1 - abs(balance)), advantages)
         advantage_of = dict(zip((m.trajectory for m in group.members), advantages.tolist(), strict=True))

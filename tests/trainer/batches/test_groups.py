@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline.config import LossConfig, TrainerConfig
+from pipeline.config import ConfigError, LossConfig, TrainerConfig
+from pipeline.config.checks import check_trainer
 from pipeline.events import GroupScored
 from tests.trainer.kit import exchange, group, training_group
 from trainer.batches.groups import Refusal, TrainingGroup, examples, trainable_members
@@ -67,6 +68,19 @@ def test_a_single_member_has_nothing_to_compare_with() -> None:
     refused = refusal(group("g", [1.0]))
     assert refused is not None
     assert refused.reason == "too_small"
+
+
+def test_the_batch_is_the_baseline_of_runs_without_a_group() -> None:
+    """REINFORCE++: rewards normalised over the batch. A group of one and equal rewards are trained, too."""
+    config = TrainerConfig(loss=LossConfig(baseline="batch", advantage_scaling="batch"))
+    batch = [prepared([1.0]), prepared([0.0]), prepared([0.25, 0.25])]
+    assert [g.refuse(0, config) for g in batch] == [None] * 3
+    rewards = np.array([1.0, 0.0, 0.25, 0.25])
+    expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+    np.testing.assert_allclose([e.advantage for e in examples(batch, config)], expected, rtol=1e-10)
+    assert [e.advantage for e in examples(batch[:1], config)] == [0.0]
+    with pytest.raises(ConfigError, match="a group of one has no standard deviation"):
+        check_trainer(TrainerConfig(loss=LossConfig(baseline="batch")))
 
 
 def with_members(scored: GroupScored, **changed: dict[int, object]) -> GroupScored:
