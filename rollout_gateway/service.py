@@ -95,11 +95,11 @@ async def _connect(
     settings, project = config.gateway, config.project
     policies = Policies(project, (m.name for m in config.models), trust)
     await policies.rebuild(broker)
-    registry = Registry(broker, project, TrajectoryTokens(key_secret(config), project))
-    await registry.mark_position()
     limit = 0 if settings.max_groups_ahead == "auto" else settings.max_groups_ahead
     pacing = Pacing(project, broker, policies.models, limit=limit, forget_s=settings.groups_ahead_s)
     await pacing.rebuild()
+    registry = Registry(broker, project, TrajectoryTokens(key_secret(config), project), pacing)
+    await registry.mark_position()
     fleet = Fleet(api_key(config), settings.replicas.serving_share)
     router = VersionRouter(policies, fleet)
     detector = TrajectoryDetector(project, registry, settings) if settings.detection.enabled else None

@@ -71,7 +71,8 @@ async def _open(
         group_size=len(body.trajectories),
         owner=access.owner,
     )
-    await gateway.registry.open(event, "", access)
+    # The groups of a requested batch wait for each other; the trainer bounds how many may.
+    await gateway.registry.open(event, "", access, paced=member.batch is None)
 
 
 async def get_group(request: ControlRequest) -> dict[str, Any]:

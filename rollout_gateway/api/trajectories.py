@@ -32,13 +32,10 @@ async def open_trajectory(request: ControlRequest) -> dict[str, Any]:
         check_name(name)
         if name in (".", ".."):
             raise InvalidNameError(name, "in a URL it means another path")
-    paced_s = await gateway.pacing.admit(opening.model, group, opening.split, access.owner)
     fields = msgspec.structs.asdict(opening)
     del fields["id"]
     fields |= {"group": group, "metadata": msgspec.json.encode(opening.metadata)}
-    event = TrajectoryOpened(
-        project=gateway.project, trajectory=trajectory, paced_s=paced_s, owner=access.owner, **fields
-    )
+    event = TrajectoryOpened(project=gateway.project, trajectory=trajectory, owner=access.owner, **fields)
     await gateway.registry.open(event, traceparent(request.http.headers), access)
     return {
         "id": trajectory,

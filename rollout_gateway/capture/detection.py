@@ -105,7 +105,7 @@ class TrajectoryDetector:
             metadata=b'{"inferred":true,"part":true}' if is_part else b'{"inferred":true}',
             owner=owner,
         )
-        run = await self._registry.open(event, "")
+        run = await self._registry.open(event, "", paced=False)  # its client knows nothing of groups
         self._taken[id(call)] = _Taken(call, run, conversation, WaitingRun(run.id, no_history(run.id), 0), 0)
         return run
 

@@ -12,6 +12,7 @@ from pipeline.events import now_us
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.exchange import Exchange
 from rollout_gateway.dialects.endpoints import upstream_body
+from rollout_gateway.dialects.shape import malformed
 from rollout_gateway.http.errors import ApiError, timed_out
 from rollout_gateway.http.upstream import UpstreamError, UpstreamReply, UpstreamTimeoutError
 from rollout_gateway.serving.replicas import Fleet, Lease, least_loaded, replica_of
@@ -63,6 +64,10 @@ class Dispatcher:
                 # A crashing server may return 500, and a restarted one 404 because its adapters are not loaded.
                 if failed or (attempt.status < 500 and attempt.status != 404):
                     return attempt
+                if reason := malformed(exchange.call.fields):
+                    raise ApiError(
+                        400, "invalid_body", f"The inference server can't read the call: {reason}."
+                    )
                 body = attempt.body[:300].decode(errors="replace")
                 log.warning("server suspected", replica=replica.name, status=attempt.status, body=body)
                 replica.suspect()

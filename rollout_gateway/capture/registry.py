@@ -28,6 +28,7 @@ from rollout_gateway.capture.groups import Groups
 from rollout_gateway.capture.run_log import STREAM, RunLog, same_opening
 from rollout_gateway.capture.trajectory import Trajectory, opened_differently
 from rollout_gateway.http.errors import ApiError, already_completed, unknown_trajectory
+from rollout_gateway.serving.pacing import Pacing
 
 _OWNER_BYTES = 64 * 1024 * 1024
 """Bytes of openings, mostly their metadata, that the runs of one key take in memory."""
@@ -70,9 +71,16 @@ class Registry:
     """The open trajectories of a project that are in this replica's memory."""
 
     def __init__(
-        self, broker: Broker, project: str, tokens: TrajectoryTokens, *, keep: int = 100_000
+        self,
+        broker: Broker,
+        project: str,
+        tokens: TrajectoryTokens,
+        pacing: Pacing | None = None,
+        *,
+        keep: int = 100_000,
     ) -> None:
-        """`keep`: trajectories in memory at most."""
+        """`pacing`: admits new groups; `None`: all. `keep`: trajectories in memory at most."""
+        self.pacing = pacing
         self.log = RunLog(broker, project)
         self.groups = Groups(self.log)
         self.project, self.tokens, self._keep = project, tokens, keep
@@ -204,14 +212,25 @@ class Registry:
     # -- opening and completing ----------------------------------------------------------------------------------
 
     async def open(
-        self, event: TrajectoryOpened, traceparent: str, access: Access | None = None
+        self,
+        event: TrajectoryOpened,
+        traceparent: str,
+        access: Access | None = None,
+        *,
+        paced: bool = True,
     ) -> Trajectory:
         """Open a trajectory: publish `event` and keep the trajectory in memory. A client's retry, which opens it in the
         same way, returns the trajectory that is open already. `access`: of the key `event.owner`; `None`: an agent's.
+        `paced`: whether a new group has to wait while too many are untrained.
 
         Raises an `ApiError`: 409 if the id belongs to a completed trajectory or to one that was opened differently, or
-        the group to another key, 410 if the id belonged to a trajectory that expired."""
+        the group to another key, 410 if the id belonged to a trajectory that expired, 429 if too many groups are
+        untrained."""
         await self.log.check_new(event)
+        if paced and self.pacing is not None:
+            group = event.group or event.trajectory
+            paced_s = await self.pacing.admit(event.model, group, event.split, event.owner)
+            event = msgspec.structs.replace(event, paced_s=paced_s)
         event = await self.groups.join(event, access or Access(event.owner))
         traceparent = traceparent or trace.traceparent(self.project, event.trajectory)
         ack = await self.log.publish(event, {"traceparent": traceparent})

@@ -10,7 +10,7 @@ import pytest
 
 import journeywork.art as art
 from journeywork.art.gateway import Gateway
-from journeywork.art.training import StepResult, _served
+from journeywork.art.training import StepResult, await_step
 
 pytestmark = pytest.mark.anyio
 
@@ -42,7 +42,7 @@ class Scripted:
 
 
 async def served(*moments: dict[str, Any], breaks: Exception | None = None) -> StepResult:
-    return await _served(cast(Gateway, Scripted(*moments, breaks=breaks)), "m", ["a", "b"])
+    return await await_step(cast(Gateway, Scripted(*moments, breaks=breaks)), "m", ["a", "b"])
 
 
 TRAINED = {"status": "trained", "version": "m@1", "metrics": {"loss/train": 0.5}}

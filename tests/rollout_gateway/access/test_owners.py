@@ -80,6 +80,36 @@ def test_a_key_that_fills_the_limit_of_groups_holds_up_no_other_key(start_front:
     assert opened(alice, "a1") == (201, "")
 
 
+async def test_every_way_to_open_a_group_takes_room_within_the_limit(start_front: StartGateway) -> None:
+    """By the control API, by the headers and the metadata of a call, by completing a group of recorded calls."""
+    gateway = start_front(keys=KEYS, max_groups_ahead=2)
+    alice = Caller(gateway, "alice")
+    for name in ("a0", "a1"):
+        alice.open(group=name, references=True)
+
+    def by_headers(name: str) -> int:
+        return alice.call(**{"x-journeywork-trajectory": f"t-{name}", "x-journeywork-group": name})
+
+    def by_metadata(name: str) -> tuple[int, str]:
+        metadata = {"journeywork_trajectory": f"m-{name}", "journeywork_group": name}
+        body = {"model": "tictactoe", "messages": [{"role": "user", "content": "x"}], "metadata": metadata}
+        return code(alice.ask("POST", "/v1/chat/completions", body))
+
+    assert [by_headers("b"), by_headers("a0")] == [429, LET_IN]
+    assert by_metadata("b") == (429, "groups_ahead")
+    source = alice.open(group="a0", references=True)["id"]
+    member: dict[str, Any] = {"id": "c1", "exchanges": [{"trajectory": source, "reply": "r"}], "reward": 1.0}
+
+    def by_completion(group: str, **more: Any) -> tuple[int, str]:
+        body = {"model": "tictactoe", "trajectories": [member | more]}
+        return code(alice.ask("POST", f"/v1/groups/{group}/complete", body))
+
+    assert by_completion("b") == (429, "groups_ahead")
+    # A requested batch would wait for itself. The trainer bounds how many of its groups may wait.
+    batch = {"id": "x", "groups": ["b"]}
+    assert by_completion("b", batch=batch)[1] != "groups_ahead"
+
+
 async def test_a_groups_state_is_for_its_key(start_front: StartGateway, nats_config: NatsConfig) -> None:
     gateway = start_front(keys=KEYS)
     alice, bob, boss = (Caller(gateway, name) for name in ("alice", "bob", "boss"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import anyio
+import httpx
 import msgspec
 import openai
 import pytest
@@ -15,7 +17,7 @@ from pipeline.log.broker import Broker
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.dialects.endpoints import read_chat
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
-from tests.rollout_gateway.conftest import StartGateway
+from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm, parts
 from tests.rollout_gateway.kit import Mortal, asking, exchanges
 
@@ -62,6 +64,34 @@ async def test_a_call_that_is_ended_while_its_server_works_is_recorded(
         assert (event.status, event.policy_version, event.sampled_ids) == (status, "tictactoe@0", b"")
         assert gateway.fleet.replicas[0].load == 0
         server.held.set()
+
+
+_TEXT = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.inference
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("tools", {"messages": _TEXT, "tools": 1}),
+        ("tools", {"messages": _TEXT, "tools": [None]}),
+        ("tool_calls", {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"a": 1}]}]}),
+        ("content", {"messages": [{"role": "user", "content": [{"type": "nonsense"}]}]}),
+        ("content", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
+        ("content", {"messages": [{"role": "user", "content": {"a": 1}}]}),
+    ],
+)
+async def test_a_malformed_call_is_the_callers_fault(
+    gateway: GatewayProcess, field: str, body: dict[str, Any]
+) -> None:
+    """Whatever the server answers, the caller learns which field is wrong, and the server stays in use."""
+    answer = httpx.post(
+        f"{gateway.url}/v1/chat/completions", json={"model": "tictactoe", "max_tokens": 1, **body}
+    )
+    assert answer.status_code == 400
+    assert field in answer.text
+    health = httpx.get(f"{gateway.url}/health").json()
+    assert all(replica["ready"] for replica in health["replicas"])
 
 
 @pytest.mark.slow

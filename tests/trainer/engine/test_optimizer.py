@@ -11,8 +11,8 @@ import torch
 
 from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig, with_values
 from tests.trainer.engine.kit import batch
-from tests.trainer.kit import checkpoint_event, exactly
-from trainer.checkpoints.checkpoint import STATE_FILE, Manifest, adapter_files, state_bytes, state_of
+from tests.trainer.kit import exactly
+from trainer.checkpoints.checkpoint import STATE_FILE, adapter_files, state_bytes, state_of
 from trainer.engine.engine import Engine
 from trainer.engine.state import TrainState
 
@@ -75,8 +75,7 @@ def test_the_inverse_sqrt_schedule_never_reaches_zero(engine: Engine) -> None:
 def stored(state: TrainState, engine: Engine) -> TrainState:
     """`state` as a checkpoint's files give it back; the adapters of earlier steps come from earlier checkpoints."""
     files = adapter_files(state.weights, engine.model.lora, "base") | {STATE_FILE: state_bytes(state)}
-    manifest = Manifest(event=checkpoint_event(state.step, files), config={})
-    return dataclasses.replace(state_of(manifest, files), history=state.history)
+    return dataclasses.replace(state_of(state.step, files), history=state.history)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""What is wrong with a call that an inference server can't read.
+
+Servers check requests themselves, so the gateway looks only at calls to which a server answered with an error of its
+own: a malformed field must not pass for a broken server."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from rollout_gateway.dialects.calls import Fields
+
+_Media = dict[str, Any] | str
+
+
+class _Part(Struct):
+    type: Literal[
+        "text", "image_url", "input_audio", "audio_url", "video_url", "file", "refusal", "thinking", "reasoning",
+        "image_embeds", "image_pil",
+    ]  # fmt: skip
+    text: str | None = None
+    image_url: _Media | None = None
+    input_audio: _Media | None = None
+    audio_url: _Media | None = None
+    video_url: _Media | None = None
+    file: _Media | None = None
+
+    def __post_init__(self) -> None:
+        if hasattr(self, self.type) and getattr(self, self.type) is None:
+            raise ValueError(f"a part of type `{self.type}` has no `{self.type}`")
+
+
+class _Function(Struct):
+    name: str
+    parameters: dict[str, Any] | None = None
+    arguments: str | dict[str, Any] = ""
+
+
+class _ToolCall(Struct):
+    function: _Function
+    type: Literal["function"] = "function"
+
+
+class _Tool(Struct):
+    function: _Function
+    type: Literal["function"] = "function"
+
+
+class _Message(Struct):
+    role: str
+    content: str | list[_Part] | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _Call(Struct):
+    messages: list[_Message] = []
+    tools: list[_Tool] | None = None
+    prompt: str | list[int | str | list[int]] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Call)
+
+
+def malformed(fields: Fields) -> str:
+    """Return what is wrong with a call in the form of chat completions or completions; empty if nothing is."""
+    raw = {name: fields[name] for name in ("messages", "tools", "prompt") if name in fields}
+    try:
+        _decoder.decode(msgspec.json.encode(raw))
+    except msgspec.ValidationError as error:
+        return str(error)
+    return ""
