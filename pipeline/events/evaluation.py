@@ -49,7 +49,7 @@ class PolicyEvaluated(Event, frozen=True, kw_only=True, tag="policy.evaluated"):
     evaluation: str
     """Id that the entrants of one evaluation share."""
     entrant: str
-    """Name of the entrant as it was given, such as `support@12` or `https://host/v1#model`."""
+    """Name of the entrant as it was given, such as `support@12` or a URL that ends in `#model`."""
     position: int = 0
     """Place among the entrants. Entrant 0 is the baseline of the differences."""
     kind: Literal["policy", "external"] = "policy"
