@@ -68,6 +68,7 @@ def _policy(gateway: Gateway, model: str) -> dict[str, Any]:
 async def watch_policies(request: ControlRequest) -> None:
     """Stream events until the client leaves or the gateway stops."""
     gateway, http = request.gateway, request.http
+    gateway.feed.check(request.access)
     http.start(200, SSE_HEADERS)
     with contextlib.suppress(ClientGoneError), http.cancellation:
         async for event in gateway.feed.subscribe(_policies(gateway, request.access), request.access):

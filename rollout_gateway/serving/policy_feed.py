@@ -9,9 +9,12 @@ from typing import Any
 import msgspec
 
 from rollout_gateway.access.api_keys import Access
+from rollout_gateway.http.errors import ApiError
 
 _MAX_QUEUED = 256
 """Events that may wait for one subscriber."""
+MAX_SUBSCRIPTIONS = 100
+"""Subscriptions of one API key. Each holds one of the gateway's connections for as long as its client likes."""
 _PING_S = 15.0
 """Time without an event after which a comment is sent to keep the connection open."""
 
@@ -39,6 +42,12 @@ class PolicyFeed:
         """End all subscriptions."""
         for queue in self._queues:
             queue.put_nowait(None)
+
+    def check(self, access: Access) -> None:
+        """Raise a 429 `ApiError` if the caller's key has as many subscriptions as one key may have."""
+        if sum(other.owner == access.owner for other in self._queues.values()) >= MAX_SUBSCRIPTIONS:
+            message = f"This API key has {MAX_SUBSCRIPTIONS} streams of events open. Close one."
+            raise ApiError(429, "too_many_streams", message)
 
     async def subscribe(self, state: dict[str, Any], access: Access) -> AsyncIterator[bytes]:
         """Yield `state`, the present one, as the first event, then each event when it is broadcast. `access`: the

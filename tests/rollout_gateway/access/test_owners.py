@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from itertools import product
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.events import GroupDiscarded, GroupOpened, GroupScored, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
+from rollout_gateway.serving.policy_feed import MAX_SUBSCRIPTIONS
 from tests.rollout_gateway.access.test_access import KEYS, LET_IN, Caller
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.kit import key_config
@@ -108,6 +110,23 @@ async def test_every_way_to_open_a_group_takes_room_within_the_limit(start_front
     # A requested batch would wait for itself. The trainer bounds how many of its groups may wait.
     batch = {"id": "x", "groups": ["b"]}
     assert by_completion("b", batch=batch)[1] != "groups_ahead"
+
+
+async def test_streams_of_events_of_one_key_leave_connections_to_others(start_front: StartGateway) -> None:
+    gateway = start_front(keys=KEYS)
+    url = f"{gateway.url}/v1/policies/events"
+    limits = httpx.Limits(max_connections=None)
+    async with AsyncExitStack() as opened, httpx.AsyncClient(timeout=30, limits=limits) as client:
+
+        async def open_stream(key: str) -> int:
+            request = client.build_request("GET", url, headers={"authorization": f"Bearer {key}"})
+            reply = await client.send(request, stream=True)
+            opened.push_async_callback(reply.aclose)
+            return reply.status_code
+
+        statuses = [await open_stream("alice") for _ in range(MAX_SUBSCRIPTIONS + 2)]
+        assert statuses == [200] * MAX_SUBSCRIPTIONS + [429, 429]
+        assert await open_stream("bob") == 200
 
 
 async def test_a_groups_state_is_for_its_key(start_front: StartGateway, nats_config: NatsConfig) -> None:

@@ -17,7 +17,8 @@ from pipeline.log.broker import Broker
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.dialects.endpoints import read_chat
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
-from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
+from tests.conftest import InferenceDouble
+from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm, parts
 from tests.rollout_gateway.kit import Mortal, asking, exchanges
 
@@ -69,7 +70,6 @@ async def test_a_call_that_is_ended_while_its_server_works_is_recorded(
 _TEXT = [{"role": "user", "content": "x"}]
 
 
-@pytest.mark.inference
 @pytest.mark.parametrize(
     ("field", "body"),
     [
@@ -82,9 +82,11 @@ _TEXT = [{"role": "user", "content": "x"}]
     ],
 )
 async def test_a_malformed_call_is_the_callers_fault(
-    gateway: GatewayProcess, field: str, body: dict[str, Any]
+    start_gateway_alone: StartGateway, inference_double: InferenceDouble, field: str, body: dict[str, Any]
 ) -> None:
-    """Whatever the server answers, the caller learns which field is wrong, and the server stays in use."""
+    """The double answers 500 to it. The caller learns which field is wrong, and the server stays in use."""
+    gateway = start_gateway_alone(urls=(inference_double.url,))
+    gateway.open(id="t")  # the server is there
     answer = httpx.post(
         f"{gateway.url}/v1/chat/completions", json={"model": "tictactoe", "max_tokens": 1, **body}
     )
