@@ -189,6 +189,8 @@ def serving(app: Any) -> Iterator[str]:
 
 
 def main() -> int:
+    """Write the picture that the command line names and print its path. With `--check`, write nothing and return 1 if
+    the picture differs from its source. Exits 2 for options that contradict each other."""
     parser = argparse.ArgumentParser(prog="python -m docs.make_pictures")
     parser.add_argument("picture", choices=("streams", "curve", "dashboard"))
     parser.add_argument("--run-dir", type=Path, help="a run of the demo, to read the curve from, or to show")
@@ -196,6 +198,12 @@ def main() -> int:
         "--check", action="store_true", help="write nothing; exit 1 where the picture differs"
     )
     given = parser.parse_args()
+    if given.picture == "streams" and given.run_dir:
+        parser.error("the picture of the streams is not drawn from a run: leave out --run-dir")
+    if given.check and (given.run_dir or given.picture == "dashboard"):
+        parser.error(
+            "--check compares a drawn picture with its recorded source: it takes no --run-dir, no dashboard"
+        )
     FOLDER.mkdir(exist_ok=True)
     if given.picture == "dashboard":
         for file in shoot_dashboard(given.run_dir or Path("runs/demo")):

@@ -93,7 +93,7 @@ def queries(page: str) -> list[str]:
 
 
 def answered(page: str, connection: duckdb.DuckDBPyConnection) -> str:
-    """The page with the current answer of every query."""
+    """Return the page with the current answer of every query. Raises `duckdb.Error` for a query that fails."""
 
     def answer(match: re.Match[str]) -> str:
         text = sql.table_text(connection.sql(match["query"]))

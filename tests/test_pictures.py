@@ -31,6 +31,24 @@ def test_the_curve_is_drawn_from_its_recorded_data() -> None:
     assert run["before"]["count"] == run["after"]["count"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [["curve", "--check", "--run-dir", "r"], ["streams", "--run-dir", "r"], ["dashboard", "--check"]],
+    ids=" ".join,
+)
+def test_options_that_contradict_each_other_write_nothing(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_pictures, "FOLDER", tmp_path)
+    monkeypatch.setattr(make_pictures, "read_curve", lambda _: {})
+    monkeypatch.setattr(make_pictures, "shoot_dashboard", lambda _: [])
+    monkeypatch.setattr("sys.argv", ["make_pictures", *options])
+    with pytest.raises(SystemExit) as ended:
+        make_pictures.main()
+    assert ended.value.code == 2
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("picture", ["curve.svg", "streams.svg"])
 def test_a_picture_fits_a_phone(picture: str) -> None:
     head = (make_pictures.FOLDER / picture).read_text("utf-8")[:2000]

@@ -219,7 +219,8 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
         return await self.backend().get_step(cast(Any, self)) if self.trainable else 0
 
     def safe_model_dump(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return `model_dump` without the value of `config`."""
+        """Return `model_dump`, called with these arguments, with `config` as `None`: a config may hold anything, also
+        what no serializer takes."""
         return {**self.model_dump(*args, **kwargs), "config": None}
 
 

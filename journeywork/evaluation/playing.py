@@ -77,7 +77,7 @@ async def play(
     for position, (entrant, version) in enumerate(zip(parsed_entrants, versions, strict=True), len(results)):
         numbered = _Tasks(task_list, names, f"{evaluation}-{position}")
         groups, wall_s = await _play(client, entrant, version, numbered, rollout, attempts, options)
-        results.append(result_of(entrant, version, groups, names, wall_s, usd_per_hour))
+        results.append(result_of(entrant, version, groups, names, attempts, wall_s, usd_per_hour))
     report = EvaluationReport(evaluation, scenarios, rollout_name, tuple(results))
     if record and client is not None:
         for position in range(len(results)):

@@ -165,10 +165,14 @@ def result_of(
     version: str,
     groups: Sequence[TaskGroup[int]],
     names: Sequence[str],
+    attempts: int,
     wall_s: float,
     usd_per_hour: float = 0.0,
 ) -> EntrantResult:
-    """Return the result of the groups that an entrant played; a group's task is its number in `names`."""
+    """Return the result of the groups that an entrant played; a group's task is its number in `names`.
+
+    `attempts`: attempts per task, with those whose trajectory could not be opened. `wall_s`: seconds that all groups
+    took. `usd_per_hour`: price of the machine that serves policies; 0 if unknown."""
     runs = [run for group in groups for run in group.trajectories]
     usages = [run.usage for run in runs if run.usage is not None]
     prompt, completion = sum(u.prompt_tokens for u in usages), sum(u.completion_tokens for u in usages)
@@ -178,13 +182,15 @@ def result_of(
     elif entrant.kind == "policy" and usd_per_hour:
         cost = wall_s / 3600 * usd_per_hour
     usage = Usage(sum(u.calls for u in usages), prompt, completion, sum(u.calls_s for u in usages), cost)
-    tasks = tuple(_task_result(entrant, group, names[group.task]) for group in groups)
+    tasks = tuple(_task_result(entrant, group, names[group.task], attempts) for group in groups)
     errors = tuple(f"{type(e).__name__}: {e}" for group in groups for e in group.exceptions)
     seconds = tuple(sorted(run.duration_s for run in runs if run.duration_s is not None))
     return EntrantResult(entrant, version, tasks, usage, seconds, wall_s, errors)
 
 
-def _task_result(entrant: Entrant, group: TaskGroup[int], name: str) -> TaskResult:
+def _task_result(entrant: Entrant, group: TaskGroup[int], name: str, attempts: int) -> TaskResult:
+    """Return the result of `entrant` at the task `name`. Only runs with the outcome `scored` have values; an attempt
+    failed if it raised, also while its trajectory was opened. Only a policy's runs are on the log, under their ids."""
     scored = [run for run in group.trajectories if run.outcome == "scored"]
     values: dict[str, list[float]] = {}
     for run in scored:
@@ -192,8 +198,8 @@ def _task_result(entrant: Entrant, group: TaskGroup[int], name: str) -> TaskResu
             values.setdefault(measure, []).append(value)
     return TaskResult(
         name,
-        {measure: math.fsum(found) / len(found) for measure, found in values.items()},
-        max(len(group.trajectories), len(group.exceptions)),
+        {measure: math.fsum(of_runs) / len(of_runs) for measure, of_runs in values.items()},
+        attempts,
         len(group.exceptions),
         tuple(run.id for run in group.trajectories) if entrant.kind == "policy" else (),
     )

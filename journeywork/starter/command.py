@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import resources
@@ -54,7 +55,8 @@ def write_project(name: str, folder: Path, base: str = "") -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command. Exits 2 if the project cannot be written."""
+    """Write the project that `argv` (default: the command line) names, and print what to do next. Exits 2 if it cannot
+    be written."""
     parser = argparse.ArgumentParser(
         prog="journeywork init", description="Write a starter project that runs."
     )
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = ", ".join(path.name for path in written)
     sys.stdout.write(
         f"wrote {names} into {folder}. Next:\n"
-        f"  cd {folder}\n"
+        f"  cd {shlex.quote(str(folder))}\n"
         "  journeywork up --config journeywork.toml    # in one terminal, on a machine with a GPU\n"
         "  python agent.py                           # in another\n"
     )

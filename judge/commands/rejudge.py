@@ -119,11 +119,14 @@ class Rejudge:
             await self._publish_gone(event, str(error))
 
     async def _rescue(self, seq: int, event: GroupDiscarded) -> None:
-        """Score a group that was discarded, if this judge can. Raises `HistoryGoneError`."""
+        """Score a group that was discarded at `seq`, if this judge can, and publish it.
+
+        Changes the report: `rescued` and `rejudged`, or `failed` if the judge found no score. A group that is still too
+        small is not counted. Raises `HistoryGoneError` if the log lacks a member's completion."""
         key = GroupKey(event.project, event.model, event.group, event.split)
-        found = [await self._completed(event, trajectory) for trajectory in event.trajectories]
-        members = sorted((Arrival(r.event, r.seq) for r in found), key=lambda arrival: arrival.seq)
-        group = Group(key, tuple(members), closed_by="timeout")
+        completions = [await self._completed(event, trajectory) for trajectory in event.trajectories]
+        members = sorted((Arrival(r.event, r.seq) for r in completions), key=lambda arrival: arrival.seq)
+        group = Group(key, tuple(members))
         result = await score_closed(group, self._config.judge, self.report.judge, self._composer)
         if isinstance(result, GroupDiscarded):
             self.report.failed += result.reason == "unscored"
@@ -140,8 +143,11 @@ class Rejudge:
         scorable = [m for m in members.values() if m.outcome == "scored"]
         try:
             rewards = await self._composer(scorable) if self._composer else agent_rewards(scorable)
-            if len(rewards.final) < 2 and event.split == "train":
-                raise UnscoredError(rewards.missing or "fewer than 2 have a reward")
+            needed = 1 if event.split == "val" else self._config.judge.min_size
+            if len(rewards.final) < needed:
+                raise UnscoredError(
+                    rewards.missing or f"{len(rewards.final)} have a reward, {needed} are needed"
+                )
         except UnscoredError as error:
             self.report.failed += 1
             log.error("not rejudged", group=event.group, reason=str(error)[:300])

@@ -127,16 +127,20 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def _column(name: str, hint: Any) -> Column:
+    """Return the column of a field with the type `hint`, without its meaning and default.
+
+    Raises `SchemaError` for a type that has no column type: among others a union of two types, and literals that are
+    no strings. An annotation `msgspec.Meta(extra={"column": kind})` names the kind of what is packed or encoded."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         for extra in args[1:]:
             if isinstance(extra, msgspec.Meta) and extra.extra and "column" in extra.extra:
                 return Column(name, extra.extra["column"])
         return _column(name, args[0])
-    if origin is Literal:
-        return Column(name, "string", choices=tuple(str(a) for a in args))
-    if origin in (Union, types.UnionType):
-        (inner,) = [a for a in args if a is not type(None)]
+    if origin is Literal and all(isinstance(choice, str) for choice in args):
+        return Column(name, "string", choices=args)
+    if origin in (Union, types.UnionType) and len(args) == 2 and type(None) in args:
+        inner = args[0] if args[1] is type(None) else args[1]
         return replace(_column(name, inner), nullable=True)
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
         return Column(name, "list", item=_column("item", args[0]))

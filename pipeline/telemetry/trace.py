@@ -81,6 +81,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def root(self) -> int:
+        """Id (64 bits) of the span of the whole run, which is below the span `above`."""
         return root_span_id(self.project, self.trajectory)
 
     def attributes(self, kind: str, version: str) -> Attributes:

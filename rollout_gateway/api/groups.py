@@ -22,7 +22,11 @@ def wrong_group(trajectory: str, opened: TrajectoryOpened, group: str) -> ApiErr
 
 
 async def complete_group(request: ControlRequest) -> dict[str, Any]:
-    """Complete trajectories of a group, one after the other. After a failure, the same request completes the rest."""
+    """Complete the trajectories that the body names, one after the other, and return what was recorded of each. A
+    member with `exchanges` or a `demonstration` that is not open is opened first.
+
+    All members are checked before the first one is changed. If a later one fails nevertheless, the same request
+    completes the rest."""
     gateway, access, group = request.gateway, request.access, request.values[0]
     body = request.read(GroupCompletion)
     for member in body.trajectories:
@@ -59,7 +63,6 @@ async def _open(
     """Open a member that is made of calls of other trajectories, unless an earlier request did."""
     if await gateway.registry.opening(member.id) is not None:
         return
-    check_name(member.id)
     event = TrajectoryOpened(
         project=gateway.project,
         trajectory=member.id,

@@ -110,7 +110,7 @@ class Identity:
         self, access: Access, url: str | None, headers: Headers, call: Call
     ) -> Trajectory | None:
         """The open trajectory of a call, or `None`. `url` is the one that the path names. Raises `ApiError`."""
-        named = _named(url, headers, call.params.metadata)
+        named = _named_run(url, headers, call.params.metadata)
         if access.trajectory:
             _check_own(named.trajectory, access.trajectory)
             return await self._own(access.trajectory)
@@ -168,15 +168,22 @@ def _check_own(named: str, own: str) -> None:
         raise ApiError(403, "wrong_key", "This API key belongs to another trajectory.")
 
 
-def _named(url: str | None, headers: Headers, metadata: dict[str, Any] | None) -> _NamedRun:
-    out = _NamedRun(url or "")
-    if metadata:
-        out.trajectory = out.trajectory or str(metadata.get("journeywork_trajectory") or "")
-        out.group = str(metadata.get("journeywork_group") or "")
-    if not out.trajectory:
-        out.trajectory = unquote(headers.get(TRAJECTORY_HEADER, b"").decode("latin-1"))
-    if GROUP_HEADER in headers:
-        out.group = unquote(headers[GROUP_HEADER].decode("latin-1"))
-    attempt = headers.get(ATTEMPT_HEADER, b"0")
-    out.attempt = int(attempt) if attempt.isdigit() and len(attempt) < 9 else 0
-    return out
+def _named_run(url: str | None, headers: Headers, metadata: dict[str, Any] | None) -> _NamedRun:
+    """Return what a call names. `url`: the trajectory in its path; `metadata`: that of its body.
+
+    The trajectory is that of the URL, else of the body, else of the header; the group that of the header, else of the
+    body. The attempt is that of the header, and 0 if that is no number of at most 8 digits. No name is checked."""
+    body = metadata or {}
+    in_header = headers.get(ATTEMPT_HEADER, b"")
+    return _NamedRun(
+        url or str(body.get("journeywork_trajectory") or "") or _name_in(headers, TRAJECTORY_HEADER),
+        _name_in(headers, GROUP_HEADER)
+        if GROUP_HEADER in headers
+        else str(body.get("journeywork_group") or ""),
+        int(in_header) if in_header.isdigit() and len(in_header) < 9 else 0,
+    )
+
+
+def _name_in(headers: Headers, header: bytes) -> str:
+    """Return the percent-encoded name in a header; empty if the header is missing."""
+    return unquote(headers.get(header, b"").decode("latin-1"))

@@ -38,7 +38,8 @@ class Channel(Protocol):
         """The server stops: the connection ends with this answer."""
 
     def answered(self, request: Request) -> None:
-        """The whole answer was written."""
+        """Take note that the whole answer of `request` was written: the connection then waits for the next request, or
+        closes. Not called if the client went away first, or the handler ended in the middle of its answer."""
 
 
 class Request:

@@ -120,7 +120,8 @@ class Storage(ABC):
         skipped."""
 
     def set_aside(self, tag: str, name: str) -> str:
-        """Move a damaged file out of its table's folder and return its new path. May be called again."""
+        """Move a file of a tag's table into the folder `damaged`, and return its path there. `name` is relative to the
+        table's folder. Does nothing if the file is missing, so it may be called again. Raises `OSError`."""
         aside = f"{self.root}/{ASIDE}/{tag}-{name.replace('/', '-')}"
         self.files.create_dir(f"{self.root}/{ASIDE}")
         if self.files.get_file_info(self.key(tag, name)).type != fs.FileType.NotFound:

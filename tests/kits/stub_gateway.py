@@ -39,6 +39,8 @@ class StubGateway:
     """Group to what the gateway says of it: `status`, and `version` or `reason`. Other groups are waiting."""
     retired: set[str] = field(default_factory=set)
     """Versions that cannot be pinned."""
+    refused_attempts: set[int] = field(default_factory=set)
+    """Attempt numbers whose trajectories cannot be opened."""
     completed_by_others: dict[str, Any] | None = None
     """A result that every trajectory gets from somebody else before its own arrives."""
 
@@ -50,6 +52,8 @@ class StubGateway:
         body = await request.json()
         if body.get("pinned") in self.retired:
             return JSONResponse({"error": {"message": "no such version", "code": "model_not_found"}}, 404)
+        if body.get("attempt") in self.refused_attempts:
+            return JSONResponse({"error": {"message": "not this attempt", "code": "invalid_body"}}, 400)
         self.opened[body["id"]] = body
         self.most_open = max(self.most_open, len(self.opened) - len(self.completed))
         told = {"id": body["id"], "model": body["model"], "group": body.get("group", body["id"])}

@@ -47,6 +47,7 @@ class Commits:
         return trusted
 
     def _keys(self, model: str) -> dict[str, Any]:
+        """Return the fields by which the log finds the checkpoints of a model on the branch that is trained."""
         return {"project": self.config.project, "model": model, "branch": self.config.trainer.branch}
 
     async def require_on_log(self, model: str, step: int) -> None:

@@ -20,6 +20,7 @@ import httpx
 
 from journeywork.art.backend import AnyModel, AnyTrainableModel
 from journeywork.art.dev import settings_of
+from journeywork.art.folders import checkpoints_folder
 from journeywork.art.model import TrainableModel
 from journeywork.art.options import LEARNING_RATE, loss_settings
 from journeywork.art.remote import RemoteBackend
@@ -173,7 +174,7 @@ class LocalBackend(RemoteBackend):
         lake = str(self._path.resolve() / project / "models" / from_model / "journeywork" / "store")
         if from_s3_bucket:
             lake = "s3://" + "/".join(filter(None, (from_s3_bucket, (prefix or "").strip("/"))))
-        steps = await asyncio.to_thread(_steps_in, lake, project, from_model)
+        steps = await asyncio.to_thread(_forkable_steps, lake, project, from_model)
         if not_after_step is not None:
             steps = [step for step in steps if step <= not_after_step]
         if not steps:
@@ -215,20 +216,24 @@ class LocalBackend(RemoteBackend):
         """As `RemoteBackend.train`. The result names the folder of the checkpoint if the installation runs in
         `path`."""
         result = await self._train(model, trajectory_groups, learning_rate, options)
-        folder = self.run_dir(model).joinpath(
-            "checkpoints", model.project, "main", model.name, f"step-{result.step:08d}"
+        folder = (
+            self.run_dir(model) / checkpoints_folder(model.project, model.name) / f"step-{result.step:08d}"
         )
         return LocalTrainResult(result.step, result.metrics, str(folder) if folder.is_dir() else None)
 
 
-def _steps_in(lake: str, project: str, model: str) -> list[int]:
-    """Return the steps of a model that a lake holds for forks."""
+def _forkable_steps(lake: str, project: str, model: str) -> list[int]:
+    """Return the steps of the versions of a model that a lake holds whole, in no order. Blocks.
+
+    `lake` is the path of a folder or an `s3://` URL. Raises `OSError` if object storage cannot be read."""
     from pyarrow import fs  # not a dependency of the SDK alone; an installation has it
 
     files, root = fs.FileSystem.from_uri(lake)
-    selector = fs.FileSelector(f"{root}/checkpoints/{project}/main/{model}", allow_not_found=True)
-    found = (info.base_name for info in files.get_file_info(selector))
-    return [int(name.removeprefix("step-")) for name in found if name.startswith("step-")]
+    folder = f"{root}/{checkpoints_folder(project, model)}"
+    entries = files.get_file_info(fs.FileSelector(folder, allow_not_found=True, recursive=True))
+    # The store writes the event last: a folder without it is a copy that was interrupted.
+    events = (Path(entry.path) for entry in entries if entry.base_name == "event.msgpack")
+    return [int(event.parent.name.removeprefix("step-")) for event in events]
 
 
 def _program() -> str:

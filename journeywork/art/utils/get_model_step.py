@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from journeywork.art.folders import checkpoints_folder
 from journeywork.art.refused import refusing
 
 __getattr__ = refusing(__name__)
@@ -16,6 +17,6 @@ def get_model_step(model: Any, art_path: str) -> int:
     folder = Path(art_path, model.project, "models", model.name)
     # A fine-tuned base model begins anew, in a run directory whose name sorts behind those before it.
     newest = max(folder.glob("journeywork*"), default=folder)
-    checkpoints = newest.joinpath("checkpoints", model.project, "main", model.name)
+    checkpoints = newest / checkpoints_folder(model.project, model.name)
     steps = (path.name.removeprefix("step-") for path in checkpoints.glob("step-*"))
     return max((int(step) for step in steps if step.isdigit()), default=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from journeywork.art.folders import checkpoints_folder
+
 
 def get_default_art_path() -> str:
     """Return the folder of all projects, in the working directory."""
@@ -28,9 +30,8 @@ def get_model_dir(model: Any, art_path: str | None = None) -> str:
 def get_step_checkpoint_dir(model_output_dir: str, step: int) -> str:
     """Return the folder of a step's checkpoint, of an installation that `LocalBackend` started."""
     project, _, name = model_output_dir.rstrip("/").rsplit("/", 2)
-    return (
-        f"{model_output_dir}/journeywork/checkpoints/{project.rpartition('/')[2]}/main/{name}/step-{step:08d}"
-    )
+    folder = checkpoints_folder(project.rpartition("/")[2], name)
+    return f"{model_output_dir}/journeywork/{folder}/step-{step:08d}"
 
 
 def get_trajectories_dir(model_output_dir: str) -> str:

@@ -68,6 +68,18 @@ async def test_entrants_play_the_same_tasks_and_are_paired(stub: StubGateway) ->
     assert "difference" not in stub.evaluations[0]["measures"][0]
 
 
+async def test_an_attempt_that_could_not_be_opened_counts(stub: StubGateway) -> None:
+    stub.refused_attempts = {1}
+
+    async def rollout(run: Trajectory, task: int) -> float:
+        return 1.0
+
+    async with AsyncJourneywork(stub.url) as client:
+        report = await play(client, ["m"], [0], rollout, attempts=2, max_exceptions=1, progress=False)
+    (task,) = report.entrants[0].tasks
+    assert (task.attempts, task.failed, task.values) == (2, 1, {"reward": 1.0})
+
+
 async def test_a_name_stands_for_the_version_of_the_beginning(stub: StubGateway) -> None:
     """The fault that was: while the first entrant played, the name of the second moved on to another version."""
 

@@ -40,6 +40,14 @@ def test_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
+def test_the_printed_commands_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(["support", "--dir", "my agents"])
+    assert "\n  cd 'my agents'\n" in capsys.readouterr().out
+
+
 def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "support").write_text("a file")
     with pytest.raises(InitError, match="support is a file"):

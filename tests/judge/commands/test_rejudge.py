@@ -111,6 +111,16 @@ async def test_a_group_that_was_discarded_without_a_judge_model_is_scored(nats_c
         assert (again.rejudged, again.skipped) == (0, 1)
 
 
+async def test_a_group_of_one_is_judged_again_where_one_member_is_enough(nats_config: NatsConfig) -> None:
+    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, min_size=1))
+    async with Broker.connect(nats_config) as broker:
+        async with judging(broker, config):
+            await broker.publish(completed("a", group="", reward=0.25))
+            await groups(broker, 1)
+        report = await Rejudge(broker, config, None, branch="b").run()
+        assert (report.rejudged, report.failed) == (1, 0)
+
+
 async def test_a_failing_judge_publishes_nothing(nats_config: NatsConfig) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
     async with Broker.connect(nats_config) as broker:

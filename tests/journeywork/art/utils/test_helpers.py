@@ -11,6 +11,9 @@ import httpx
 import pytest
 
 from journeywork.art.utils import format_message, get_model_step, log_http_errors
+from journeywork.art.utils.output_dirs import get_output_dir_from_model_properties, get_step_checkpoint_dir
+from pipeline.config import Config
+from trainer.checkpoints.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.anyio
 
@@ -27,6 +30,16 @@ def test_the_newest_checkpoint_of_the_newest_base_model_counts(tmp_path: Path) -
         parents=True
     )
     assert get_model_step(model, str(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("name", ["m", "qwen2.5", "Größe ~x"])
+def test_the_checkpoints_of_every_name_are_found(name: str, tmp_path: Path) -> None:
+    config = Config(project="p.1", run_dir=str(tmp_path / "p.1" / "models" / name / "journeywork"))
+    checkpoints = Checkpoints.of(config, name)
+    checkpoints.path(7).mkdir(parents=True)
+    assert get_model_step(SimpleNamespace(name=name, project="p.1"), str(tmp_path)) == 7
+    output = get_output_dir_from_model_properties("p.1", name, str(tmp_path))
+    assert get_step_checkpoint_dir(output, 7) == str(checkpoints.path(7))
 
 
 @pytest.mark.parametrize(
