@@ -16,6 +16,7 @@ It needs the extra `art` (the package `openai`). docs/art.md lists what behaves 
 | `types` | messages, configurations and results of training |
 | `gather`, `gathering`, `batches` | play many trajectories concurrently |
 | `auto_trajectory`, `yield_trajectory` | trajectories of code that returns something else |
+| `folders` | where a model's versions lie |
 | `records`, `tracking` | a model's folder: its state, and what it logged; its run at Weights & Biases |
 | `local`, `remote`, `serverless` | backends: an installation here, or at a URL |
 | `captured`, `gateway`, `training`, `supervised` | from runs and conversations to steps |
