@@ -16,6 +16,7 @@
 
 from journeywork.evaluation.entrants import Entrant, parse_entrant
 from journeywork.evaluation.playing import play
+from journeywork.evaluation.report import text_report
 from journeywork.evaluation.results import EntrantResult, EvaluationReport
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "EvaluationReport",
     "parse_entrant",
     "play",
+    "text_report",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pipeline.events import GroupLabeled, Label, PolicyEvaluated
-from pipeline.names import check_name, new_id
+from pipeline.names import InvalidNameError, check_name, new_id, parse_version
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.gateway import Gateway
@@ -65,9 +65,26 @@ async def record_evaluation(request: ControlRequest) -> dict[str, Any]:
         if event.model not in gateway.policies.models:
             raise gateway.unknown_model(event.model, access)
         access.check_model(event.model)
+        _check_version(gateway, event)
     await _check_owner(gateway, event, access)
     await publish_once(gateway.broker, event, "evaluation")
     return {"evaluation": event.evaluation, "position": event.position}
+
+
+def _check_version(gateway: Gateway, event: PolicyEvaluated) -> None:
+    """Raise a 400 `ApiError` unless `version` is one that the model has, or empty: versions changed meanwhile."""
+    if not event.version:
+        return
+    newest = gateway.policies.newest(event.model, ())
+    try:
+        model, step = parse_version(event.version)
+    except InvalidNameError:
+        model, step = "", 0
+    if model != event.model or step > parse_version(newest)[1]:
+        message = (
+            f"{event.version!r} is no version of {event.model!r}: name the one that played, up to {newest}."
+        )
+        raise ApiError(400, "invalid_name", message, param="version")
 
 
 async def _check_owner(gateway: Gateway, event: PolicyEvaluated, access: Access) -> None:

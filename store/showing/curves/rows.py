@@ -7,7 +7,10 @@ import msgspec
 from pipeline.events import CheckpointPublished, PolicyEvaluated
 from pipeline.log.messages import Place, Recorded
 from pipeline.metric_names import named, plain_name
-from pipeline.names import parse_version
+from pipeline.names import InvalidNameError, parse_version
+from pipeline.telemetry.logs import get_logger
+
+log = get_logger("store.showing.curves.rows")
 
 Key = tuple[str, str, int, str]
 """Model, branch, step, evaluation."""
@@ -51,8 +54,13 @@ def make_row(recorded: Recorded[CheckpointPublished | PolicyEvaluated]) -> Row |
         )  # fmt: skip
     if event.kind != "policy" or not event.version:
         return None
+    try:
+        step = parse_version(event.version)[1]
+    except InvalidNameError as error:
+        log.warning("evaluation without a curve", evaluation=event.evaluation, reason=str(error))
+        return None
     return Row(
-        model=event.model, branch="main", step=parse_version(event.version)[1], version=event.version,
+        model=event.model, branch="main", step=step, version=event.version,
         at=event.at / 1e6, log_seq=place.seq, log_at=place.at, metrics=_measured(event),
         evaluation=f"{event.evaluation}/{event.position}",
     )  # fmt: skip

@@ -112,6 +112,19 @@ async def test_every_way_to_open_a_group_takes_room_within_the_limit(start_front
     assert by_completion("b", batch=batch)[1] != "groups_ahead"
 
 
+@pytest.mark.parametrize(
+    "version", ["x", "tictactoe@99999999999999999999999999", "tictactoe@1", "chess@0", "tictactoe@01"]
+)
+async def test_an_evaluation_of_no_version_is_refused(start_front: StartGateway, version: str) -> None:
+    alice = Caller(start_front(keys=KEYS), "alice")
+    body = {
+        "evaluation": "e", "entrant": "x", "kind": "policy", "model": "tictactoe", "version": version,
+        "measures": [{"name": "reward", "mean": 1.0, "runs": 1, "tasks": 1}],
+    }  # fmt: skip
+    answer = alice.ask("POST", "/v1/evaluations", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "version")
+
+
 async def test_streams_of_events_of_one_key_leave_connections_to_others(start_front: StartGateway) -> None:
     gateway = start_front(keys=KEYS)
     url = f"{gateway.url}/v1/policies/events"

@@ -13,9 +13,10 @@ from tensorboardX.proto.event_pb2 import Event
 
 from pipeline.config import Config, CurvesConfig, NatsConfig
 from pipeline.log.broker import Broker
+from pipeline.log.messages import Recorded
 from pipeline.metric_names import ALIASES, named
 from store.showing.curves.metrics_file import NAME, MetricsFile
-from store.showing.curves.rows import Row
+from store.showing.curves.rows import Row, make_row
 from store.showing.curves.task import Curves
 from tests.store.showing.curves.kit import checkpoint, evaluation
 
@@ -156,6 +157,14 @@ def test_a_step_that_was_trained_again_replaces_the_lost_one(tmp_path: Path) -> 
     history = MetricsFile(tmp_path)
     assert [history.add(row) for row in (*rows, rows[2])] == ["new", "new", "replaced", "same"]
     assert list(MetricsFile(tmp_path).rows.values()) == [rows[0], rows[2]]
+
+
+@pytest.mark.parametrize("version", ["x", "m@" + "9" * 26, "m@01"])
+def test_an_evaluation_of_no_version_has_no_curve_and_ends_nothing(version: str) -> None:
+    recorded = Recorded(
+        evaluation(version, 0.5), "POLICY", 1, "s", {"Nats-Time-Stamp": "2026-11-23T00:00:00Z"}
+    )
+    assert make_row(recorded) is None
 
 
 def test_agents_metrics_are_curves() -> None:
