@@ -57,7 +57,7 @@ def test_both_run_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyP
             PASSES="2",
         )
         assert " over 40" in shown(cells[-3])
-        assert "| held-out-" in shown(cells[-2])
+        assert "reward   tictactoe@0 " in shown(cells[-2])
         running.until_step(1)
     told = "".join(map(shown, run("history.ipynb", tmp_path, monkeypatch, JOURNEYWORK_RUN_DIR=str(run_dir))))
     for word in ("tictactoe@1", "user: ", "share_without_variance", "tictactoe@0"):

@@ -98,7 +98,7 @@ class Access:
         """Refuse other host names and requests of other web pages. Returns whether a person follows a link on another
         site: the answer must then not depend on the history, because the other page can see when it arrives.
         Raises `PageError`."""
-        host = request.headers.get("host", "")
+        host = ", ".join(request.headers.getlist("host"))  # of several, no one says which is meant
         name = name_in_host(host)
         if name is None:
             raise PageError(

@@ -118,6 +118,11 @@ def test_a_host_that_two_programs_could_read_in_two_ways_is_refused(client: Test
     assert client.get("/overview", headers={"host": host}).status_code == 400
 
 
+def test_two_hosts_are_refused(client: TestClient) -> None:
+    hosts = [("host", "localhost"), ("host", "evil.example")]
+    assert client.get("/overview", headers=hosts).status_code == 400
+
+
 @pytest.mark.parametrize(
     "headers",
     [{"origin": "https://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}, {}],
