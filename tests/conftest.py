@@ -217,9 +217,14 @@ DOUBLE = os.environ.get("JOURNEYWORK_TEST_INFERENCE") == "double"
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens at, below those that Linux gives to outgoing connections (from 32768): one of those
+    could be taken by any connection of the machine while a server that tests kill is down."""
+    chosen = random.SystemRandom()  # hypothesis seeds `random`, in each worker alike
+    while True:
+        port = chosen.randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture(scope="session")

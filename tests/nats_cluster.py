@@ -4,7 +4,6 @@ losing a leader."""
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,8 @@ import anyio.to_thread
 import httpx
 import nats.errors
 from nats.aio.client import Client
+
+from tests.conftest import free_port
 
 NODES = 3
 
@@ -71,7 +72,7 @@ class NatsCluster:
 
     def __init__(self, folder: Path, max_payload: int = 1_048_576, extra: str = "") -> None:
         """`extra` is more of each server's configuration, such as its users."""
-        ports = _free_ports(3 * NODES)
+        ports = [free_port() for _ in range(3 * NODES)]
         routes = ports[NODES : 2 * NODES]
         self.nodes = [
             Node(folder, f"n{i}", (ports[i], routes[i], ports[2 * NODES + i]), routes, max_payload, extra)
@@ -107,17 +108,6 @@ async def _healthy(client: httpx.AsyncClient, node: Node) -> bool:
         return (await client.get(f"http://127.0.0.1:{node.monitor}/healthz")).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 async def leader_of(client: Client, stream: str, consumer: str = "") -> str:

@@ -46,7 +46,8 @@ async def test_three_stores_over_object_storage_that_fails(
     monkeypatch.setattr(
         streams, "CONSUMERS", quick
     )  # deliveries come again while the first store still writes
-    monkeypatch.setattr("store.lake.storage._REQUEST_S", 1.0)
+    monkeypatch.setattr("pipeline.lake_files.REQUEST_S", 1.0)
+    monkeypatch.setattr("store.lake.storage.REQUEST_S", 1.0)
     monkeypatch.setattr("store.lake.writer._RETRY_S", 0.05)
     with faulty_s3(object_store["s3_endpoint"], seed=5, silent_s=2.0) as (url, proxy):
         store = StoreConfig(

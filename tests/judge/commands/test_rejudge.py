@@ -24,11 +24,11 @@ pytestmark = pytest.mark.anyio
 async def history(broker: Broker, config: Config) -> None:
     """Two groups whose agents' rewards are the other way round than the quality of what they did."""
     async with judging(broker, config):
-        for group in ("g0", "g1"):
+        for scored, group in enumerate(("g0", "g1"), 1):
             for i in range(3):
                 await broker.publish(exchange(f"{group}-{i}", f"quality=0.{i + 1}"))
                 await broker.publish(completed(f"{group}-{i}", group, reward=1 - i / 10, exchanges=1))
-        await groups(broker, 2)
+            await groups(broker, scored)
 
 
 def composer(broker: Broker, config: Config, model: Model) -> ConfiguredComposer:

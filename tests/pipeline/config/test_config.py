@@ -19,7 +19,7 @@ from pipeline.config.checks import check
         ("gateway.max_reward=nan", "gateway.max_reward: expected a finite number, got nan"),
         ("gateway.max_reward=-1.0", "settings: gateway.max_reward: expected `float` > 0.0"),
         ("gateway.http.max_connections=0", "settings: gateway.http.max_connections: expected `int` >= 1"),
-        ("judge.min_size=1", "judge.min_size: expected `int` >= 2"),
+        ("judge.min_size=0", "judge.min_size: expected `int` >= 1"),
         ("vllm.max_loras=1", "vllm.max_loras is 1: it must be"),
         (
             "trainer.lora.rank=64",
