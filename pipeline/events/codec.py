@@ -26,6 +26,7 @@ from pipeline.events.rollout import (
     TrajectoryCompleted,
     TrajectoryOpened,
 )
+from pipeline.events.signal import SignalGiven
 
 
 class ClaimCheck(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="claim"):
@@ -45,6 +46,7 @@ AnyEvent = (
     | TrajectoryOpened
     | ExchangeRecorded
     | TrajectoryCompleted
+    | SignalGiven
     | GroupTimedOut
     | GroupScored
     | GroupDiscarded

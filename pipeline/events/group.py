@@ -42,6 +42,16 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the trajectories that were cut, because the prompt may not exceed `judge.context_tokens`."""
 
 
+class Hint(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call should have done, in words: from a user, a person or the judge of what happened next."""
+
+    call: int
+    """`seq` of the call; -1: the run's first call."""
+    text: str
+    kind: Literal["text", "correction"] = "text"
+    """`correction`: the answer that the call should have given."""
+
+
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """A trajectory in a scored group."""
 
@@ -59,6 +69,13 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Stream sequence of the member's `rollout.completed`."""
     metrics: dict[str, float] = {}
     """The agent's metrics of the run. Checkpoints hold their means as `run/<name>`."""
+    call_rewards: dict[str, float] = {}
+    """Rewards of single calls, by `seq` of the call as text, beside `reward`, which is the run's."""
+    hints: tuple[Hint, ...] = ()
+    """What calls of the run should have done, for hindsight distillation."""
+    graders: dict[str, float] = {}
+    """Share of `reward` and `call_rewards` that feedback of an API key decided, by the key's name, from 0 to 1. What
+    `feedback.max_share` limits."""
 
 
 class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):

@@ -35,6 +35,7 @@ from pipeline.events import (
     PolicyLoaded,
     PolicyPromoted,
     Score,
+    SignalGiven,
     TaskResult,
     TrajectoryCompleted,
     TrajectoryOpened,
@@ -123,6 +124,9 @@ def run_of_one_step() -> list[Event]:
         GroupLabeled(
             project="p", group="g0", model="m", by="me", request="l",
             labels=(Label(trajectory="t0", score=1.0, comment="wins"), Label(trajectory="t1", score=0.0)),
+        ),
+        SignalGiven(
+            project="p", signal="me/1", trajectory="t0", model="m", group="g0", call=1, value=1.0, by="me", source="api"
         ),
         JudgeMeasured(project="p", kind="groups", judge="j", model="judge/1", ruler="default", position_bias=0.1),
         DeadLettered(

@@ -37,6 +37,7 @@ PUBLISHED_TO = {
     "rollout.exchange": "N.N",
     "rollout.completed": "N.N.N.N",
     "rollout.timeout": "N.N.N",
+    "rollout.signal": "N.N.N.N.N",
     "group.scored": "N.N.N.N.main",
     "group.discarded": "N.N.N.main",
     "group.measured": "N.N.N",
