@@ -90,6 +90,9 @@ class DetectionConfig(Section, frozen=True, kw_only=True):
     """A detected trajectory is completed when it has had no call for this long."""
     outcome: Literal["scored", "masked", "no_result"] = "scored"
     """Outcome of a detected trajectory. With `scored` the judge assigns the reward."""
+    grouped: bool = True
+    """Whether runs that begin alike are a group. False: each run is one of its own, for tasks that come once
+    (docs/on-the-job.md)."""
 
 
 class GatewayConfig(Section, frozen=True, kw_only=True):

@@ -8,7 +8,8 @@ apart; which of them a call continues is then arbitrary, and harmless, since bot
 A call that changed its history belongs to the run whose answer it quotes (`conversations`): one that was cut, handed
 over or summarized takes the run over, an agent that the run's agent started becomes a branch of it. If several runs may
 be meant, the call begins a part. So does a call whose history no run has. A part is in no group with whole runs, and a
-run whose rest it may be is masked. Any other call begins a run, in the group of those that began alike.
+run whose rest it may be is masked. Any other call begins a run, in the group of those that began alike
+(`gateway.detection.grouped`).
 
 Any gateway process may get the next call of a run, also at the same time as others: a run that waits for its next call
 is a message on the log (`waiting_runs`), and only the process that takes it away has the run. Any process completes
@@ -71,6 +72,7 @@ class TrajectoryDetector:
     def __init__(self, project: str, registry: Registry, config: GatewayConfig) -> None:
         self._project, self._registry = project, registry
         self._idle_s, self._outcome = config.detection.idle_s, config.detection.outcome
+        self._grouped = config.detection.grouped
         # Another gateway may have a call of a restored run in flight; it is recorded only when it ends.
         self._restored_idle_s = config.detection.idle_s + config.replicas.timeout_s
         self._waiting = WaitingRuns(
@@ -97,11 +99,12 @@ class TrajectoryDetector:
         run, is_part = await self._find_quoted(call, conversation)
         if run is not None:
             return run
+        alike = f"i-part-{conversation.group}" if is_part else f"i-{conversation.group}"
         event = TrajectoryOpened(
             project=self._project,
             trajectory=new_dated_id(_PREFIX),
             model=model,
-            group=f"i-part-{conversation.group}" if is_part else f"i-{conversation.group}",
+            group=alike if self._grouped else "",
             metadata=b'{"inferred":true,"part":true}' if is_part else b'{"inferred":true}',
             owner=owner,
         )
