@@ -45,6 +45,8 @@ def check_name(name: str) -> str:
         raise InvalidNameError(name[:40] + "…", f"it is longer than {MAX_NAME} characters")
     if not name.isprintable():
         raise InvalidNameError(name, "it holds characters that are not printable")
+    if name in (".", ".."):
+        raise InvalidNameError(name, "in a URL it means another path")
     return name
 
 

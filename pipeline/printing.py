@@ -18,6 +18,11 @@ def visible(text: str) -> str:
     return _ACTED_ON.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def visible_json(text: str) -> str:
+    """Return JSON with the same characters as JSON's escapes, such as `\\u009b`: the same data."""
+    return _ACTED_ON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def with_code(text: str, style: str = "") -> Text:
     """Return a text for a terminal in which the parts between backticks are bold and the backticks are gone."""
     parts = visible(text).split("`")

@@ -95,7 +95,7 @@ def run_command(args: argparse.Namespace) -> None:
     report = anyio.run(run)
     console = Console(highlight=False)
     if args.json:
-        console.print_json(msgspec.json.encode(report).decode())
+        console.print_json(msgspec.json.encode(report).decode(), ensure_ascii=True)
     else:
         for key, value in report.items():
             console.print(f"{key:<22} {value:.4g}" if isinstance(value, float) else f"{key:<22} {value}")

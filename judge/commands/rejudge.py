@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     console = Console(highlight=False)
     answer = report.as_dict()
     if args.json:
-        console.print_json(msgspec.json.encode(answer).decode())
+        console.print_json(msgspec.json.encode(answer).decode(), ensure_ascii=True)
     else:
         console.print(
             f"{report.rejudged} groups judged again on branch {report.branch} ({report.rescued} of them had been "

@@ -26,6 +26,7 @@ from judge.ruler.transcripts import Transcript
 from judge.scoring import GroupRewards, UnscoredError, judge_hash
 from pipeline.config import Config, ConfigError, load
 from pipeline.events import TrajectoryCompleted
+from pipeline.printing import visible_json
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,6 @@ def run_command(args: argparse.Namespace) -> None:
         answer, status = anyio.run(score_group, config, read_group(args.group)).as_dict(), 0
     except UnscoredError as error:
         answer, status = {"judge": judge_hash(config.judge), "scores": {}, "error": str(error)}, 1
-    sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
+    sys.stdout.write(visible_json(msgspec.json.encode(answer).decode()) + "\n")
     if status:
         raise SystemExit(status)

@@ -139,7 +139,7 @@ async def _run(args: argparse.Namespace) -> None:
         if args.command == "list":
             rows = [describe(r) for r in await broker.read(DeadLettered)]
             if args.json:
-                out.print_json(msgspec.json.encode(rows).decode())
+                out.print_json(msgspec.json.encode(rows).decode(), ensure_ascii=True)
                 return
             if not rows:
                 out.print("no dead letters")
@@ -154,7 +154,7 @@ async def _run(args: argparse.Namespace) -> None:
             out.print(table)
         elif args.command == "show":
             (letter,) = await find(broker, args.seqs)
-            out.print_json(msgspec.json.encode(describe(letter)).decode())
+            out.print_json(msgspec.json.encode(describe(letter)).decode(), ensure_ascii=True)
         else:
             if bool(args.seqs) == args.all:
                 raise DeadLetterError(

@@ -30,8 +30,6 @@ async def open_trajectory(request: ControlRequest) -> dict[str, Any]:
     group = opening.group or trajectory
     for name in (trajectory, group):
         check_name(name)
-        if name in (".", ".."):
-            raise InvalidNameError(name, "in a URL it means another path")
     fields = msgspec.structs.asdict(opening)
     del fields["id"]
     fields |= {"group": group, "metadata": msgspec.json.encode(opening.metadata)}

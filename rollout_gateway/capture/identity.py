@@ -32,9 +32,15 @@ ATTEMPT_HEADER = b"x-journeywork-attempt"
 class _NamedRun:
     """The trajectory and group that a call names; empty if it names none."""
 
-    trajectory: str = ""
-    group: str = ""
-    attempt: int = 0
+    trajectories: tuple[str, str, str]
+    """By URL, body and header."""
+    group: str
+    attempt: int
+
+    @property
+    def trajectory(self) -> str:
+        by_url, by_body, by_header = self.trajectories
+        return by_url or by_body or by_header
 
 
 class Identity:
@@ -112,7 +118,8 @@ class Identity:
         """The open trajectory of a call, or `None`. `url` is the one that the path names. Raises `ApiError`."""
         named = _named_run(url, headers, call.params.metadata)
         if access.trajectory:
-            _check_own(named.trajectory, access.trajectory)
+            for name in named.trajectories:
+                _check_own(name, access.trajectory)
             return await self._own(access.trajectory)
         model = self._router.name(call.params.model)
         if access.models:
@@ -171,12 +178,12 @@ def _check_own(named: str, own: str) -> None:
 def _named_run(url: str | None, headers: Headers, metadata: dict[str, Any] | None) -> _NamedRun:
     """Return what a call names. `url`: the trajectory in its path; `metadata`: that of its body.
 
-    The trajectory is that of the URL, else of the body, else of the header; the group that of the header, else of the
-    body. The attempt is that of the header, and 0 if that is no number of at most 8 digits. No name is checked."""
+    The group is that of the header, else of the body. The attempt is that of the header, and 0 if that is no number of
+    at most 8 digits. No name is checked."""
     body = metadata or {}
     in_header = headers.get(ATTEMPT_HEADER, b"")
     return _NamedRun(
-        url or str(body.get("journeywork_trajectory") or "") or _name_in(headers, TRAJECTORY_HEADER),
+        (url or "", str(body.get("journeywork_trajectory") or ""), _name_in(headers, TRAJECTORY_HEADER)),
         _name_in(headers, GROUP_HEADER)
         if GROUP_HEADER in headers
         else str(body.get("journeywork_group") or ""),

@@ -9,7 +9,7 @@ import msgspec
 
 from pipeline.events import ExchangeRecorded
 from rollout_gateway.dialects.calls import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Seed
-from rollout_gateway.dialects.translate import Translation
+from rollout_gateway.dialects.translate import Translation, joined
 from rollout_gateway.http.errors import ApiError
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -46,6 +46,22 @@ class _OpenAiError(msgspec.Struct):
     error: dict[str, Any]
 
 
+class _Source(msgspec.Struct):
+    """Of an image or a document."""
+
+    type: str = ""
+    media_type: str = "image/png"
+    data: str = ""
+    url: str = ""
+
+    @property
+    def image_url(self) -> str:
+        """Empty if the source is none of an image."""
+        if self.type == "url":
+            return self.url
+        return f"data:{self.media_type};base64,{self.data}" if self.type == "base64" and self.data else ""
+
+
 class _Block(msgspec.Struct):
     type: str
     text: str = ""
@@ -56,9 +72,15 @@ class _Block(msgspec.Struct):
     tool_use_id: str = ""
     is_error: bool | None = None
     content: str | list[_Block] | None = None
-    source: dict[str, Any] | None = None
+    source: _Source | None = None
     title: str | None = None
     context: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "image" and not (self.source and self.source.image_url):
+            raise ValueError(
+                "an image needs a source of type `base64` with `data`, or of type `url` with `url`"
+            )
 
 
 class _InputMessage(msgspec.Struct):
@@ -277,7 +299,7 @@ def _chat_messages(message: _InputMessage) -> list[dict[str, Any]]:
             case _:
                 parts.append(_part(block))
     if parts or calls:
-        said: dict[str, Any] = {"role": message.role, "content": _joined(parts)}
+        said: dict[str, Any] = {"role": message.role, "content": joined(parts)}
         if reasoning:
             said["reasoning"] = reasoning  # the model's chat template decides whether it is shown
         if calls:
@@ -288,14 +310,14 @@ def _chat_messages(message: _InputMessage) -> list[dict[str, Any]]:
 
 def _part(block: _Block) -> dict[str, Any]:
     """Convert a block that is text, an image or a document in text. Raises a 400 `ApiError` for another one."""
-    source = block.source or {}
-    match block.type, source.get("type"):
+    source = block.source or _Source()
+    match block.type, source.type:
         case "text", _:
             return {"type": "text", "text": block.text}
         case "image", _:
-            return {"type": "image_url", "image_url": {"url": _image_url(source)}}
+            return {"type": "image_url", "image_url": {"url": source.image_url}}
         case "document", "text":
-            texts = (block.title, block.context, str(source.get("data", "")))
+            texts = (block.title, block.context, source.data)
             return {"type": "text", "text": "\n".join(text for text in texts if text)}
         case "document", kind:
             message = f"A document with a source of type {kind!r} is not supported: send its text."
@@ -304,27 +326,14 @@ def _part(block: _Block) -> dict[str, Any]:
     raise ApiError(400, "unsupported_content", message, param="messages")
 
 
-def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]] | None:
-    """The content of a chat message: text where there is nothing else."""
-    if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts) or None
-    return parts
-
-
 def _result(block: _Block) -> str | list[dict[str, Any]]:
     """The content of a tool's result. A chat completion has no field for a failed tool, so the text says it."""
     if isinstance(block.content, str):
         content: str | list[dict[str, Any]] = block.content
     else:
-        content = _joined([_part(inner) for inner in block.content or ()]) or ""
+        content = joined([_part(inner) for inner in block.content or ()]) or ""
     if not block.is_error:
         return content
     if isinstance(content, str):
         return f"Error: {content}"
     return [{"type": "text", "text": "Error:"}, *content]
-
-
-def _image_url(source: dict[str, Any]) -> str:
-    if source.get("type") == "url":
-        return str(source.get("url", ""))
-    return f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}"

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from rollout_gateway.dialects.calls import MAX_MESSAGES, MAX_TOOLS, Seed
+from rollout_gateway.dialects.translate import joined
 from rollout_gateway.http.errors import ApiError
 
 CUSTOM_INPUT = "input"
@@ -28,6 +29,17 @@ class ContentPart(msgspec.Struct):
     text: str = ""
     refusal: str = ""
     image_url: str | None = None
+
+    def chat(self) -> dict[str, Any]:
+        """Convert to a part of a chat message. Raises a 400 `ApiError` if there is none like it."""
+        if self.image_url:
+            return {"type": "image_url", "image_url": {"url": self.image_url}}
+        if self.type in ("input_image", "input_file", "input_audio"):
+            message = (
+                f"Content of type {self.type!r} is not supported, but for an input_image with an image_url."
+            )
+            raise ApiError(400, "unsupported_content", message, param="input")
+        return {"type": "text", "text": self.text or self.refusal}
 
 
 class InputItem(msgspec.Struct):
@@ -237,14 +249,7 @@ def _reasoning(item: InputItem) -> str:
 def _content(content: str | list[ContentPart] | None) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         return content or ""
-    if any(part.image_url for part in content):
-        return [
-            {"type": "image_url", "image_url": {"url": part.image_url}}
-            if part.image_url
-            else {"type": "text", "text": part.text}
-            for part in content
-        ]
-    return "\n".join(part.text or part.refusal for part in content)
+    return joined([part.chat() for part in content]) or ""
 
 
 def response_format(text: TextParam | None) -> dict[str, Any] | None:

@@ -185,6 +185,13 @@ class Translation(ABC):
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **data}))
 
 
+def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]] | None:
+    """The content of a chat message with these parts: text where there is nothing else."""
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts) or None
+    return parts
+
+
 class StreamSink:
     """Writes a streamed answer to the client of `request`, who gets further `headers` with it."""
 

@@ -87,8 +87,11 @@ class RequestParser:
                 data = data[upgrade.args[0] :]
                 if not self._receiver.ignoring and self._resume(data):
                     continue
-            except httptools.HttpParserError:
-                self._reject(400, "bad_http", "The request is not valid HTTP/1.1.")
+            except httptools.HttpParserError as error:
+                if str(error) == "Invalid HTTP version":
+                    self._reject_version()
+                else:
+                    self._reject(400, "bad_http", "The request is not valid HTTP/1.1.")
                 return
             break
         if self.request is None or self._receiver.ignoring:
@@ -116,6 +119,9 @@ class RequestParser:
     def _reject_head(self) -> None:
         message = f"The URL and the headers are longer than {_HEAD_LIMIT} bytes."
         self._reject(431, "headers_too_large", message)
+
+    def _reject_version(self) -> None:
+        self._reject(505, "bad_http", "The only supported versions are HTTP/1.0 and HTTP/1.1.")
 
     def _reject(self, status: int, code: str, message: str) -> None:
         self._receiver.reject(ApiError(status, code, message))
@@ -185,7 +191,7 @@ class RequestParser:
                 501, "unsupported_transfer_encoding", "The only supported Transfer-Encoding is `chunked`."
             )
         elif version not in ("1.0", "1.1"):
-            self._reject(505, "bad_http", "The only supported versions are HTTP/1.0 and HTTP/1.1.")
+            self._reject_version()
         else:
             return True
         return False

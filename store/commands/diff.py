@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from pipeline.config import ConfigError
 from pipeline.events.types import REWARD_TOLERANCE
+from pipeline.printing import visible_json
 from pipeline.running.runs import run_settings
 from store.lake.storage import StoreError
 from store.reading import sql
@@ -144,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"journeywork: {error}\n")
         return 2
     if args.format == "json":
-        sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+        sys.stdout.write(visible_json(msgspec.json.encode(result).decode()) + "\n")
     else:
         sys.stdout.write("".join(f"{name:<24}{_shown(value)}\n" for name, value in result.items()))
     if not result["groups"]:

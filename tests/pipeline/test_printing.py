@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.printing import visible, with_code
+from pipeline.printing import visible, visible_json, with_code
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,11 @@ from pipeline.printing import visible, with_code
 )
 def test_what_a_terminal_acts_on_is_shown_as_its_escape(text: str, shown: str) -> None:
     assert visible(text) == shown
+
+
+def test_json_stays_the_same_data() -> None:
+    shown = visible_json('{"a": "\x9b31m\x7f é\u202e"}\n')
+    assert shown == '{"a": "\\u009b31m\\u007f é\\u202e"}\n'
 
 
 def test_code_is_bold_and_loses_its_backticks() -> None:

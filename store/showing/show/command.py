@@ -14,7 +14,7 @@ from urllib.parse import quote
 import duckdb
 
 from pipeline.config import ConfigError
-from pipeline.printing import visible
+from pipeline.printing import visible, visible_json
 from pipeline.running import gateway_api
 from pipeline.running.gateway_api import GatewayError
 from pipeline.running.runs import run_settings
@@ -68,7 +68,7 @@ def main(kind: Kind, argv: Sequence[str]) -> int:
     except (ConfigError, ReadingError, StoreError, duckdb.Error) as error:
         sys.stderr.write(visible(f"journeywork {kind.name} show: {error}\n"))
         return 2 if isinstance(error, ConfigError) else 1
-    text = as_json(data).decode() if args.json else visible("\n".join([*notes, *outline(data)]))
+    text = visible_json(as_json(data).decode()) if args.json else visible("\n".join([*notes, *outline(data)]))
     sys.stdout.write(f"{text}\n")
     return 0
 
@@ -84,7 +84,7 @@ def _of_gateway(kind: Kind, args: argparse.Namespace, missing: NotFoundError) ->
 def outline(data: Data) -> Iterator[str]:
     """Yield the lines of a dictionary: first its values of one line, then each longer one, indented below its name.
     Empty values are left out."""
-    data = {name: value for name, value in data.items() if value not in (None, "", {}, [])}
+    data = {_name(name): value for name, value in data.items() if value not in (None, "", {}, [])}
     lines = {name: value for name, value in data.items() if _is_line(value)}
     if lines:
         yield "  ".join(f"{name} {_line(value)}" for name, value in lines.items())
@@ -102,13 +102,17 @@ def _is_line(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(part, int | float) for part in value.values())
     if isinstance(value, list):
-        return not any(isinstance(part, dict) for part in value)
+        return not any(isinstance(part, dict) or "\n" in str(part) for part in value)
     return "\n" not in str(value)
+
+
+def _name(name: str) -> str:
+    return name.replace("\n", "\\n")
 
 
 def _line(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name}={_line(part)}" for name, part in value.items())
+        return ", ".join(f"{_name(name)}={_line(part)}" for name, part in value.items())
     if isinstance(value, list):
         return ", ".join(map(_line, value))
     if isinstance(value, datetime):

@@ -180,6 +180,8 @@ def test_a_trajectorys_own_key_does_not_grade_it(start_front: StartGateway) -> N
         refused = own.ask("POST", f"/v1/trajectories/{run['id']}/complete", {"reward": 1})
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "key_does_not_complete")
         assert own.about(other["id"]) == [403] * 5
+        elsewhere = {"x-journeywork-trajectory": other["id"]}
+        assert own.call(f"/t/{run['id']}/v1/chat/completions", **elsewhere) == 403
         for method, path in (
             ("POST", "/v1/trajectories"),
             ("GET", "/metrics"),

@@ -159,6 +159,31 @@ def test_nothing_in_a_tool_result_is_dropped() -> None:
             result(content=[refused])
 
 
+@pytest.mark.parametrize(
+    "source",
+    [None, "AAAA", {}, {"type": "base64", "media_type": "image/png"}, {"type": "url"}, {"type": "file"}],
+)
+def test_an_image_without_data_is_refused_by_its_place(source: Any) -> None:
+    image = {"type": "image", "source": source}
+    history = [USER, {"role": "user", "content": [{"type": "text", "text": "a"}, image]}]
+    with pytest.raises(ApiError) as refused:
+        translated(MessagesTranslation, messages=history)
+    assert (refused.value.status, refused.value.code) == (400, "invalid_body")
+    assert str(refused.value.param).startswith("messages[1].content[1]")
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "input_file", "file_data": "AA"}, {"type": "input_image", "file_id": "f"}]
+)
+def test_parts_of_responses_that_can_not_be_translated_are_refused(part: dict[str, Any]) -> None:
+    for item in (
+        {"role": "user", "content": [part]},
+        {"type": "function_call_output", "call_id": "c", "output": [part]},
+    ):
+        with pytest.raises(ApiError, match="not supported"):
+            translated(ResponsesTranslation, input=[USER, item]).chat()
+
+
 @pytest.mark.parametrize("text", ['{"cell": ', "a1", "[1]", '{"cell":"a1"} '])
 def test_malformed_arguments_keep_their_text(text: str) -> None:
     message = said("", "", 0) | {"tool_calls": [tool_call(0, text)]}

@@ -68,6 +68,8 @@ async def test_connect_is_refused_with_whatever_follows_it() -> None:
     ("head", "status", "code"),
     [
         (b"nonsense\r\n\r\n", b"400", "bad_http"),
+        (b"GET / HTTP/1.2\r\nHost: x\r\n\r\n", b"505", "bad_http"),
+        (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", b"505", "bad_http"),
         (b"GET / HTTP/1.1\r\n\r\n", b"400", "no_host"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000, b"431", "headers_too_large"),
         (CHUNKED.replace(b"chunked", b"gzip"), b"501", "unsupported_transfer_encoding"),

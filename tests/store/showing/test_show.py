@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.events import Event, pack_mask
 from pipeline.running.runs import SETTINGS
-from store.showing.show.command import main
+from store.showing.show.command import main, outline
 from store.showing.show.group import GROUP
 from store.showing.show.trajectory import TRAJECTORY
 from tests.store.kit import exchange, fill, run_of_one_step
@@ -129,11 +129,27 @@ def test_a_long_run_is_shown_whole(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_what_a_model_wrote_acts_on_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (opened, *_) = run_of_one_step()
-    reply = {"role": "assistant", "content": "\x1b[2Jgone"}
+    reply = {"role": "assistant", "content": "\x1b[2J\x9b2Jgone"}
     said = json.dumps({"choices": [{"message": reply}]}).encode()
     fill(tmp_path, [opened, exchange("t0", 0, response=said)])
     assert main(TRAJECTORY, ["show", "t0", "--run-dir", str(tmp_path)]) == 0
-    assert "content \\x1b[2Jgone" in capsys.readouterr().out
+    assert "content \\x1b[2J\\x9b2Jgone" in capsys.readouterr().out
+    assert main(TRAJECTORY, ["show", "t0", "--json", "--run-dir", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "\x9b" not in told
+    assert json.loads(told)["calls"][0]["reply"]["content"] == "\x1b[2J\x9b2Jgone"
+
+
+def test_what_an_agent_wrote_begins_no_line() -> None:
+    data = {
+        "notes": ["fine\nstatus ok"],
+        "metadata": {"a\nstatus ok": 1},
+        "b\nstatus ok": {"c\nstatus ok": "x\ny"},
+    }
+    assert list(outline(data)) == [
+        "metadata a\\nstatus ok=1", "notes:", "- fine", "  status ok", "b\\nstatus ok:", "  c\\nstatus ok:", "    x",
+        "    y",
+    ]  # fmt: skip
 
 
 def test_a_group_is_shown_side_by_side(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
