@@ -37,6 +37,8 @@ class TokenSequence:
     """Sampling temperature; 1 for context."""
     cuts: npt.NDArray[np.float32] | None = None
     """top_k, top_p and min_p of each token, shape [T, 3]; `None` where no token was sampled under any of them."""
+    calls: npt.NDArray[np.int32] | None = None
+    """The call that sampled each token: `seq` of its exchange, -1 for context. `None`: not known."""
 
     @classmethod
     def made_up(cls, name: str, ids: npt.NDArray[np.integer[Any]], trained: int) -> TokenSequence:
@@ -65,7 +67,7 @@ class _Builder:
     def __init__(self) -> None:
         self.ids = np.zeros(0, np.int32)
         self._parts: list[tuple[npt.NDArray[Any], ...]] = []
-        """Loss mask, logprobs, steps, temperatures and cuts of every part added."""
+        """Loss mask, logprobs, steps, temperatures, cuts and calls of every part added."""
 
     def is_prefix_of(self, prompt: npt.NDArray[np.int32]) -> bool:
         return len(self.ids) <= len(prompt) and np.array_equal(self.ids, prompt[: len(self.ids)])
@@ -77,23 +79,26 @@ class _Builder:
         logprobs: npt.NDArray[np.float32],
         step: int,
         sampling: Sampling,
+        call: int,
     ) -> None:
         n = len(ids)
         steps, temperatures = np.full(n, step, np.int32), np.full(n, sampling.temperature, np.float32)
         cuts = np.tile(np.array([sampling.top_k, sampling.top_p, sampling.min_p], np.float32), (n, 1))
-        self._parts.append((loss_mask, logprobs, steps, temperatures, cuts))
+        calls = np.full(n, call, np.int32)
+        self._parts.append((loss_mask, logprobs, steps, temperatures, cuts, calls))
         self.ids = np.concatenate([self.ids, ids])
 
     def add_context(self, ids: npt.NDArray[np.int32]) -> None:
-        self.add(ids, np.zeros(len(ids), np.bool_), np.full(len(ids), np.nan, np.float32), -1, Sampling())
+        n = len(ids)
+        self.add(ids, np.zeros(n, np.bool_), np.full(n, np.nan, np.float32), -1, Sampling(), -1)
 
     def sequence(self, trajectory: str) -> TokenSequence:
         parts = (np.concatenate(part) for part in zip(*self._parts, strict=True))
-        loss_mask, logprobs, steps, temperatures, cuts = parts
+        loss_mask, logprobs, steps, temperatures, cuts, calls = parts
         loss_mask[:1] = False  # no token before it predicts the first one
         uncut = (cuts == _UNCUT).all()
         return TokenSequence(
-            trajectory, self.ids, loss_mask, logprobs, steps, temperatures, None if uncut else cuts
+            trajectory, self.ids, loss_mask, logprobs, steps, temperatures, None if uncut else cuts, calls
         )
 
 
@@ -141,6 +146,7 @@ def build(
             _logprobs(exchange, len(sampled)),
             exchange.step,
             sampling if reproducible else Sampling(),
+            exchange.seq,
         )
     return [s for s in (b.sequence(trajectory) for b in builders) if s.loss_mask.any()]
 

@@ -33,6 +33,8 @@ def test_tool_and_user_turns_are_context() -> None:
     assert trained(sequence) == [7, 8, 9]
     assert not np.isin(sequence.ids[sequence.loss_mask], [*tool_result, 30, 5]).any()
     assert (sequence.steps[~sequence.loss_mask] == -1).all()
+    assert sequence.calls is not None
+    assert sequence.calls.tolist() == [-1, 0, -1, -1, -1, 1, -1, 2]
 
 
 def test_a_rewritten_history_begins_a_sequence_of_its_own() -> None:
