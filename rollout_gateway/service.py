@@ -101,7 +101,7 @@ async def _connect(
     registry = Registry(broker, project, TrajectoryTokens(key_secret(config), project), pacing)
     await registry.mark_position()
     fleet = Fleet(api_key(config), settings.replicas.serving_share)
-    router = VersionRouter(policies, fleet)
+    router = VersionRouter(policies, fleet, {m.name: m.base for m in config.models})
     detector = TrajectoryDetector(project, registry, settings) if settings.detection.enabled else None
     return Gateway(
         config=config,

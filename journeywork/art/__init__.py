@@ -17,8 +17,10 @@ It needs the extra `art` (the package `openai`). docs/art.md lists what behaves 
 | `gather`, `gathering`, `batches` | play many trajectories concurrently |
 | `auto_trajectory`, `yield_trajectory` | trajectories of code that returns something else |
 | `folders` | where a model's versions lie |
-| `records`, `tracking` | a model's folder: its state, and what it logged; its run at Weights & Biases |
+| `records`, `metrics` | a model's folder: its state, and what it logged; costs and times |
+| `tracking` | its run at Weights & Biases |
 | `local`, `remote`, `serverless` | backends: an installation here, or at a URL |
+| `megatron`, `tinker`, `tinker_native` | ART's other backends, as `local` |
 | `captured`, `gateway`, `training`, `supervised` | from runs and conversations to steps |
 | `openai`, `guided_completion` | completions of streams; replies that a teacher gave |
 | `errors`, `refused` | what a program of ART can't use here, and what to do instead |

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Literal, overload
 
-from journeywork.art.gathering import Gathering, as_current
-from journeywork.art.refused import refusing
+from journeywork.art.gathering import (
+    GatherContext,
+    gather_context_var,
+    gathering,
+    get_gather_context,
+    record_metrics,
+    set_gather_context,
+)
 from journeywork.art.trajectories import PendingGroup, Trajectory, TrajectoryGroup, cancel_all
 
-__getattr__ = refusing(__name__)
+__all__ = [
+    "GatherContext",
+    "gather_context_var",
+    "gather_trajectories",
+    "gather_trajectory_groups",
+    "get_gather_context",
+    "record_metrics",
+    "set_gather_context",
+    "wrap_group_awaitable",
+    "wrap_trajectories_awaitable",
+]
 AfterEach = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup | list[TrajectoryGroup] | None]]
 
 
@@ -28,38 +44,66 @@ async def gather_trajectory_groups(
     `max_exceptions` is the number of exceptions that may be kept in the groups, or their share of all trajectories
     (below 1). One more is raised, and what is still played is cancelled. `after_each` is called with each group; it
     returns the group, several groups, or `None` to leave the group out. `pbar_desc` is the label of the progress bar,
-    which is shown on a terminal; `None` shows none."""
+    which is shown on a terminal; `None` shows none. `pbar_total_completion_tokens` has no effect, as in ART."""
     waiting = list(groups)
     total = sum(group.size if isinstance(group, PendingGroup) else 1 for group in waiting)
-    gathering = Gathering(
-        total,
-        pbar_desc,
-        max_exceptions=max_exceptions,
-        max_metrics=max_metrics,
-        tokens=pbar_total_completion_tokens,
-    )
 
     async def play(group: Awaitable[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        try:
-            played = await group
-        except Exception as error:
-            if isinstance(group, PendingGroup) or not gathering.allow(error):
-                raise
-            return []
-        if after_each is None:
-            return [played]
+        played = await wrap_group_awaitable(group)
+        if played is None or after_each is None:
+            return [played] if played is not None else []
         after = await after_each(played)
         if after is None:
             return []
         return after if isinstance(after, list) else [after]
 
-    with as_current(gathering):
-        tasks = [asyncio.ensure_future(play(group)) for group in waiting]
-        try:
-            lists = await asyncio.gather(*tasks)
-        finally:
-            await cancel_all(tasks)
+    with gathering(total, pbar_desc, max_exceptions, max_metrics):
+        lists = await _all([play(group) for group in waiting])
     return [group for played in lists for group in played]
+
+
+async def wrap_group_awaitable(awaitable: Awaitable[Any]) -> Any:
+    """Return what is awaited, a group or any iterable of trajectories, and count it in the current context. `None` for
+    an exception that the context allows."""
+    context = get_gather_context()
+    if isinstance(awaitable, PendingGroup):
+        return await awaitable  # it counts its trajectories itself
+    try:
+        group = await awaitable
+    except Exception:
+        if not context.allow():
+            raise
+        return None
+    context.count(*group, n=len(group))
+    return group
+
+
+async def wrap_trajectories_awaitable(
+    awaitable: Awaitable[Any],
+) -> Trajectory | list[Trajectory] | BaseException:
+    """Return a trajectory or a list of them, counted in the current context, or an exception that it allows."""
+    context = get_gather_context()
+    try:
+        played = await awaitable
+    except Exception as error:
+        if not context.allow():
+            raise
+        return error
+    if isinstance(played, Trajectory):
+        context.count(played)
+        return played
+    several = list(played)
+    context.count(*several)
+    return several
+
+
+async def _all(played: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Return the results. An exception is raised, and what is still played is cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in played]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel_all(tasks)
 
 
 @overload
@@ -114,33 +158,5 @@ async def gather_trajectories(
     Exceptions are returned in place of the trajectories, as far as `max_exceptions` allows (as in
     `gather_trajectory_groups`); one more is raised."""
     waiting = list(trajectories)
-    gathering = Gathering(
-        len(waiting),
-        pbar_desc,
-        max_exceptions=max_exceptions,
-        max_metrics=None,
-        tokens=pbar_total_completion_tokens,
-    )
-
-    async def play(item: Awaitable[Any]) -> Trajectory | list[Trajectory] | BaseException:
-        try:
-            played = await item
-        except Exception as error:
-            if not gathering.allow(error):
-                raise
-            return error
-        if not isinstance(played, Trajectory):
-            played = list(played)
-            for trajectory in played:
-                gathering.add_metrics(trajectory)
-            gathering.advance()
-            return played
-        gathering.count(played)
-        return played
-
-    with as_current(gathering):
-        tasks = [asyncio.ensure_future(play(item)) for item in waiting]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            await cancel_all(tasks)
+    with gathering(len(waiting), pbar_desc, max_exceptions):
+        return await _all([wrap_trajectories_awaitable(item) for item in waiting])

@@ -1,4 +1,4 @@
-"""Counts what a call of `gather_trajectories` or `gather_trajectory_groups` has played, and shows its progress."""
+"""Counts what is played at a time, and shows its progress."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import contextvars
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from openai.types.chat.chat_completion import Choice
 
 from journeywork.art.types import MessagesAndChoices
-
-_current: contextvars.ContextVar[Gathering | None] = contextvars.ContextVar("gathering", default=None)
 
 
 class Played(Protocol):
@@ -23,81 +22,96 @@ class Played(Protocol):
     messages_and_choices: MessagesAndChoices
 
 
-class Gathering:
-    """The trajectories and exceptions of one call."""
+@dataclass
+class GatherContext:
+    """The trajectories and exceptions of one call of `gather_trajectories` or `gather_trajectory_groups`."""
 
-    def __init__(
-        self, total: int, label: str | None, *, max_exceptions: float, max_metrics: int | None, tokens: bool
-    ) -> None:
-        """`max_exceptions` is a count, or a share of `total` below 1. `label` names the progress bar; `None` shows
-        none."""
-        self._allowed = max_exceptions * total if 0 < max_exceptions < 1 else max_exceptions
-        self._exceptions, self._max_metrics, self._tokens = 0, max_metrics, tokens
-        self._sums: Counter[str] = Counter()
-        self._counts: Counter[str] = Counter()
-        self._bar: Any = None
-        if label is not None:
-            from tqdm.auto import tqdm
+    pbar: Any = None
+    """tqdm's progress bar, or `None`."""
+    metric_sums: Counter[str] = field(default_factory=Counter)
+    """Of rewards and metrics, by name. `exceptions` is the number of exceptions."""
+    metric_divisors: Counter[str] = field(default_factory=Counter)
+    max_metrics: int | None = None
+    """How many metrics the bar shows."""
+    max_exceptions: int | float = 0
+    """How many exceptions are allowed, or below 1 their share of the bar's total."""
+    increment_pbar: bool = True
 
-            self._bar = tqdm(desc=label, total=total, disable=None)
-
-    def allow(self, error: Exception) -> bool:
-        """Count an exception. Returns whether so many are allowed."""
-        self._exceptions += 1
-        self._show()
-        return self._exceptions <= self._allowed
-
-    def count(self, trajectory: Played) -> None:
-        """Count a trajectory that was played."""
-        self.add_metrics(trajectory)
-        self.advance()
-
-    def advance(self) -> None:
-        """Move the progress bar by one."""
-        if self._bar is not None:
-            self._bar.update(1)
-        self._show()
-
-    def add_metrics(self, trajectory: Played) -> None:
-        """Add a trajectory to the means that the progress bar shows."""
-        metrics = {"reward": trajectory.reward, **trajectory.metrics}
-        if self._tokens:
-            metrics["completion_tokens"] = completion_tokens(trajectory)
-        for name, value in metrics.items():
-            self._sums[name] += value  # type: ignore[assignment]  # a Counter of floats
-            self._counts[name] += 1
-
-    def _show(self) -> None:
-        if self._bar is None:
+    def update_pbar(self, n: int) -> None:
+        """Move the bar by `n`, and show the means of the metrics."""
+        if self.pbar is None:
             return
-        names = list(self._sums)[: self._max_metrics]
-        shown = {name: self._sums[name] / self._counts[name] for name in names}
-        if self._exceptions:
-            shown["exceptions"] = self._exceptions
-        self._bar.set_postfix(shown)
+        if self.increment_pbar:
+            self.pbar.update(n)
+        names = list(self.metric_sums)[: self.max_metrics]
+        self.pbar.set_postfix(
+            {name: self.metric_sums[name] / max(1, self.metric_divisors[name]) for name in names}
+        )
 
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    def too_many_exceptions(self) -> bool:
+        """Whether there were more exceptions than are allowed."""
+        share = 0 < self.max_exceptions < 1 and self.pbar is not None
+        return self.metric_sums["exceptions"] > self.max_exceptions * (self.pbar.total if share else 1)
+
+    def allow(self) -> bool:
+        """Count an exception. Returns whether so many are allowed."""
+        self.metric_sums["exceptions"] += 1
+        self.update_pbar(0)
+        return not self.too_many_exceptions()
+
+    def count(self, *trajectories: Played, n: int = 1) -> None:
+        """Count trajectories that were played, and move the bar by `n`."""
+        for trajectory in trajectories:
+            record_metrics(self, trajectory)
+        self.update_pbar(n)
+
+    def reset(self) -> None:
+        """Begin anew, without a bar and without allowed exceptions."""
+        self.__init__(max_metrics=self.max_metrics, increment_pbar=self.increment_pbar)  # type: ignore[misc]
 
 
-def completion_tokens(trajectory: Played) -> int:
-    """Return the number of sampled tokens in the choices that carry logprobs."""
-    choices = [item for item in trajectory.messages_and_choices if isinstance(item, Choice)]
-    return sum(len(c.logprobs.content or ()) for c in choices if c.logprobs is not None)
+gather_context_var: contextvars.ContextVar[GatherContext] = contextvars.ContextVar("gather_context")
 
 
-def current_gathering() -> Gathering | None:
-    """Return the gathering that the running task belongs to, or `None`."""
-    return _current.get()
+def get_gather_context() -> GatherContext:
+    """Return the context that the running task belongs to: one that allows no exceptions outside of any."""
+    return gather_context_var.get(GatherContext())
 
 
 @contextmanager
-def as_current(gathering: Gathering) -> Iterator[None]:
-    """Make `gathering` the current one within the block, also for tasks that are started in it."""
-    token = _current.set(gathering)
+def set_gather_context(context: GatherContext) -> Iterator[None]:
+    """Make `context` the current one within the block, also for tasks that are started in it."""
+    token = gather_context_var.set(context)
     try:
         yield
     finally:
-        _current.reset(token)
-        gathering.close()
+        gather_context_var.reset(token)
+
+
+@contextmanager
+def gathering(
+    total: int, label: str | None, max_exceptions: float, max_metrics: int | None = None
+) -> Iterator[GatherContext]:
+    """Make a context with a bar of its own the current one within the block. `label` names the bar, which is shown on
+    a terminal only; `None` shows none."""
+    from tqdm.auto import tqdm
+
+    bar = tqdm(desc=label, total=total, disable=True if label is None else None)
+    context = GatherContext(bar, max_metrics=max_metrics, max_exceptions=max_exceptions)
+    with set_gather_context(context):
+        try:
+            yield context
+        finally:
+            bar.close()
+
+
+def record_metrics(context: GatherContext, trajectory: Played) -> None:
+    """Add a trajectory's reward and metrics to the means. Its metric `completion_tokens` becomes the mean number of
+    sampled tokens of its choices, where they carry logprobs."""
+    choices = [item for item in trajectory.messages_and_choices if isinstance(item, Choice)]
+    tokens = [len(c.logprobs.content or c.logprobs.refusal or ()) for c in choices if c.logprobs is not None]
+    if tokens:
+        trajectory.metrics["completion_tokens"] = sum(tokens) / len(tokens)
+    for name, value in {"reward": trajectory.reward, **trajectory.metrics}.items():
+        context.metric_sums[name] += value  # type: ignore[assignment]  # a Counter of floats
+        context.metric_divisors[name] += 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import weakref
 from collections.abc import Iterable
+from contextvars import Token
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Never, cast
 
@@ -14,6 +16,7 @@ from openai import AsyncOpenAI
 from typing_extensions import TypeVar
 
 from journeywork.art.backend import Backend
+from journeywork.art.metrics import MetricsBuilder
 from journeywork.art.records import RunFolder, merge
 from journeywork.art.refused import METHODS, refuse_method, refusing
 from journeywork.art.supervised import batches_of
@@ -31,6 +34,8 @@ log = logging.getLogger("journeywork.art")
 ModelConfig = TypeVar("ModelConfig", bound="pydantic.BaseModel | None")
 StateType = TypeVar("StateType", bound="dict[str, Any]", default="dict[str, Any]")
 
+METRICS_BUILDER_STATE_KEY = "_metrics_builder_state"
+"""Key of the sums over all steps in a model's state."""
 _TIMEOUT_S = 1200.0
 """A call may wait for an inference server that starts."""
 _RETRIES = 8
@@ -55,6 +60,9 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
 
     _backend: Any = None
     _wandb: WandbRun | None = None
+    _builder: MetricsBuilder | None = None
+    _rowed: tuple[int, float] = pydantic.PrivateAttr(default_factory=lambda: (-1, time.monotonic()))
+    """The step of the last row of the split `train`, and when it was written."""
     _clients: weakref.WeakKeyDictionary[Any, AsyncOpenAI] = pydantic.PrivateAttr(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -179,16 +187,56 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
         Captured trajectories of a trainable model are also recorded on the log as validation runs, unless `split` is
         `train`: then `train` records them."""
         at = step if step is not None else await self.get_step()
-        row = dict(metrics or {})
+        builder = self.metrics_builder("train").for_cost_context(
+            "eval" if split in ("val", "test") else split
+        )
+        row = builder.take(metrics or {})
+        if split == "train" and metrics is not None:
+            self._add_step_metrics(builder, at)
         if trajectories is not None:
             groups = as_groups(trajectories)
             row |= self._folder.write_trajectories(groups, split, at)
+            told = [group.metrics for group in groups] + [
+                t.metrics for group in groups for t in group.trajectories
+            ]
+            for counted in told:
+                builder.take({name: value for name, value in counted.items() if name.startswith("costs/")})
             if self.trainable and self._backend is not None and split != "train":
                 await self._backend.log_validation(self, groups, split)
+        if measured := await builder.flush():
+            row |= measured
+            self.merge_state({METRICS_BUILDER_STATE_KEY: builder.state_dict()})
         if row:
             self._folder.append_metrics(row, at)
             if self.report_metrics is None or "wandb" in self.report_metrics:
                 await asyncio.to_thread(self._wandb_run().log, row, at)
+
+    def metrics_builder(self, cost_context: str | None = None) -> MetricsBuilder:
+        """Return the builder of the metrics that the next row of `log` holds besides. Costs are `costs/<context>/...`;
+        the context `train` is for rows of the split `train`, `eval` for those of `val` and `test`."""
+        if self._builder is None:
+            self._builder = MetricsBuilder("train")
+            state: dict[str, Any] = self.read_state() or {}
+            self._builder.load_state_dict(state.get(METRICS_BUILDER_STATE_KEY, {}))
+        return self._builder if cost_context is None else self._builder.for_cost_context(cost_context)
+
+    def activate_metrics_context(self, cost_context: str) -> Token[MetricsBuilder]:
+        """Make a builder the one that `journeywork.art.metrics.track_api_cost` adds to."""
+        return self.metrics_builder(cost_context).activate()
+
+    def _add_step_metrics(self, builder: MetricsBuilder, step: int) -> None:
+        """Add the seconds since the row of the step before, or since `register`, and what the GPUs cost meanwhile."""
+        before, self._rowed = self._rowed, (step, time.monotonic())
+        if before[0] == step:
+            return
+        seconds = self._rowed[1] - before[1]
+        price = getattr(self._backend, "gpu_cost_per_hour_usd", None)
+        builder.add_user_timing(step_wall_s=seconds)
+        if price is not None:
+            builder.add_cost("gpu", seconds * price / 3600)
+
+    def _get_wandb_run(self) -> Any:
+        return self._wandb_run().open()
 
     def update_wandb_config(self, config: dict[str, Any]) -> None:
         """Merge values into the configuration of the model's run at Weights & Biases."""
@@ -213,6 +261,7 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
         """Connect the model with a backend."""
         self._backend = backend
         await backend.register(self)
+        self._rowed = (-1, time.monotonic())
 
     async def get_step(self) -> int:
         """Return the step of the newest version; 0 for a model that is not trainable."""

@@ -63,7 +63,7 @@ class RunFolder:
 
 def summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Return the mean reward, its mean standard deviation within groups, the share of exceptions, and the means of all
-    metrics: of trajectories over all trajectories, of groups over the groups."""
+    metrics but costs: of trajectories over all trajectories, of groups over the groups."""
     values: dict[str, list[float]] = defaultdict(list)
     exceptions = sum(len(group.exceptions) for group in groups)
     for group in groups:
@@ -73,6 +73,8 @@ def summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         values["reward"] += rewards
         for metrics in (group.metrics, *(t.metrics for t in group.trajectories)):
             for name, value in metrics.items():
+                if name.startswith("costs/"):
+                    continue
                 values[name].append(float(value))
     means = {name: fmean(found) for name, found in values.items() if found}
     attempts = exceptions + len(values["reward"])

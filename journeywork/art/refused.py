@@ -17,7 +17,6 @@ _HISTORY = "query the history with `journeywork sql`, or read trajectories/<spli
 _DEPLOY = "write the adapter with `journeywork export`, and deploy that folder with the provider's own tool"
 _BUCKET = "set store.dir to a bucket, and write an adapter with `journeywork export`"
 _CAPTURE = "use auto_trajectory and capture_auto_trajectory of journeywork.art"
-_GATHER = "pass max_exceptions and max_metrics to gather_trajectory_groups or gather_trajectories"
 _TUNING = "use train_sft_from_file of journeywork.art.utils.sft, which reads the file itself"
 REFUSED: dict[str, str] = {
     "api_costs": _COSTS,
@@ -37,13 +36,6 @@ REFUSED: dict[str, str] = {
     "dev.train": _TYPES,
     "dev.validate": _INTERNAL,
     "dev.validate_dedicated_config": _INTERNAL,
-    "gather.GatherContext": _GATHER,
-    "gather.gather_context_var": _GATHER,
-    "gather.get_gather_context": _GATHER,
-    "gather.record_metrics": _GATHER,
-    "gather.set_gather_context": _GATHER,
-    "gather.wrap_group_awaitable": _GATHER,
-    "gather.wrap_trajectories_awaitable": _GATHER,
     "langgraph.llm_wrapper.CURRENT_CONFIG": "use wrap_rollout and init_chat_model of journeywork.art.langgraph",
     "langgraph.llm_wrapper.LoggingLLM": "use init_chat_model of journeywork.art.langgraph",
     "langgraph.llm_wrapper.add_thread": "use wrap_rollout of journeywork.art.langgraph",
@@ -56,10 +48,11 @@ REFUSED: dict[str, str] = {
     "local.service": _INTERNAL,
     "loss": _INTERNAL,
     "megatron": _INTERNAL,
-    "metrics": _COSTS,
+    "metrics.is_builder_managed_metric": _COSTS,
+    "metrics.is_cumulative_metric_key": _COSTS,
+    "metrics.to_cumulative_metric_key": _COSTS,
     "metrics_taxonomy": _COSTS,
     "mcp.generate_scenarios.preview_scenarios": "use GeneratedScenarioCollection.preview",
-    "model.METRICS_BUILDER_STATE_KEY": _COSTS,
     "model.METRIC_SECTIONS": _COSTS,
     "model.METRIC_SPLITS": _COSTS,
     "openai.init_chat_completion": "use consume_chat_completion_stream",
@@ -106,15 +99,11 @@ METHODS: dict[str, str] = {
     "_experimental_pull_from_s3": _BUCKET,
     "_experimental_pull_model_checkpoint": "write the adapter of a version with `journeywork export`",
     "_experimental_push_to_s3": _BUCKET,
-    "activate_metrics_context": _COSTS,
     "adapter_lease": "name a version in the call by model.get_inference_name(step): it stays loaded meanwhile",
-    "automatic_gpu_cost_per_hour_usd": _COSTS,
     "cost_calculator": _COSTS,
     "delete": "stop the installation, and delete its run directory",
-    "metrics_builder": _COSTS,
     "prune_model_adapters": "set trainer.keep_checkpoints: versions are unloaded and deleted by themselves",
     "set_cost_calculator": _COSTS,
-    "supports_automatic_train_step_metrics": _COSTS,
 }
 """What to do instead of a method of a model or a backend."""
 

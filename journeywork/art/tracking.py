@@ -34,14 +34,17 @@ class WandbRun:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send a row. An error of Weights & Biases is a warning: a step that was trained is not lost to it."""
-        if KEY not in os.environ:
-            return
         try:
-            if self._run is None:
-                self._run = self._start()
-            self._run.log({"training_step": step, **metrics})
+            if (run := self.open()) is not None:
+                run.log({"training_step": step, **metrics})
         except Exception as error:  # noqa: BLE001 - wandb's errors have no common class
             log.warning("the metrics of step %d are not at Weights & Biases: %s", step, error)
+
+    def open(self) -> Any:
+        """Return wandb's run, which begins now if it has not; `None` without a key. Raises wandb's errors."""
+        if self._run is None and KEY in os.environ:
+            self._run = self._start()
+        return self._run
 
     def _start(self) -> Any:
         wandb: Any = importlib.import_module("wandb")

@@ -17,7 +17,7 @@ import pydantic
 from openai.types.chat import ChatCompletionMessageParam
 from openai.types.chat.chat_completion import Choice
 
-from journeywork.art.gathering import current_gathering
+from journeywork.art.gathering import get_gather_context
 from journeywork.art.types import Messages, MessagesAndChoices, MetadataValue, Tools
 
 
@@ -268,19 +268,18 @@ def _are_awaitables(items: list[Any]) -> TypeGuard[list[Awaitable[Trajectory]]]:
 
 
 async def _play(trajectories: list[Awaitable[Trajectory]], fields: Mapping[str, Any]) -> TrajectoryGroup:
-    gathering = current_gathering()
+    context = get_gather_context()
     tasks = [asyncio.ensure_future(t) for t in trajectories]
     played: dict[asyncio.Future[Trajectory], Trajectory | BaseException] = {}
     try:
         for finished in asyncio.as_completed(tasks):
             try:
                 trajectory = await finished
-            except Exception as error:
-                if gathering is None or not gathering.allow(error):
+            except Exception:
+                if not context.allow():
                     raise
                 continue
-            if gathering is not None:
-                gathering.count(trajectory)
+            context.count(trajectory)
         for task in tasks:
             played[task] = task.exception() or task.result()
     finally:

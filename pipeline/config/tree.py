@@ -37,7 +37,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     name: str = "policy"
     """Serving name: the value of `model` in requests."""
     base: str = ""
-    """Folder of the base model, or its name on the Hugging Face hub."""
+    """Folder of the base model, or its name on the Hugging Face hub. In requests it is a name of `<name>@0`."""
     start: str = ""
     """What training begins with, while the project has no version of this model: the folder of a PEFT adapter, which
     becomes step 1, or a version of a lake, which keeps its step and its optimizer. A version is written as

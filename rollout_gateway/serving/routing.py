@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 from pipeline.events import PolicyPromoted, TrajectoryOpened
 from pipeline.names import is_base_version, is_version, version_name
@@ -18,15 +19,21 @@ class VersionRouter:
     replicas hold (`Fleet.available`). Without a decision it never goes back to an older version: if no replica holds
     the version any more, calls wait until one does."""
 
-    def __init__(self, policies: Policies, fleet: Fleet) -> None:
+    def __init__(self, policies: Policies, fleet: Fleet, bases: Mapping[str, str] | None = None) -> None:
         """`policies` has read the log: a model name begins at the newest version that any server has loaded, which
-        other gateways may have served already."""
+        other gateways may have served already. `bases` holds the base of each model; it is a name of `<model>@0`."""
         self._policies, self._fleet = policies, fleet
+        self._bases = {
+            base: version_name(model, 0)
+            for model, base in (bases or {}).items()
+            if base and base not in policies.models
+        }
         self._reached = {model: policies.newest_loaded(model) for model in policies.models}
         """The newest version that each model name has resolved to; empty if there is none."""
 
     def name(self, model: str) -> str:
-        """Return the model name of `model`, which is a model name or an exact version."""
+        """Return the model name of `model`, which is a model name, an exact version or a base."""
+        model = self._bases.get(model, model)
         return model if model in self._policies.models else model.rpartition("@")[0]
 
     def check(self, model: str, opening: TrajectoryOpened | None) -> None:
@@ -34,6 +41,7 @@ class VersionRouter:
 
         `opening`: the opening event of the trajectory that the call belongs to, if any. Raises a 404 `ApiError` for an
         unknown name, and a 400 `ApiError` if the trajectory was opened for another model."""
+        model = self._bases.get(model, model)
         if model not in self._policies.models and not self._policies.knows(model):
             raise unknown_model(model, self._policies.names(opening.model if opening else ""))
         if opening is not None and self.name(model) != opening.model:
@@ -52,6 +60,7 @@ class VersionRouter:
         Raises as `check` does, a 404 `ApiError` if the pin is no version of the trajectory's model, and a 409
         `ApiError` if the gateway refuses to serve the version because its adapter failed a check, even if the version
         is promoted."""
+        model = self._bases.get(model, model)
         self.check(model, opening)
         if opening is not None and opening.pinned:
             version = opening.pinned

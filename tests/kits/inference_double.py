@@ -74,12 +74,17 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 class Double:
     def __init__(
-        self, model: Path, name: str, words: Sequence[str] = (), end_every: int = _END_EVERY
+        self,
+        model: Path,
+        name: str,
+        words: Sequence[str] = (),
+        end_every: int = _END_EVERY,
+        context: int = CONTEXT,
     ) -> None:
         """`words` are the texts, each of them one token, that replies are made of; by default all printable tokens.
         On average, one token in `end_every` ends the reply."""
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
-        self.name, self._end_every = name, end_every
+        self.name, self._end_every, self.context = name, end_every, context
         self.adapters: dict[str, str] = {}
         special = set(self.tokenizer.all_special_ids)
         texts = {i: self.tokenizer.decode([i]) for i in range(len(self.tokenizer)) if i not in special}
@@ -124,12 +129,12 @@ class Double:
         if body.get("model", self.name) not in (self.name, *self.adapters):
             message = f"The model `{body['model']}` does not exist."
             raise RefusalError(404, message, "NotFoundError", "model")
-        room = CONTEXT - len(prompt)
+        room = self.context - len(prompt)
         asked = body.get("max_completion_tokens") or body.get("max_tokens") or room
         if asked < 1 or room < 1 or asked > room:
             raise RefusalError(
                 400,
-                f"This model's maximum context length (max_model_len) is {CONTEXT} tokens: {len(prompt)} in the "
+                f"This model's maximum context length (max_model_len) is {self.context} tokens: {len(prompt)} in the "
                 f"prompt, {asked} asked for.",
             )
         return int(asked)
@@ -333,7 +338,7 @@ def build(double: Double) -> Starlette:
         if "messages" not in body and not isinstance(body.get("prompt"), str):
             raise RefusalError(400, "prompt: a text", param="prompt")
         tokens = double.prompt_of(body)
-        return JSONResponse({"count": len(tokens), "max_model_len": CONTEXT, "tokens": tokens})
+        return JSONResponse({"count": len(tokens), "max_model_len": double.context, "tokens": tokens})
 
     async def detokenize(request: Request) -> Response:
         tokens = (await read(request)).get("tokens")
@@ -379,8 +384,10 @@ def main() -> None:
         "--words", nargs="*", default=[], help="texts of one token each that replies are made of"
     )
     parser.add_argument("--end-every", type=int, default=_END_EVERY)
+    parser.add_argument("--max-model-len", type=int, default=CONTEXT)
     given = parser.parse_args()
-    app = build(Double(given.model, given.served_model_name, given.words, given.end_every))
+    double = Double(given.model, given.served_model_name, given.words, given.end_every, given.max_model_len)
+    app = build(double)
     uvicorn.run(app, host="127.0.0.1", port=given.port, log_level="warning", timeout_keep_alive=60)
 
 

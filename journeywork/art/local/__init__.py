@@ -3,6 +3,7 @@
 | module | contents |
 | --- | --- |
 | `backend` | `LocalBackend`, which joins an installation or starts one |
+| `copies` | versions and logs in a bucket |
 """
 
 from journeywork.art.local.backend import LocalBackend, UpError

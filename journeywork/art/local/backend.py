@@ -14,13 +14,15 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import httpx
 
 from journeywork.art.backend import AnyModel, AnyTrainableModel
 from journeywork.art.dev import settings_of
+from journeywork.art.errors import UnsupportedError
 from journeywork.art.folders import checkpoints_folder
+from journeywork.art.local.copies import bucket_url, copy_logs, copy_version, steps_in
 from journeywork.art.model import TrainableModel
 from journeywork.art.options import LEARNING_RATE, loss_settings
 from journeywork.art.remote import RemoteBackend
@@ -59,8 +61,10 @@ class LocalBackend(RemoteBackend):
         up_options: Sequence[str] = (),
     ) -> None:
         """`path` defaults to `.art` in the working directory. `up_options` are further arguments of `journeywork up`,
-        such as `("--set", "trainer.loss.type=dapo")`. `in_process` and `gpu_cost_per_hour_usd` have no effect."""
+        such as `("--set", "trainer.loss.type=dapo")`. With `gpu_cost_per_hour_usd`, rows of the split `train` have
+        the metric `costs/gpu`, for one GPU. `in_process` has no effect."""
         super().__init__()
+        self.gpu_cost_per_hour_usd = gpu_cost_per_hour_usd
         self._path, self._up_options = Path(path or ".art"), tuple(up_options)
         self._urls: dict[str, str] = {}
         """URL of the gateway by run directory."""
@@ -69,6 +73,14 @@ class LocalBackend(RemoteBackend):
         self._started: dict[Path, subprocess.Popen[bytes]] = {}
         self._starting = asyncio.Lock()
         atexit.register(self._stop)
+
+    def supports_automatic_train_step_metrics(self) -> bool:
+        """Whether `model.log` adds `time/step_wall_s` and `costs/gpu` by itself: it does."""
+        return True
+
+    def automatic_gpu_cost_per_hour_usd(self, model: AnyModel) -> float | None:
+        """Return the price of this backend's GPU."""
+        return self.gpu_cost_per_hour_usd
 
     def run_dir(self, model: AnyModel) -> Path:
         """Return the run directory of a model's installation."""
@@ -173,14 +185,128 @@ class LocalBackend(RemoteBackend):
             )
         lake = str(self._path.resolve() / project / "models" / from_model / "journeywork" / "store")
         if from_s3_bucket:
-            lake = "s3://" + "/".join(filter(None, (from_s3_bucket, (prefix or "").strip("/"))))
-        steps = await asyncio.to_thread(_forkable_steps, lake, project, from_model)
+            lake = str(bucket_url(from_s3_bucket, prefix))
+        steps = await asyncio.to_thread(steps_in, lake, project, from_model)
         if not_after_step is not None:
             steps = [step for step in steps if step <= not_after_step]
         if not steps:
             raise UpError(f"{lake} holds no version of {from_model} in project {project} that can be forked")
         self._starts[run_dir] = f"{lake}#{project}/main/{from_model}@{max(steps)}"
         log.log(logging.INFO if verbose else logging.DEBUG, "training begins with %s", self._starts[run_dir])
+
+    async def _experimental_push_to_s3(
+        self,
+        model: AnyModel,
+        *,
+        s3_bucket: str | None = None,
+        prefix: str | None = None,
+        verbose: bool = False,
+        delete: bool = False,
+    ) -> None:
+        """Copy the model's folder and versions to a bucket (default: $BACKUP_BUCKET), those that are not there yet.
+        Without a bucket nothing is copied. `delete` has no effect: a bucket keeps its versions.
+
+        Raises `UnsupportedError` for an installation at a URL, and `OSError` if the bucket can't be written."""
+        bucket = self._bucket(s3_bucket, prefix)
+        if bucket is None or not isinstance(model, TrainableModel):
+            return
+        run_dir, step = self.run_dir(model), await self.get_step(model)
+        lake = str(run_dir / "store")
+        while True:
+            steps = await asyncio.to_thread(steps_in, lake, model.project, model.name)
+            if step in (0, *steps):
+                break
+            await asyncio.sleep(_POLL_S)  # another process writes the newest version
+        for held in steps:
+            await asyncio.to_thread(copy_version, lake, bucket, model.project, model.name, held)
+        logs = f"{bucket}/{model.project}/models/{model.name}"
+        await asyncio.to_thread(copy_logs, str(run_dir.parent), logs)
+        log.log(logging.INFO if verbose else logging.DEBUG, "%s is in %s", model.name, bucket)
+
+    async def _experimental_pull_from_s3(
+        self,
+        model: AnyModel,
+        *,
+        s3_bucket: str | None = None,
+        prefix: str | None = None,
+        verbose: bool = False,
+        delete: bool = False,
+        only_step: int | Literal["latest"] | None = None,
+        step: int | None = None,
+        exclude: list[str] | None = None,
+        latest_only: bool = False,
+    ) -> None:
+        """Copy the model's folder and its newest version, or that of `step`, from a bucket (default: $BACKUP_BUCKET).
+        The training of a model that has not begun here begins with it, optimizer included. Without a bucket, or for a
+        model that has begun here, nothing is copied. `delete`, `exclude` and `latest_only` have no effect.
+
+        Raises `UnsupportedError` for an installation at a URL, and `OSError` if the bucket can't be read."""
+        bucket, run_dir = self._bucket(s3_bucket, prefix), self.run_dir(model)
+        if bucket is None or (run_dir / "config.toml").exists():
+            return
+        chosen = step if only_step in (None, "latest") else only_step
+        held = await asyncio.to_thread(steps_in, bucket, model.project, model.name)
+        newest = max(held, default=None) if chosen is None else chosen
+        await asyncio.to_thread(
+            copy_logs, f"{bucket}/{model.project}/models/{model.name}", str(run_dir.parent)
+        )
+        if newest is None:
+            return
+        pulled = str(run_dir.with_name("pulled"))
+        await asyncio.to_thread(copy_version, bucket, pulled, model.project, model.name, int(newest))
+        self._starts[run_dir] = f"{pulled}#{model.project}/main/{model.name}@{newest}"
+        log.log(logging.INFO if verbose else logging.DEBUG, "training begins with %s", self._starts[run_dir])
+
+    async def _experimental_pull_model_checkpoint(
+        self,
+        model: AnyModel,
+        *,
+        step: int | Literal["latest"] | None = None,
+        local_path: str | None = None,
+        s3_bucket: str | None = None,
+        prefix: str | None = None,
+        verbose: bool = False,
+    ) -> str:
+        """Return the folder of a version, a PEFT adapter: the newest one that this machine or the bucket holds, or that
+        of `step`. It is copied to `local_path`, if that is given.
+
+        Raises `UnsupportedError` for an installation at a URL, `LookupError` if there is no such version, and
+        `OSError`."""
+        bucket = self._bucket(s3_bucket, prefix) if s3_bucket else None
+        names, run_dir = (model.project, model.name), self.run_dir(model)
+        lakes = [str(run_dir / "store"), *([bucket] if bucket else [])]
+        held = {n: lake for lake in reversed(lakes) for n in await asyncio.to_thread(steps_in, lake, *names)}
+        chosen = max(held, default=-1) if step in (None, "latest") else int(step)
+        if chosen not in held:
+            raise LookupError(f"no version {step or 'latest'} of {model.name} in {' or '.join(lakes)}")
+        lake = lakes[0]
+        if held[chosen] != lake:
+            lake = str(run_dir.with_name("pulled"))
+            await asyncio.to_thread(copy_version, held[chosen], lake, *names, chosen)
+        folder = f"{lake}/{checkpoints_folder(*names)}/step-{chosen:08d}"
+        if local_path is not None:
+            folder = str(await asyncio.to_thread(shutil.copytree, folder, local_path, dirs_exist_ok=True))
+        log.log(
+            logging.INFO if verbose else logging.DEBUG,
+            "version %d of %s is in %s",
+            chosen,
+            model.name,
+            folder,
+        )
+        return folder
+
+    def _bucket(self, s3_bucket: str | None, prefix: str | None) -> str | None:
+        """Return the URL of a bucket, or `None` with a warning if none is named."""
+        bucket = bucket_url(s3_bucket, prefix)
+        if bucket is None:
+            log.warning(
+                "nothing is copied: no bucket is named (s3_bucket, or the environment variable BACKUP_BUCKET)"
+            )
+        elif self._url:
+            raise UnsupportedError(
+                f"the installation at {self._url} keeps its versions itself: set its store.dir to {bucket}"
+            )
+        return bucket
 
     async def close(self) -> None:
         """Close the clients of the registered models, and stop the installations that were started here. Those that
@@ -220,20 +346,6 @@ class LocalBackend(RemoteBackend):
             self.run_dir(model) / checkpoints_folder(model.project, model.name) / f"step-{result.step:08d}"
         )
         return LocalTrainResult(result.step, result.metrics, str(folder) if folder.is_dir() else None)
-
-
-def _forkable_steps(lake: str, project: str, model: str) -> list[int]:
-    """Return the steps of the versions of a model that a lake holds whole, in no order. Blocks.
-
-    `lake` is the path of a folder or an `s3://` URL. Raises `OSError` if object storage cannot be read."""
-    from pyarrow import fs  # not a dependency of the SDK alone; an installation has it
-
-    files, root = fs.FileSystem.from_uri(lake)
-    folder = f"{root}/{checkpoints_folder(project, model)}"
-    entries = files.get_file_info(fs.FileSelector(folder, allow_not_found=True, recursive=True))
-    # The store writes the event last: a folder without it is a copy that was interrupted.
-    events = (Path(entry.path) for entry in entries if entry.base_name == "event.msgpack")
-    return [int(event.parent.name.removeprefix("step-")) for event in events]
 
 
 def _program() -> str:

@@ -19,6 +19,7 @@ SETTINGS = {
     "trainer.lora.rank": 8,
     # Of one group a step: a test that trains several groups in one step shows that the batch was requested.
     "trainer.groups_per_step": 1,
+    "ui.port": 0,
 }
 
 

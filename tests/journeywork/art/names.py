@@ -31,17 +31,17 @@ CLASSES = (
     "LocalBackend",
     "ServerlessBackend",
 )
-WHOLE = (
-    "megatron",
-    "preprocessing",
-    "test",
-    "tinker",
-    "tinker_native",
-    "transformers",
-    "unsloth",
-    "weight_transfer",
-)
-"""Packages that are refused as a whole: their names are not listed."""
+WHOLE = {
+    "megatron": ["MegatronBackend"],
+    "preprocessing": [],
+    "test": [],
+    "tinker": ["TinkerBackend"],
+    "tinker_native": ["TinkerNativeBackend"],
+    "transformers": [],
+    "unsloth": [],
+    "weight_transfer": [],
+}
+"""Packages that are refused but for these names: the others are not listed."""
 
 
 def names_of(path: Path) -> list[str]:
@@ -74,7 +74,7 @@ def _is_arts(node: ast.ImportFrom) -> bool:
 
 def inventory(package: Path) -> dict[str, list[str]]:
     """The public names of each module of an unpacked openpipe-art."""
-    modules: dict[str, list[str]] = {name: [] for name in WHOLE}
+    modules: dict[str, list[str]] = dict(WHOLE)
     for path in sorted(package.rglob("*.py")):
         parts = [*path.relative_to(package).parent.parts, *([] if path.stem == "__init__" else [path.stem])]
         if not parts or (parts[0] not in WHOLE and not any(part.startswith("_") for part in parts)):
@@ -106,7 +106,9 @@ def table(modules: dict[str, list[str]]) -> str:
         if (
             refused := next((name for name in REFUSED if f"{module}.".startswith(f"{name}.")), None)
         ) is not None:
-            row = f"| `art.{refused}` | all | refused: {REFUSED[refused]} |"
+            kept = ", ".join(f"`{name}`" for name in WHOLE.get(module, ()))
+            rows += [f"| `art.{module}` | {kept} | here |"] if kept else []
+            row = f"| `art.{refused}` | {'others' if kept else 'all'} | refused: {REFUSED[refused]} |"
             rows += [row] if row not in rows else []
             continue
         states: dict[str, list[str]] = {}

@@ -30,7 +30,7 @@ def test_the_table_of_the_page_is_the_generated_one() -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_name_says_what_to_do(name: str) -> None:
-    module, _, member = name.rpartition(".")
+    module, _, member = (f"{name}.backend" if names.WHOLE.get(name) else name).rpartition(".")
     with pytest.raises(art.UnsupportedError, match="is not in Journeywork: ") as refused:
         exec(f"from journeywork.art.{module} import {member}".replace(". ", " "), {})
     assert isinstance(refused.value, ImportError)

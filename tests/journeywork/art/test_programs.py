@@ -1,87 +1,114 @@
-"""Programs that were written for ART, with only their imports changed, train two steps each on a real installation."""
+"""Programs that other people wrote for ART train two steps each on a real installation, with only imports, counts and
+names of models changed.
+
+Their sources are fetched. Where there is no network, the tests are skipped, and say so."""
 
 from __future__ import annotations
 
-import re
-import types
+import contextlib
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
-from tests.conftest import DOUBLE, VllmServer
-from tests.journeywork.art.kit import BASE, MODEL, Up
+from tests.conftest import DOUBLE, InferenceDouble, VllmServer
+from tests.journeywork.art import programs
+from tests.journeywork.art.kit import ROOT, Up
+from tests.journeywork.art.programs import PROGRAMS, Program
+from tests.journeywork.art.programs.base import LENGTH, make_base
 from tests.kits.scoring_server import ScoringServer
 from tests.rollout_gateway.conftest import unload_all
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference, pytest.mark.slow, pytest.mark.timeout(500)]
-
-PROGRAMS = Path(__file__).parent / "programs"
+pytestmark = [pytest.mark.anyio, pytest.mark.inference, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def load(name: str) -> types.ModuleType:
-    """The program, with `journeywork.art` in place of `art`."""
-    text = (PROGRAMS / f"{name}.py").read_text()
-    ours = re.sub(r"^import art$", "import journeywork.art as art", text, flags=re.MULTILINE)
-    ours = re.sub(r"^from art\b", "from journeywork.art", ours, flags=re.MULTILINE)
-    changed = [a for a, b in zip(text.splitlines(), ours.splitlines(), strict=True) if a != b]
-    assert changed
-    assert all(line.startswith(("import art", "from art")) for line in changed)
-    module = types.ModuleType(name)
-    exec(compile(ours, name, "exec"), module.__dict__)
-    return module
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "model"
+    make_base(folder, list(PROGRAMS.values()), 0 if DOUBLE else 100)
+    return folder
 
 
-@pytest.fixture
-def installation(tmp_path: Path, vllm_server: VllmServer) -> Iterator[Up]:
+@pytest.fixture(scope="module")
+def vllm(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer | None]:
+    """One vLLM for all programs, which serves the base under the name of each; `None` for doubles."""
+    if DOUBLE:
+        yield None
+        return
+    names = sorted({f"{program.model}@0" for program in PROGRAMS.values()})
+    more = ("--max-model-len", str(LENGTH), "--served-model-name", *names)
+    server = VllmServer(tmp_path_factory.mktemp("vllm"), args=more)
+    server.base = base
+    server.start()
+    yield server
+    server.stop()
+
+
+@contextlib.contextmanager
+def inference(program: Program, base: Path, vllm: VllmServer | None, folder: Path) -> Iterator[str]:
+    """The URL of an inference server that knows the program's replies."""
+    if vllm is not None:
+        try:
+            yield vllm.url
+        finally:
+            unload_all(vllm)
+        return
+    words = ("--end-every", "2", "--max-model-len", str(LENGTH), "--words", *program.replies)
+    double = InferenceDouble(folder, args=words)
+    double.base, double.model = base, program.model
+    double.start()
+    try:
+        yield double.url
+    finally:
+        double.stop()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+async def test_a_program_trains_two_steps(
+    name: str, base: Path, vllm: VllmServer | None, tmp_path: Path
+) -> None:
+    program = PROGRAMS[name]
+    folder = tmp_path / "program"
+    folder.mkdir()
+    try:
+        file = programs.write(program, folder)
+    except OSError as error:
+        pytest.skip(f"{name} can't be fetched from {program.repo}: {error}")
     # The double's logprobs are no model's.
     bound = {"trainer.logprob_bound": 1000} if DOUBLE else {}
-    up = Up(tmp_path / "run", vllm_server.url, **{"vllm.max_loras": 3, "trainer.max_staleness": 1, **bound})
-    try:
-        yield up
-    finally:
-        up.stop()
-        unload_all(vllm_server)
+    settings = {
+        "models.0.name": program.model, "models.0.base": str(base), "vllm.max_model_len": LENGTH, "vllm.max_loras": 3,
+        "trainer.max_staleness": 1, **bound,
+    }  # fmt: skip
+    with inference(program, base, vllm, tmp_path) as url:
+        up = Up(tmp_path / "run", url, **settings)
+        try:
+            async with ScoringServer().run() as judge:
+                environment = {
+                    "JOURNEYWORK_URL": up.wait(), "BASE_MODEL": str(base), "HOME": str(tmp_path),
+                    "PYTHONPATH": str(ROOT), "OPENAI_API_KEY": "none", "OPENAI_BASE_URL": judge.url, **program.env,
+                }  # fmt: skip
+                command = [sys.executable, "-m", "tests.journeywork.art.programs.runner", str(file)]
+                done = await anyio.run_process(command, cwd=folder, env=os.environ | environment, check=False)
+            assert done.returncode == 0, done.stdout.decode()[-2000:] + done.stderr.decode()[-4000:]
+        finally:
+            up.stop()
+    steps = up.sql("SELECT step, groups FROM checkpoints ORDER BY step")
+    assert [row["step"] for row in steps][:2] == [1, 2]
+    check_copies(up.sql("SELECT trajectory, copied_from, sampled_ids, prompt_ids FROM rollout_exchange"))
 
 
-async def test_programs_run_with_only_the_import_changed(
-    installation: Up, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("JOURNEYWORK_URL", installation.wait())
-    monkeypatch.setenv("BASE_MODEL", str(BASE))
-    async with ScoringServer().run() as judge:
-        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{judge.port}/v1")
-        rates = [await load(name).__dict__["main"]() for name in ("tic_tac_toe", "twenty48", "ruler_agent")]
-    assert rates == [[2e-3] * 2, [1e-3] * 2, [1e-3] * 2]
-    installation.stop()  # the store writes what it has
-
-    steps = installation.sql(f"SELECT step, groups FROM checkpoints WHERE model = '{MODEL}' ORDER BY step")
-    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
-    assert all(len(row["groups"]) == 2 for row in steps), (
-        "a step did not train the groups of one call of train"
-    )
-    trained = {group for row in steps for group in row["groups"]}
-    runs = installation.sql(
-        "SELECT trajectory, group_id, split, reward FROM trajectories WHERE reward IS NOT NULL"
-    )
-    assert Counter(run["group_id"] in trained for run in runs if run["split"] == "train") == {
-        True: 2 * 2 * 4 + 2 * 2 * 4 + 2 * 2 * 3
-    }
-    assert sum(run["split"] == "val" for run in runs) == 2
-    calls = installation.sql("SELECT trajectory, copied_from, sampled_ids, prompt_ids FROM rollout_exchange")
-    check_copies(calls, {run["trajectory"] for run in runs})
-
-
-def check_copies(calls: list[dict[str, Any]], runs: set[str]) -> None:
-    """Trained are the tokens that were sampled, and drafts that no trajectory holds are not."""
+def check_copies(calls: list[dict[str, Any]]) -> None:
+    """Trained are the tokens that were sampled."""
     originals = Counter(key(call) for call in calls if not call["copied_from"])
     copies = Counter(key(call) for call in calls if call["copied_from"])
-    assert copies <= originals
-    assert {call["trajectory"] for call in calls if call["copied_from"]} == runs
-    assert originals.total() - copies.total() == 2 * 2 * 3, "the drafts of the RULER program"
+    assert copies
+    assert copies.keys() <= originals.keys()
 
 
 def key(call: dict[str, Any]) -> tuple[Any, ...]:

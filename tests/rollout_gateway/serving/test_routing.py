@@ -43,6 +43,15 @@ async def test_a_pin_wins_over_the_version_that_the_call_names() -> None:
     assert router.resolve("tictactoe@0", opening("t", pinned="tictactoe@7")) == "tictactoe@7"
 
 
+async def test_a_base_is_a_name_of_its_models_base_version() -> None:
+    router = VersionRouter(Policies(PROJECT, ["tictactoe"]), Fleet(), {"tictactoe": "Qwen/Qwen3-4B"})
+    assert router.name("Qwen/Qwen3-4B") == "tictactoe"
+    assert router.resolve("Qwen/Qwen3-4B", opening("t")) == "tictactoe@0"
+    router = VersionRouter(Policies(PROJECT, ["tictactoe"]), Fleet(), {"tictactoe": "tictactoe"})
+    assert router.name("tictactoe") == "tictactoe"
+    assert router.resolve("tictactoe@0", None) == "tictactoe@0"
+
+
 @pytest.mark.parametrize("pin", ["chess@0", "chess@9", "tictactoe", "elsewhere@1"])
 async def test_a_recorded_pin_that_is_no_version_of_the_trajectorys_model_is_refused(pin: str) -> None:
     router = VersionRouter(Policies(PROJECT, ["tictactoe", "chess"]), Fleet())

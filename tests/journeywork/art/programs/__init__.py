@@ -1,1 +1,145 @@
-"""Programs as users of ART write them. They import `art`; the tests run them with `journeywork.art` in its place."""
+"""Programs that other people wrote for ART, fetched by name and digest: nothing of them is kept here.
+
+Each is published under the Apache License 2.0. `changes` are the only edits beside the import lines: counts that make
+two steps of them, and names of models, which no program can know of this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ART, MLX, NOTEBOOKS = "xde-mcp/ART", "menonpg/art-mlx", "OpenPipe/art-notebooks"
+SOURCES = json.loads(Path(__file__).with_name("sources.json").read_text())
+"""By repository: the commit, and the SHA-256 digest of each file."""
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "journeywork" / "programs"
+
+
+@dataclass(frozen=True)
+class Program:
+    """The first of `files` is run, in a folder with the others."""
+
+    repo: str
+    files: tuple[str, ...]
+    """Paths in the repository."""
+    model: str
+    """The name under which the program trains its model."""
+    about: str
+    """A phrase of its prompts, by which the tests' model knows what to reply."""
+    replies: tuple[str, ...]
+    changes: tuple[tuple[str, str], ...] = ()
+    """Regular expressions, each of which matches in one file at least, and what stands in place of what they match."""
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def tool_call(name: str, **arguments: str) -> str:
+    """A reply that calls a tool."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def moves(squares: str) -> tuple[str, ...]:
+    return tuple(f"<move>{square}</move>" for square in squares.split())
+
+
+BASE = (r'^BASE_MODEL = ".*"$', 'import os\n\nBASE_MODEL = os.environ["BASE_MODEL"]')
+ANSWERS = ("yes", "no", "maybe")
+SQUARES = moves("A1 A2 A3 B1 B2 B3 C1 C2 C3")
+PROGRAMS = {
+    "yes-no-maybe": Program(
+        MLX, ("dev/yes-no-maybe.py",), "012", "respond with", ANSWERS,
+        ((r"range\(32\)", "range(3)"),), {"NUM_STEPS": "2"},
+    ),
+    "yes-no-maybe-metrics": Program(
+        MLX, ("dev/yes-no-maybe-metrics.py",), "metrics", "respond with", ANSWERS, (),
+        {"MODEL_NAME": "metrics", "NUM_STEPS": "2", "ROLLOUTS_PER_PROMPT": "3", "EVAL_PROMPTS": "4"},
+    ),
+    "yes-no-maybe-kl-advantage": Program(
+        MLX, ("dev/yes-no-maybe-kl-advantage.py",), "kl", "respond with", ANSWERS,
+        ((r"range\(32\)", "range(3)"),), {"MODEL_NAME": "kl", "NUM_STEPS": "2"},
+    ),
+    "sft-warmup": Program(
+        MLX, ("dev/sft/sft-warmup.py",), "sft-warmup-", "respond with", ANSWERS,
+        ((r"k=8", "k=0"), (r"range\(10\)", "range(1)"), (r"\] \* 100", "] * 2")),
+    ),
+    "2048": Program(
+        ART, ("examples/2048/train.py", "examples/2048/rollout.py", "examples/2048/utils.py"),
+        "tutorial-001", "2048", moves("left right up down"),
+        (("TRAIN_STEPS = 40", "TRAIN_STEPS = 2"), ("SIMULTANEOUS_GAMES = 18", "SIMULTANEOUS_GAMES = 4"),
+         ("WINNING_VALUE = 128", "WINNING_VALUE = 16")),
+    ),
+    "tic-tac-toe": Program(
+        ART,
+        tuple(f"examples/tic_tac_toe/{name}.py" for name in ("tic-tac-toe", "rollout", "game_utils")),
+        "llama-8b-007", "tic-tac-toe", SQUARES, ((r"range\(96\)", "range(8)"), ("STEP = 50", "STEP = 2")),
+    ),
+    "tic-tac-toe-notebook": Program(
+        NOTEBOOKS, ("examples/tic_tac_toe/tic-tac-toe.ipynb",), "001-script", "tic-tac-toe", SQUARES,
+        (("ROLLOUTS_PER_STEP = 48", "ROLLOUTS_PER_STEP = 8"),),
+    ),
+    "tic-tac-toe-self-play": Program(
+        ART,
+        tuple(f"examples/tic_tac_toe_self_play/{name}.py"
+              for name in ("train", "rollout", "game_utils", "gather_trajectory_groups_by_index")),
+        "llama-8b-student-001", "tic-tac-toe", SQUARES,
+        ((r"range\(96\)", "range(8)"), (r"range\(10\)", "range(2)"), ("STEP = 300", "STEP = 2"),
+         (r'"https://api\.openai\.com/v1"', 'os.environ["OPENAI_BASE_URL"]')),
+    ),
+    "prisoners-dilemma": Program(
+        ART, ("examples/prisoners-dilemma.ipynb",), "001", "prisoners' dilemma", ("Cooperate", "Defect", "Well"),
+        (BASE, (r"1_000", "2"), (r"_ROUNDS = 10", "_ROUNDS = 2"), (r"range\(8\)", "range(4)")),
+    ),
+    "rock-paper-tool-use": Program(
+        ART, ("examples/rock-paper-tool-use.ipynb",), "001", "rock-paper-scissors",
+        tuple(tool_call("play_move", move=move) for move in ("rock", "paper", "scissors")),
+        (BASE, (r"1_000", "2"), (r"range\(64\)", "range(8)"), (r"range\(10\)", "range(4)")),
+    ),
+}  # fmt: skip
+
+
+def fetch(repo: str, path: str) -> str:
+    """Return a file of a public repository, from the cache or from GitHub. Raises `OSError` if it can't be had, and
+    `ValueError` if it is not the file that it was."""
+    commit, digest = SOURCES[repo]["commit"], SOURCES[repo]["files"][path]
+    kept = CACHE / digest
+    if not kept.is_file():
+        address = f"https://raw.githubusercontent.com/{repo}/{commit}/{path}"
+        with urllib.request.urlopen(address, timeout=20) as answer:
+            body = answer.read()
+        if hashlib.sha256(body).hexdigest() != digest:
+            raise ValueError(f"{address} does not have the digest {digest}")
+        CACHE.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(body)
+    return kept.read_text()
+
+
+def write(program: Program, folder: Path) -> Path:
+    """Write the changed files of a program into a folder. Returns the file to run. Raises as `fetch` does."""
+    imports = (
+        (r"^( *)import art$", r"\1import journeywork.art as art"),
+        (r"^( *)from art\b", r"\1from journeywork.art"),
+    )
+    missed = {pattern for pattern, _ in program.changes}
+    files = []
+    for path in program.files:
+        text = fetch(program.repo, path)
+        if path.endswith(".ipynb"):
+            text = cells(text)
+        for pattern, replacement in (*imports, *program.changes):
+            text, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
+            missed -= {pattern} if count else set()
+        files.append(folder / Path(path).with_suffix(".py").name)
+        files[-1].write_text(text)
+    assert not missed, f"nothing to change: {missed}"
+    return files[0]
+
+
+def cells(notebook: str) -> str:
+    """The code of a notebook, without cells for the shell and for IPython."""
+    sources = [
+        "".join(cell["source"]) for cell in json.loads(notebook)["cells"] if cell["cell_type"] == "code"
+    ]
+    return "\n".join(source for source in sources if not re.search(r"^ *[%!]", source, re.MULTILINE))

@@ -1,0 +1,60 @@
+"""Copies of a model's folder and versions in a bucket, laid out as a lake: `models.0.start` takes them too."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from journeywork.art.folders import checkpoints_folder
+
+_LOGS = ("history.jsonl", "state.json", "trajectories")
+"""What a model's folder holds beside its installation."""
+
+
+def bucket_url(s3_bucket: str | None, prefix: str | None) -> str | None:
+    """Return the URL of the copies in a bucket (default: $BACKUP_BUCKET); `None` without a bucket."""
+    bucket = s3_bucket or os.environ.get("BACKUP_BUCKET")
+    return "s3://" + "/".join(filter(None, (bucket, (prefix or "").strip("/")))) if bucket else None
+
+
+def steps_in(lake: str, project: str, model: str) -> list[int]:
+    """Return the steps of the versions of a model that a lake holds whole, in no order. Blocks.
+
+    `lake` is the path of a folder or an `s3://` URL. Raises `OSError` if object storage cannot be read."""
+    from pyarrow import fs  # not a dependency of the SDK alone; an installation has it
+
+    files, root = fs.FileSystem.from_uri(lake)
+    selector = fs.FileSelector(
+        f"{root}/{checkpoints_folder(project, model)}", allow_not_found=True, recursive=True
+    )
+    # The store writes the event last: a folder without it is a copy that was interrupted.
+    events = (
+        Path(entry.path) for entry in files.get_file_info(selector) if entry.base_name == "event.msgpack"
+    )
+    return [int(event.parent.name.removeprefix("step-")) for event in events]
+
+
+def copy_version(source: str, destination: str, project: str, model: str, step: int) -> None:
+    """Copy a version from one lake to another, unless it is there. Blocks. Raises `OSError`."""
+    if step in steps_in(destination, project, model):
+        return
+    from pyarrow import fs
+
+    folder = f"{checkpoints_folder(project, model)}/step-{step:08d}"
+    (files, root), (into, target) = fs.FileSystem.from_uri(source), fs.FileSystem.from_uri(destination)
+    # The event goes last, as in `steps_in`.
+    found = files.get_file_info(fs.FileSelector(f"{root}/{folder}"))
+    for entry in sorted(found, key=lambda entry: entry.base_name == "event.msgpack"):
+        into.create_dir(f"{target}/{folder}")
+        fs.copy_files(entry.path, f"{target}/{folder}/{entry.base_name}", files, into)
+
+
+def copy_logs(source: str, destination: str) -> None:
+    """Copy what a model's folder holds beside its installation. Blocks. Raises `OSError`."""
+    from pyarrow import fs
+
+    (files, root), (into, target) = fs.FileSystem.from_uri(source), fs.FileSystem.from_uri(destination)
+    for name in _LOGS:
+        if files.get_file_info(f"{root}/{name}").type != fs.FileType.NotFound:
+            into.create_dir(target)
+            fs.copy_files(f"{root}/{name}", f"{target}/{name}", files, into)
