@@ -70,6 +70,7 @@ class _Block(msgspec.Struct):
     name: str = ""
     input: Any = None
     tool_use_id: str = ""
+    tool_name: str = ""
     is_error: bool | None = None
     content: str | list[_Block] | None = None
     source: _Source | None = None
@@ -93,6 +94,20 @@ class _ToolParam(msgspec.Struct):
     description: str = ""
     input_schema: dict[str, Any] = {}
     strict: bool | None = None
+    defer_loading: bool = False
+    """The model is not shown the tool before the result of a search refers to it (`tool_reference`)."""
+
+    def chat(self) -> dict[str, Any]:
+        function: dict[str, Any] = {
+            "name": self.name, "description": self.description, "parameters": self.input_schema
+        }  # fmt: skip
+        if self.strict is not None:
+            function["strict"] = self.strict
+        return {"type": "function", "function": function}
+
+
+_Tools = dict[str, _ToolParam]
+"""Tools of a request by name."""
 
 
 class _ToolChoice(msgspec.Struct):
@@ -140,16 +155,17 @@ class MessagesTranslation(Translation):
         messages: list[dict[str, Any]] = []
         if request.system:
             messages.append({"role": "system", "content": _text(request.system)})
+        tools = {tool.name: tool for tool in request.tools or ()}
         for message in request.messages:
-            messages += _chat_messages(message)
+            messages += _chat_messages(message, tools)
         chat = self._chat(messages, request.max_tokens)
         if request.stop_sequences:
             chat["stop"] = request.stop_sequences
         if request.output_config and (form := request.output_config.format):
             json_schema = {"name": "output", "schema": form.schema}
             chat["response_format"] = {"type": "json_schema", "json_schema": json_schema}
-        if request.tools:
-            chat["tools"] = [_chat_tool(tool) for tool in request.tools]
+        if shown := [tool.chat() for tool in tools.values() if not tool.defer_loading]:
+            chat["tools"] = shown
             choice = request.tool_choice or _ToolChoice()
             chat["tool_choice"] = {
                 "auto": "auto", "any": "required", "none": "none",
@@ -268,16 +284,7 @@ def _text(content: str | list[_Block] | None) -> str:
     return "\n".join(block.text for block in content if block.type == "text")
 
 
-def _chat_tool(tool: _ToolParam) -> dict[str, Any]:
-    function: dict[str, Any] = {
-        "name": tool.name, "description": tool.description, "parameters": tool.input_schema
-    }  # fmt: skip
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
-
-
-def _chat_messages(message: _InputMessage) -> list[dict[str, Any]]:
+def _chat_messages(message: _InputMessage, tools: _Tools) -> list[dict[str, Any]]:
     """Convert a message to chat messages. Each tool result in it becomes a separate message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
@@ -291,13 +298,15 @@ def _chat_messages(message: _InputMessage) -> list[dict[str, Any]]:
                 function = {"name": block.name, "arguments": _arguments_text(block.input)}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case "tool_result":
-                out.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)})
+                out.append(
+                    {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block, tools)}
+                )
             case "thinking":
                 reasoning += block.thinking
             case "redacted_thinking":
                 pass  # only its author can read it, and the gateway writes none
             case _:
-                parts.append(_part(block))
+                parts.append(_part(block, tools))
     if parts or calls:
         said: dict[str, Any] = {"role": message.role, "content": joined(parts)}
         if reasoning:
@@ -308,8 +317,9 @@ def _chat_messages(message: _InputMessage) -> list[dict[str, Any]]:
     return out
 
 
-def _part(block: _Block) -> dict[str, Any]:
-    """Convert a block that is text, an image or a document in text. Raises a 400 `ApiError` for another one."""
+def _part(block: _Block, tools: _Tools) -> dict[str, Any]:
+    """Convert a block that is text, an image, a document in text or a reference to one of `tools`. Raises a 400
+    `ApiError` for another one."""
     source = block.source or _Source()
     match block.type, source.type:
         case "text", _:
@@ -319,6 +329,9 @@ def _part(block: _Block) -> dict[str, Any]:
         case "document", "text":
             texts = (block.title, block.context, source.data)
             return {"type": "text", "text": "\n".join(text for text in texts if text)}
+        case "tool_reference", _ if tool := tools.get(block.tool_name):
+            # The definition stands where it was found: among the tools, it would change the beginning of the prompt.
+            return {"type": "text", "text": msgspec.json.encode(tool.chat()).decode()}
         case "document", kind:
             message = f"A document with a source of type {kind!r} is not supported: send its text."
         case kind, _:
@@ -326,12 +339,12 @@ def _part(block: _Block) -> dict[str, Any]:
     raise ApiError(400, "unsupported_content", message, param="messages")
 
 
-def _result(block: _Block) -> str | list[dict[str, Any]]:
+def _result(block: _Block, tools: _Tools) -> str | list[dict[str, Any]]:
     """The content of a tool's result. A chat completion has no field for a failed tool, so the text says it."""
     if isinstance(block.content, str):
         content: str | list[dict[str, Any]] = block.content
     else:
-        content = joined([_part(inner) for inner in block.content or ()]) or ""
+        content = joined([_part(inner, tools) for inner in block.content or ()]) or ""
     if not block.is_error:
         return content
     if isinstance(content, str):

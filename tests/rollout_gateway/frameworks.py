@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 from tests.kits.environments import environment, make_once
 
@@ -26,6 +30,26 @@ def node() -> Path:
 
 
 def package(path: str) -> Path:
-    """A file of a Node package, installed."""
+    """A file of a Node package, installed. `path` may be a pattern."""
     node()
-    return _NODE / "node_modules" / path
+    return next((_NODE / "node_modules").glob(path))
+
+
+def cli(kind: str, program: str) -> list[str]:
+    python = str(compat_bin() / "python")
+    return [sys.executable, str(AGENTS / "cli_agent.py"), kind, str(node()), str(package(program)), python]
+
+
+def client_environment(opened: dict[str, Any]) -> dict[str, str]:
+    """A URL and a key; and the white space forbidden with which a model that knows no JSON fills it for ever, and an
+    end made likely to texts that it would ramble on with."""
+    return {
+        **os.environ,
+        "OPENAI_BASE_URL": opened["base_url"],
+        "OPENAI_API_KEY": opened["api_key"],
+        "ANTHROPIC_BASE_URL": opened["base_url"].removesuffix("/v1"),  # its clients add that themselves
+        "ANTHROPIC_API_KEY": opened["api_key"],
+        "AGENT_LOGIT_BIAS": json.dumps({**dict.fromkeys(("197", "198", "201", "220"), -100), "257": 3}),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LANGSMITH_TRACING": "false",
+    }

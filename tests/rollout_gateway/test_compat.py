@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.forcing import forcing
-from tests.rollout_gateway.frameworks import AGENTS, compat_bin, node, package
+from tests.rollout_gateway.frameworks import AGENTS, cli, client_environment, compat_bin, node
 from tests.rollout_gateway.kit import exchanges
 from tests.rollout_gateway.tap import tapped
 
@@ -39,11 +38,6 @@ def theirs(script: str, *args: str) -> list[str]:
     return [str(compat_bin() / "python"), "-W", "ignore", str(AGENTS / script), *args]
 
 
-def cli(kind: str, program: str) -> list[str]:
-    python = str(compat_bin() / "python")
-    return [sys.executable, str(AGENTS / "cli_agent.py"), kind, str(node()), str(package(program)), python]
-
-
 PROGRAMS: dict[str, Callable[[], Sequence[str]]] = {
     "openai": lambda: ours("openai_agent.py"),
     "anthropic": lambda: ours("anthropic_agent.py"),
@@ -55,21 +49,6 @@ PROGRAMS: dict[str, Callable[[], Sequence[str]]] = {
     "pydantic-ai": lambda: theirs("pydantic_ai_agent.py"),
 }
 ENDPOINTS = {"anthropic": "/v1/messages", "OpenAI Agents SDK": "/v1/responses"}
-
-
-def environment(opened: dict[str, Any]) -> dict[str, str]:
-    """A URL and a key; and the white space forbidden with which a model that knows no JSON fills it for ever, and an
-    end made likely to texts that it would ramble on with."""
-    return {
-        **os.environ,
-        "OPENAI_BASE_URL": opened["base_url"],
-        "OPENAI_API_KEY": opened["api_key"],
-        "ANTHROPIC_BASE_URL": opened["base_url"].removesuffix("/v1"),  # its clients add that themselves
-        "ANTHROPIC_API_KEY": opened["api_key"],
-        "AGENT_LOGIT_BIAS": json.dumps({**dict.fromkeys(("197", "198", "201", "220"), -100), "257": 3}),
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        "LANGSMITH_TRACING": "false",
-    }
 
 
 # Agents with long prompts, or with formats of their own that a regular expression holds them to.
@@ -109,7 +88,7 @@ async def test_an_unmodified_agent_is_captured_token_by_token(
         gateway = start_gateway(urls=(tap.url,))
         opened = gateway.open(id="agent")
         done = subprocess.run(
-            PROGRAMS[name](), capture_output=True, text=True, timeout=180, env=environment(opened)
+            PROGRAMS[name](), capture_output=True, text=True, timeout=180, env=client_environment(opened)
         )
         assert done.returncode == 0, done.stderr
         said = json.loads(done.stdout.strip().splitlines()[-1])  # litellm talks on standard output too
@@ -149,7 +128,11 @@ async def test_an_unmodified_program_is_captured_token_by_token(
     with tapped(long_vllm.url) as tap, contextlib.ExitStack() as stack:
         gateway = start_gateway_alone(urls=(tap.url,))
         opened = gateway.open(id="agent")
-        env = {**environment(opened), "AGENT_FOLDER": str(tmp_path), "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path)}
+        env = {
+            **client_environment(opened),
+            "AGENT_FOLDER": str(tmp_path),
+            "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path),
+        }
         if name in FORCED:
             bias = json.loads(env["AGENT_LOGIT_BIAS"])
             env["OPENAI_BASE_URL"] = stack.enter_context(forcing(opened["base_url"], "move", bias))
@@ -192,7 +175,7 @@ async def test_the_tool_runs_of_the_ai_sdk_are_found_whole(
 ) -> None:
     """It writes the arguments of a call again in its own way when it sends them back."""
     gateway = start_gateway(**{"detection.enabled": True})
-    env = environment({"base_url": f"{gateway.url}/v1", "api_key": "none"})
+    env = client_environment({"base_url": f"{gateway.url}/v1", "api_key": "none"})
     done = subprocess.run(LONG_PROGRAMS["AI SDK"](), capture_output=True, text=True, timeout=180, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(json.loads(done.stdout)["cells"]) == 2

@@ -1,6 +1,7 @@
-"""Codex CLI and qwen-code as programs: two turns of one conversation, each a tool call and a text, streamed.
+"""Claude Code, Codex CLI and qwen-code as programs: two turns of one conversation, each of tool calls and a text,
+streamed.
 
-    cli_agent.py codex|qwen NODE PROGRAM PYTHON
+    cli_agent.py claude|codex|qwen NODE PROGRAM PYTHON
 
 Both get their one tool from `game_server.py`, and a home of their own with nothing in it but these settings."""
 
@@ -22,8 +23,9 @@ environment = {**os.environ, "HOME": str(home), "NO_COLOR": "1", "GAME_LOG": str
 
 
 def run(*arguments: str) -> str:
+    command = [program] if kind == "claude" else [node, program]
     done = subprocess.run(
-        [node, program, *arguments], cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
+        [*command, *arguments], cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
         text=True, timeout=150,
     )  # fmt: skip
     if done.returncode:
@@ -49,7 +51,31 @@ def qwen(*arguments: str) -> str:
     return str(result["result"])
 
 
-if kind == "codex":
+def claude(*arguments: str) -> str:
+    flags = (
+        "-p",
+        "--output-format",
+        "json",
+        "--allowedTools",
+        "mcp__games__move",
+        "--mcp-config",
+        f"{home}/mcp.json",
+    )
+    result = json.loads(run(*arguments, *flags))
+    assert not result["is_error"], result
+    return str(result["result"])
+
+
+if kind == "claude":
+    environment |= {
+        "CLAUDE_CONFIG_DIR": str(home), "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1",
+        "ANTHROPIC_MODEL": "tictactoe", "ANTHROPIC_SMALL_FAST_MODEL": "tictactoe",
+    }  # fmt: skip
+    games = {"command": python, "args": [server], "env": {"GAME_LOG": str(log)}}
+    (home / "mcp.json").write_text(json.dumps({"mcpServers": {"games": games}}))
+    text = claude("a1=x")
+    text += claude("b2=o", "--continue")
+elif kind == "codex":
     folder = home / ".codex"
     folder.mkdir()
     environment["CODEX_HOME"] = str(folder)
@@ -102,4 +128,4 @@ else:
     text += qwen("--continue", "-p", "b2=o", "--yolo")
 said = {"cells": log.read_text().split()}
 # qwen-code goes on with a text that its limit cut, and shows the end of it.
-print(json.dumps({**said, "text": text} if kind == "codex" else said))
+print(json.dumps({**said, "text": text} if kind != "qwen" else said))

@@ -184,6 +184,24 @@ def test_parts_of_responses_that_can_not_be_translated_are_refused(part: dict[st
             translated(ResponsesTranslation, input=[USER, item]).chat()
 
 
+def test_a_deferred_tool_is_shown_where_a_search_found_it() -> None:
+    tools = [*TOOLS, {"name": "move", "input_schema": {"type": "object"}, "defer_loading": True}]
+
+    def chat(*found: str) -> dict[str, Any]:
+        references = [{"type": "tool_reference", "tool_name": name} for name in found]
+        results = [{"type": "tool_result", "tool_use_id": "u", "content": references}]
+        return translated(
+            MessagesTranslation, messages=[{"role": "user", "content": results}], tools=tools
+        ).chat()
+
+    asked = chat("move")
+    assert [tool["function"]["name"] for tool in asked["tools"]] == ["exec"]
+    (result,) = asked["messages"]
+    assert json.loads(result["content"])["function"]["name"] == "move"
+    with pytest.raises(ApiError, match="tool_reference"):
+        chat("jump")
+
+
 @pytest.mark.parametrize("text", ['{"cell": ', "a1", "[1]", '{"cell":"a1"} '])
 def test_malformed_arguments_keep_their_text(text: str) -> None:
     message = said("", "", 0) | {"tool_calls": [tool_call(0, text)]}

@@ -1,0 +1,87 @@
+"""Programs that keep a thinking model's thoughts between tool calls: each turn's prompts are those of a chat completion
+with `reasoning_content`, and its calls one training sequence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import ExchangeRecorded
+from pipeline.log.broker import Broker
+from tests.rollout_gateway.conftest import StartGateway
+from tests.rollout_gateway.frameworks import AGENTS, cli, client_environment, node
+from tests.rollout_gateway.kit import exchanges
+from tests.rollout_gateway.thinker import Thinker
+from trainer.batches.sequences import build
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 10
+
+
+def ai_sdk(major: int) -> list[str]:
+    return [str(node()), str(AGENTS / "node" / "ai_sdk_steps.mjs"), str(major)]
+
+
+PROGRAMS: dict[str, Callable[[], Sequence[str]]] = {
+    "Claude Code": lambda: cli("claude", "@anthropic-ai/claude-code-*/claude"),
+    "Codex CLI": lambda: cli("codex", "@openai/codex/bin/codex.js"),
+    "AI SDK 5": lambda: ai_sdk(5),
+    "AI SDK 6": lambda: ai_sdk(6),
+}
+
+
+async def run(start: StartGateway, name: str, folder: Path, *, named: bool) -> dict[str, Any]:
+    """Run a program for two turns of one conversation, and return what it printed."""
+    model = Thinker(STEPS)
+    await model.start()
+    try:
+        gateway = await anyio.to_thread.run_sync(
+            lambda: start(urls=(model.url,), **{"detection.enabled": not named})
+        )
+        opened = {"base_url": f"{gateway.url}/v1", "api_key": "none"}
+        if named:
+            opened = await anyio.to_thread.run_sync(lambda: gateway.open(id="agent"))
+        env = {**client_environment(opened), "AGENT_FOLDER": str(folder)}
+        done = await anyio.to_thread.run_sync(
+            lambda: subprocess.run(PROGRAMS[name](), capture_output=True, text=True, timeout=300, env=env)
+        )
+    finally:
+        await model.stop()
+    assert done.returncode == 0, done.stdout + done.stderr
+    said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return said
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+async def test_the_tool_steps_of_a_turn_are_one_training_sequence(
+    start_gateway_alone: StartGateway, nats_config: NatsConfig, name: str, tmp_path: Path
+) -> None:
+    """The template shows no thoughts before the last message of the user, so a new turn is a new sequence."""
+    said = await run(start_gateway_alone, name, tmp_path, named=True)
+    assert said["cells"] == ["a1", "b2"] * STEPS
+    assert said["text"].count("Done.") == 2
+    async with Broker.connect(nats_config) as broker:
+        events = await exchanges(broker, "agent")
+    searches = name == "Claude Code"  # it has the model find the tool first
+    thoughts = [bytes(s.ids.astype("uint8")).count(b"<think>") for s in build("agent", events)]
+    assert thoughts == [searches + STEPS + 1, STEPS + 1]
+    assert len(events) == sum(thoughts)
+
+
+@pytest.mark.parametrize("name", ["Claude Code", "Codex CLI"])
+async def test_a_session_that_names_no_run_is_found_whole(
+    start_gateway_alone: StartGateway, nats_config: NatsConfig, name: str, tmp_path: Path
+) -> None:
+    said = await run(start_gateway_alone, name, tmp_path, named=False)
+    assert said["cells"] == ["a1", "b2"] * STEPS
+    async with Broker.connect(nats_config) as broker:
+        recorded = [r.event for r in await broker.read(ExchangeRecorded)]
+    assert len({event.trajectory for event in recorded}) == 1
