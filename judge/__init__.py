@@ -6,6 +6,7 @@
 | `groups` | what the log says of a group: its members, and what closed it |
 | `group_log` | reads of groups from the log; deadlines and late trajectories |
 | `scoring` | from a closed group to its event |
+| `feedback` | what signals say about a run: values, rewards of calls, hints, graders |
 | `monitor` | whether the judge can be trusted: anchors, the alarm, `group.measured` |
 | `labelled` | groups from files; agreement with known rewards |
 | `ruler` | room: a judge model compares trajectories |

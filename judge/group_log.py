@@ -14,12 +14,14 @@ from judge.groups import Arrival, GroupKey, GroupOnLog, read_group
 from judge.scoring import late_event
 from pipeline import crash
 from pipeline.backoff import Backoff
-from pipeline.config import JudgeConfig
+from pipeline.config import FeedbackConfig, JudgeConfig
 from pipeline.events import (
     AnyEvent,
+    FeedbackTimedOut,
     GroupDiscarded,
     GroupScored,
     GroupTimedOut,
+    SignalGiven,
     TrajectoryCompleted,
     now_us,
 )
@@ -44,13 +46,17 @@ class GroupEnd:
     """Whether the group was scored or discarded as a whole."""
     trajectories: frozenset[str] = field(default_factory=frozenset)
     """The trajectories in these events, including late ones."""
+    scored: bool = False
+    """Whether it was scored."""
 
 
 class GroupLog:
     """Reads and writes groups over one connection. Methods raise `BrokerError`."""
 
-    def __init__(self, broker: Broker, config: JudgeConfig) -> None:
-        self._broker, self._config = broker, config
+    def __init__(self, broker: Broker, config: JudgeConfig, feedback: FeedbackConfig | None = None) -> None:
+        self._broker, self._config, self._feedback = broker, config, feedback or FeedbackConfig()
+        self.awaited = feedback_names(config) if self._feedback.wait_s else frozenset[str]()
+        """Names of the feedback that a closed group waits for."""
         self._cache: OrderedDict[GroupKey, GroupOnLog] = OrderedDict()
         """Cache of closed groups, whose members can't change."""
         self._reconnects = 0
@@ -59,9 +65,9 @@ class GroupLog:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    async def read(self, key: GroupKey, place: Place) -> GroupOnLog | None:
+    async def read(self, key: GroupKey, place: Place, *, later: bool = False) -> GroupOnLog | None:
         """Return the state of a group on the log, at least up to the message at `place`. `None` if the log no longer
-        holds that message.
+        holds that message. `later`: with the signals up to `place`, also those after it was ready.
 
         Any replica may answer. A replica that lags lacks the newest messages, so the read is repeated if the message at
         `place` is missing."""
@@ -69,21 +75,21 @@ class GroupLog:
             self._cache.clear()
             self._reconnects = self._broker.client.stats["reconnects"]
         known = self._cache.get(key)
-        if known is not None and place.seq <= known.closed_at:
+        if known is not None and place.seq <= known.ready_at:
             return known
-        state = await self._read(key, place)
-        if state is not None and state.closed_at:
+        state = await self._read(key, place, place.seq if later else 0)
+        if state is not None and state.ready_at and not later:
             self._cache[key] = state
             if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
         return state
 
-    async def _read(self, key: GroupKey, place: Place) -> GroupOnLog | None:
+    async def _read(self, key: GroupKey, place: Place, until: int) -> GroupOnLog | None:
         subject = subject_filter(
             TrajectoryCompleted, project=key.project, model=key.model, group_key=key.group
         )
-        timeout = self._timeout(key).subject()
-        subjects = [subject, timeout]
+        signals = subject_filter(SignalGiven, project=key.project, model=key.model, group=key.group)
+        subjects = [subject, self._timeout(key).subject(), self._overdue(key).subject(), signals]
         backoff = Backoff()
         while True:
             messages = await self._broker.newest_messages(_ROLLOUTS, subjects)
@@ -101,7 +107,7 @@ class GroupLog:
             decoded.append(
                 Recorded[AnyEvent](event, _ROLLOUTS, message.seq, message.subject, message.headers)
             )
-        return read_group(key, decoded, self._config.group_size)
+        return read_group(key, decoded, self._config.group_size, self.awaited, until)
 
     async def end_of(self, key: GroupKey) -> GroupEnd:
         """Return the judges' events about a group, read from the stream's leader."""
@@ -111,16 +117,16 @@ class GroupLog:
         )
         if await self._broker.leader_get(_GROUPS, {"last_by_subj": of_group}) is None:
             return GroupEnd()  # the usual case needs this request only
-        ended, trajectories = False, set[str]()
+        ended, scored_once, trajectories = False, False, set[str]()
         for scored in [r.event for r in await self._broker.read(GroupScored, **names)]:
             if (scored.branch, scored.split) == ("main", key.split):
-                ended = True
+                ended = scored_once = True
                 trajectories |= {m.trajectory for m in scored.members}
         for discarded in [r.event for r in await self._broker.read(GroupDiscarded, **names)]:
             if (discarded.branch, discarded.by, discarded.split) == ("main", "judge", key.split):
                 ended = ended or discarded.reason != "late"
                 trajectories |= set(discarded.trajectories)
-        return GroupEnd(ended, frozenset(trajectories))
+        return GroupEnd(ended, frozenset(trajectories), scored_once)
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -137,6 +143,12 @@ class GroupLog:
         await self._broker.set_timer(self._timeout(key), at)
         crash.point("judge.timer_set")
 
+    async def set_feedback_deadline(self, key: GroupKey, closed_at_us: int) -> None:
+        """Set the timer of a group that was closed at this stream time (microseconds) and waits for feedback."""
+        at = closed_at_us / 1e6 + min(self._feedback.wait_s, _MAX_TIMEOUT_S)
+        await self._broker.set_timer(self._overdue(key), at)
+        crash.point("judge.feedback_timer_set")
+
     def forget(self, key: GroupKey) -> None:
         """Remove a group from the cache."""
         self._cache.pop(key, None)
@@ -144,19 +156,29 @@ class GroupLog:
     async def cancel_deadline(self, key: GroupKey) -> None:
         """Cancel the timer of a group. If the request is lost, the timer is delivered and finds the group closed."""
         await self._broker.cancel_timer(self._timeout(key))
+        if self.awaited:
+            await self._broker.cancel_timer(self._overdue(key))
 
-    async def record_timeout(self, event: GroupTimedOut) -> Place:
-        """Publish the `rollout.timeout` of a group and return its place. If it was published before, return that
-        one's."""
+    async def record_timeout(self, event: GroupTimedOut | FeedbackTimedOut) -> Place:
+        """Publish the `rollout.timeout` or `rollout.overdue` of a group and return its place. If it was published
+        before, return that one's."""
         ack = await self._broker.publish(msgspec.structs.replace(event, at=now_us()))
         return Place(ack.seq, 0)
 
     def _timeout(self, key: GroupKey) -> GroupTimedOut:
         return GroupTimedOut(**key._asdict(), timeout_s=self._config.timeout_s)
 
+    def _overdue(self, key: GroupKey) -> FeedbackTimedOut:
+        return FeedbackTimedOut(**key._asdict(), wait_s=self._feedback.wait_s)
 
-def names_group(delivery: Delivery, event: TrajectoryCompleted) -> bool:
-    """Return whether a completion was delivered on a subject of its group, which `GroupLog.read` reads."""
+
+def feedback_names(config: JudgeConfig) -> frozenset[str]:
+    """Return the names of the signals that rewards are made of."""
+    return frozenset(r.name for r in config.rewards if r.kind == "feedback")
+
+
+def names_group(delivery: Delivery, event: TrajectoryCompleted | SignalGiven) -> bool:
+    """Return whether a completion or a signal was delivered on a subject of its group, which `GroupLog.read` reads."""
     own = event.subject()
     # The subject of a dead letter that was published again has one more token.
     return delivery.subject == own or delivery.subject.startswith(f"{own}.")

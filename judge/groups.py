@@ -4,15 +4,17 @@ It is a pure function, so all judge processes that read the same messages comput
 the trajectories with the same project, model, group id and split. Their order is that of the stream: the group is
 closed by the completion that makes it full, or by its `rollout.timeout` if that comes first. Completions after that are
 late. Trajectories with the outcome `no_result` count, so that a failed one does not keep its group open.
+
+A closed group whose rewards need feedback is ready once every run has it, or at its `rollout.overdue`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pipeline.events import AnyEvent, GroupTimedOut, Split, TrajectoryCompleted
+from pipeline.events import AnyEvent, FeedbackTimedOut, GroupTimedOut, SignalGiven, Split, TrajectoryCompleted
 from pipeline.log.broker import Recorded
 
 
@@ -40,6 +42,10 @@ class Group:
     key: GroupKey
     members: tuple[Arrival, ...]
     closed_by: Literal["size", "timeout"] = "size"
+    signals: tuple[SignalGiven, ...] = ()
+    """What was said about its runs until it was ready, in the order of the log."""
+    again: bool = False
+    """Whether it was discarded before, and feedback that came later may give it its rewards."""
 
     @property
     def trajectories(self) -> frozenset[str]:
@@ -58,40 +64,70 @@ class GroupOnLog:
     """Sequence of the message of the first member; 0 if there is none."""
     closed_at: int
     """Sequence of the message that closed it; 0 if it is open."""
+    ready_at: int
+    """Sequence of the message with which it can be scored: the one that closed it, or the feedback that it lacked; 0 if
+    it is open or lacks feedback."""
 
 
-def key_of(event: TrajectoryCompleted | GroupTimedOut) -> GroupKey:
-    """Return the group of a completed trajectory, or of a time-out."""
-    group = event.group if isinstance(event, GroupTimedOut) else event.group_key
+def key_of(event: TrajectoryCompleted | GroupTimedOut | FeedbackTimedOut | SignalGiven) -> GroupKey:
+    """Return the group of a completed trajectory, a time-out or a signal."""
+    group = event.group_key if isinstance(event, TrajectoryCompleted) else event.group
     return GroupKey(event.project, event.model, group, event.split)
 
 
-def read_group(key: GroupKey, messages: Iterable[Recorded[AnyEvent]], group_size: int) -> GroupOnLog:
+def read_group(
+    key: GroupKey,
+    messages: Iterable[Recorded[AnyEvent]],
+    group_size: int,
+    awaited: frozenset[str] = frozenset(),
+    until: int = 0,
+) -> GroupOnLog:
     """Return the state of a group after `messages`, which are in stream order; messages of other groups are skipped.
 
-    `group_size`: the size of the group if none of its members announces one."""
+    `group_size`: the size of the group if none of its members announces one. `awaited`: the names of the feedback on
+    each run without which it is not ready. `until`: a sequence up to which signals count, also after it was ready."""
     members: dict[str, Arrival] = {}
     late: dict[int, Arrival] = {}
-    first = closed_at = announced = 0
+    signals: list[SignalGiven] = []
+    first = closed_at = ready_at = announced = 0
     closed_by: Literal["size", "timeout"] = "size"
     for message in messages:
         event = message.event
-        if not isinstance(event, TrajectoryCompleted | GroupTimedOut) or key_of(event) != key:
+        kinds = TrajectoryCompleted | GroupTimedOut | FeedbackTimedOut | SignalGiven
+        if not isinstance(event, kinds) or key_of(event) != key:
             continue
-        if isinstance(event, GroupTimedOut):
-            if not closed_at:
-                closed_at, closed_by = message.seq, "timeout"
-            continue
-        if event.trajectory in members:
-            continue  # a dead letter that was published again
-        arrival = Arrival(event, message.seq)
-        if closed_at:
-            late[message.seq] = arrival
-            continue
-        members[event.trajectory] = arrival
-        first = first or message.seq
-        announced = max(announced, event.group_size)
-        wanted = (announced or group_size) if event.group else 1
-        if len(members) >= wanted:
-            closed_at = message.seq
-    return GroupOnLog(Group(key, tuple(members.values()), closed_by), late, first, closed_at)
+        match event:
+            case SignalGiven():
+                if not ready_at or message.seq <= until:
+                    signals.append(event)
+            case GroupTimedOut():
+                if not closed_at:
+                    closed_at, closed_by = message.seq, "timeout"
+            case FeedbackTimedOut():
+                ready_at = ready_at or (message.seq if closed_at else 0)
+            case TrajectoryCompleted():
+                if event.trajectory in members:
+                    continue  # a dead letter that was published again
+                arrival = Arrival(event, message.seq)
+                if closed_at:
+                    late[message.seq] = arrival
+                    continue
+                members[event.trajectory] = arrival
+                first = first or message.seq
+                announced = max(announced, event.group_size)
+                wanted = (announced or group_size) if event.group else 1
+                if len(members) >= wanted:
+                    closed_at = message.seq
+        if closed_at and not ready_at and not lacking(members, signals, awaited):
+            ready_at = message.seq
+    group = Group(key, tuple(members.values()), closed_by, tuple(signals))
+    return GroupOnLog(group, late, first, closed_at, ready_at)
+
+
+def lacking(members: Mapping[str, Arrival], signals: Iterable[SignalGiven], awaited: frozenset[str]) -> bool:
+    """Return whether a run that can be scored lacks feedback with one of the names `awaited`."""
+    if not awaited:
+        return False
+    there = {(s.trajectory, s.name) for s in signals if s.kind == "number" and s.call < 0}
+    scorable = [a.event.trajectory for a in members.values() if a.event.outcome == "scored"]
+    return any((run, name) not in there for run in scorable for name in awaited)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import msgspec
 
+from judge.feedback import RunFeedback, feedback_on
 from judge.groups import Group, GroupKey, key_of
 from judge.models.params import scoring_params
 from judge.ruler.rubrics import load_rubric
@@ -25,6 +26,7 @@ from pipeline.events import (
     GroupScored,
     Member,
     Score,
+    SignalGiven,
     TrainingBatch,
     TrajectoryCompleted,
     Verdict,
@@ -53,6 +55,8 @@ class GroupRewards:
     verdicts: tuple[Verdict, ...]
     missing: str = ""
     """Why some trajectories have no reward."""
+    feedback: Mapping[str, RunFeedback] = field(default_factory=dict)
+    """What signals said about a run's calls, by trajectory."""
 
 
 class RewardComposer(Protocol):
@@ -66,8 +70,11 @@ class RewardComposer(Protocol):
     def paused(self) -> int:
         """How many of its groups pause before they are tried again."""
 
-    async def __call__(self, members: Sequence[TrajectoryCompleted]) -> GroupRewards:
-        """Raises `UnscoredError` if the group cannot be scored at all."""
+    async def __call__(
+        self, members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven] = ()
+    ) -> GroupRewards:
+        """`signals`: what was said about the members, in the order of the log. Raises `UnscoredError` if the group
+        cannot be scored at all."""
 
 
 def judge_hash(config: JudgeConfig) -> str:
@@ -113,11 +120,12 @@ async def score_closed(
     rewards = agent_rewards(scorable)
     if composer is not None and scorable and (config.rewards or len(rewards.final) < len(scorable)):
         try:
-            rewards = await composer(scorable)
+            rewards = await composer(scorable, group.signals)
         except UnscoredError as error:
             if batch is None:
                 return _discarded(group.key, events, "unscored", str(error))
             rewards = GroupRewards({}, {}, ())
+    rewards = replace(rewards, feedback=feedback_on(scorable, group.signals, config))
     # The trainer waits for every group of a batch, so it also gets those that it will discard.
     if len(rewards.final) < needed and batch is None:
         why = rewards.missing or _too_few(len(rewards.final), len(events), needed)
@@ -161,6 +169,7 @@ def make_member(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> 
     """Return the trajectory's entry in its scored group. `seq` is the stream sequence of its completion."""
     unscored = event.outcome == "scored" and event.trajectory not in rewards.final
     outcome = "masked" if unscored else event.outcome
+    said = rewards.feedback.get(event.trajectory, RunFeedback())
     return Member(
         trajectory=event.trajectory,
         reward=rewards.final[event.trajectory] if outcome == "scored" else 0.0,
@@ -172,6 +181,9 @@ def make_member(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> 
         first_step=event.first_step,
         last_step=event.last_step,
         completed_seq=seq,
+        call_rewards=dict(said.call_rewards),
+        hints=said.hints,
+        graders=dict(said.graders),
     )
 
 

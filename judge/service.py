@@ -1,11 +1,11 @@
 """The judge service: consumes completed trajectories, publishes scored groups.
 
-It keeps no groups in memory. When a completed trajectory is delivered, it reads the group's completions from the log.
-The completion that closes the group (`judge.groups`) is acknowledged after the log has acknowledged the group's
-`group.scored` or `group.discarded`; all others are acknowledged at once. Therefore any number of processes can share
-the durable consumer: the process that gets the closing delivery scores the group, and if it dies, the delivery goes to
-another one. The deadline of an open group is a timer of the NATS server, which delivers it to one process like a
-trajectory.
+It keeps no groups in memory. When a completed trajectory or a signal is delivered, it reads the group's messages from
+the log. The message that makes the group ready (`judge.groups`) is acknowledged after the log has acknowledged the
+group's `group.scored` or `group.discarded`; all others are acknowledged at once. Therefore any number of processes can
+share the durable consumer: the process that gets this delivery scores the group, and if it dies, the delivery goes to
+another one. The deadlines of a group, to be full and to have its feedback, are timers of the NATS server, which
+delivers each to one process like a trajectory.
 
 Each group has its own subject, limited to one message, so the broker rejects a second score. If a group's event is
 already on the log, the judge keeps it, and records the group's trajectories that are missing from it as late.
@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
 import anyio.abc
 
-from judge.group_log import GroupLog, names_group
+from judge.group_log import GroupLog, feedback_names, names_group
 from judge.groups import Group, GroupKey, key_of
 from judge.labelled import read_labelled
 from judge.monitor import JudgeMonitor
@@ -29,7 +30,14 @@ from judge.ruler.transcripts import Transcript
 from judge.scoring import RewardComposer, judge_hash, score_closed
 from pipeline import crash
 from pipeline.config import Config
-from pipeline.events import GroupDiscarded, GroupTimedOut, TrajectoryCompleted
+from pipeline.events import (
+    FeedbackTimedOut,
+    GroupDiscarded,
+    GroupTimedOut,
+    SignalGiven,
+    TrajectoryCompleted,
+    now_us,
+)
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.log.consumer import handling
@@ -51,9 +59,9 @@ log."""
 _WRONG_EVENT_DELAY_S = 1.0
 """Delay before an event that does not belong on its subject is delivered again. After `max_deliver` times it becomes a
 dead letter."""
-_TIMER_REDELIVERIES, _TIMER_DELAY_ACK_WAITS = 3, 6
-"""If the timer of a group is due and the group is full but not scored, the timer is delivered again up to 3 times, each
-time after 6 times the ack wait."""
+_TIMER_REDELIVERIES, _SCORING_ACK_WAITS = 3, 6
+"""If the timer of a group is due and the group is ready but not scored, the timer is delivered again up to 3 times,
+each time after 6 times the ack wait. So is a signal that comes while its group is scored."""
 
 
 def check(config: Config) -> None:
@@ -103,7 +111,9 @@ class Judge:
         `judge_id`: hash of the judge configuration."""
         self._broker, self._config, self._composer = broker, config.judge, composer
         self._judge_id = judge_id
-        self._log = GroupLog(broker, config.judge)
+        self._log = GroupLog(broker, config.judge, config.feedback)
+        self._rescues = config.feedback.late == "train" and bool(feedback_names(config.judge))
+        """Whether late feedback may score a group that was discarded."""
         self._scoring: dict[GroupKey, list[Delivery]] = {}
         """The groups being scored, with the deliveries that closed them (several after a redelivery)."""
         self._tasks: anyio.abc.TaskGroup
@@ -140,7 +150,7 @@ class Judge:
         by_group: dict[GroupKey, list[Delivery]] = defaultdict(list)
         for delivery in batch:
             event = delivery.event
-            if isinstance(event, TrajectoryCompleted) and names_group(delivery, event):
+            if isinstance(event, TrajectoryCompleted | SignalGiven) and names_group(delivery, event):
                 by_group[key_of(event)].append(delivery)
             else:
                 await delivery.give_back(_WRONG_EVENT_DELAY_S)
@@ -148,7 +158,8 @@ class Judge:
         await gather(self._on_arrivals, list(by_group.items()), _READS)
 
     async def _on_arrivals(self, arrived: tuple[GroupKey, list[Delivery]]) -> None:
-        """Handle completions of one group: score the group if one of them closed it; acknowledge the others."""
+        """Handle completions and signals of one group: score the group if one of them made it ready; acknowledge the
+        others."""
         with handling(arrived[1]):
             await self._on_completions_of(*arrived)
 
@@ -164,10 +175,26 @@ class Judge:
         if first is not None and not state.closed_at:
             await self._log.set_deadline(key, first)
         for delivery in deliveries:
-            if delivery.seq == state.closed_at:
+            if delivery.seq == state.ready_at:
                 self._begin_scoring(state.group, delivery)
+            elif state.ready_at and delivery.seq > state.ready_at and isinstance(delivery.event, SignalGiven):
+                await self._on_later_signal(key, delivery)
             else:
+                if delivery.seq == state.closed_at and not state.ready_at:
+                    await self._log.set_feedback_deadline(key, delivery.place.at)
                 await delivery.ack()
+
+    async def _on_later_signal(self, key: GroupKey, delivery: Delivery) -> None:
+        """Score a group that was discarded for want of a reward, if this signal gives it one."""
+        end = await self._log.end_of(key) if self._rescues else None
+        if end is None or end.scored:
+            await delivery.ack()
+        elif not end.ended or key in self._scoring:
+            await delivery.give_back(_SCORING_ACK_WAITS * consumer("judge").ack_wait_s)
+        elif (state := await self._log.read(key, delivery.place, later=True)) is None:
+            await delivery.ack()
+        else:
+            self._begin_scoring(replace(state.group, again=True), delivery)
 
     async def _on_timers(self, batch: list[Delivery]) -> None:
         await gather(self._on_timer, batch, _READS)
@@ -179,7 +206,7 @@ class Judge:
 
     async def _close_timed_out(self, delivery: Delivery) -> None:
         event = delivery.event
-        if not isinstance(event, GroupTimedOut):
+        if not isinstance(event, GroupTimedOut | FeedbackTimedOut):
             await delivery.give_back(_WRONG_EVENT_DELAY_S)
             return
         key = key_of(event)
@@ -190,10 +217,13 @@ class Judge:
         state = await self._log.read(key, place)
         if state is None or not state.group.members:  # its trajectories were deleted by retention
             await delivery.ack()
-        elif state.closed_at != place.seq and delivery.deliveries <= _TIMER_REDELIVERIES:
-            # The completion that made the group full is being handled, or waits in a backlog. If it was acknowledged
-            # under other settings, by which the group was not full, only this timer makes a process score the group.
-            await delivery.give_back(_TIMER_DELAY_ACK_WAITS * consumer("judge").ack_wait_s)
+        elif not state.ready_at:
+            await self._log.set_feedback_deadline(key, now_us())
+            await delivery.ack()
+        elif state.ready_at != place.seq and delivery.deliveries <= _TIMER_REDELIVERIES:
+            # The message that made the group ready is being handled, or waits in a backlog. If it was acknowledged
+            # under other settings, by which the group was not ready, only this timer makes a process score the group.
+            await delivery.give_back(_SCORING_ACK_WAITS * consumer("judge").ack_wait_s)
         else:
             self._begin_scoring(state.group, delivery)
 
@@ -211,10 +241,11 @@ class Judge:
 
     async def _score_and_publish(self, group: Group) -> None:
         key = group.key
-        if group.closed_by == "size":
+        if group.closed_by == "size" or self._log.awaited:
             await self._log.cancel_deadline(key)
         end = await self._log.end_of(key)
-        recorded = end.trajectories if end.ended else await self._publish_end(group)
+        again = group.again and not end.scored
+        recorded = end.trajectories if end.ended and not again else await self._publish_end(group)
         await self._log.record_late(group.members, recorded)
         self._log.forget(key)
         for delivery in self._scoring.pop(key):
@@ -228,6 +259,8 @@ class Judge:
         event = await score_closed(group, self._config, self._judge_id, self._composer)
         crash.point("judge.before_publish")
         if isinstance(event, GroupDiscarded):
+            if group.again:
+                return group.trajectories  # as before
             # Unlike `group.scored`, its subject accepts any number of events, so check for another process's event
             # first.
             if (end := await self._log.end_of(group.key)).ended:

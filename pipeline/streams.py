@@ -113,7 +113,7 @@ CLAIMS_SHARE = 0.25
 """The size of a stream's bucket of large events, as a share of the stream's own share and in addition to it."""
 
 CONSUMERS: tuple[ConsumerSpec, ...] = (
-    ConsumerSpec("judge", "ROLLOUTS", ("rollout.completed.>",), "groups and scores", max_deliver=50,
+    ConsumerSpec("judge", "ROLLOUTS", ("rollout.completed.>", "rollout.signal.>"), "groups and scores", max_deliver=50,
                  max_ack_pending=100_000),
     ConsumerSpec("judge-timers", "TIMERS", (f"{TIMER_DUE}.>",), "closes groups whose time is up", max_deliver=50),
     ConsumerSpec("trainer", "GROUPS", ("group.scored.>",), "takes optimizer steps", max_deliver=50, max_deaths=0),

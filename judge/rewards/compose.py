@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from statistics import fmean
 
 import msgspec
 
+from judge.feedback import by_run, graded
 from judge.models.judge_model import open_judge_model
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from judge.ruler.rubrics import load_rubric
@@ -19,7 +21,7 @@ from judge.ruler.ruler import LlmRuler, LoadTranscript
 from judge.ruler.transcripts import Transcript, load_transcript
 from judge.scoring import AGENT, GroupRewards, agent_reward, is_usable, judge_hash
 from pipeline.config import Config, JudgeConfig, RewardConfig
-from pipeline.events import GroupScored, Score, TrajectoryCompleted, Verdict
+from pipeline.events import GroupScored, Score, SignalGiven, TrajectoryCompleted, Verdict
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.log.subjects import stream_of
@@ -58,17 +60,21 @@ class ConfiguredComposer:
     def paused(self) -> int:
         return max((ruler.paused for ruler in self.rulers.values()), default=0)
 
-    async def __call__(self, members: Sequence[TrajectoryCompleted]) -> GroupRewards:
+    async def __call__(
+        self, members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven] = ()
+    ) -> GroupRewards:
         if not self._config.rewards:
             final, verdicts = await self.rulers[""](members)
             reported = {m.trajectory: {**_reported(m), "ruler": final[m.trajectory]} for m in members}
             return GroupRewards(final, reported, verdicts)
-        components = await gather(lambda r: self._component(r, members), self._config.rewards)
+        components = await gather(lambda r: self._component(r, members, signals), self._config.rewards)
         return self._compose(
             members, dict(zip((r.name for r in self._config.rewards), components, strict=True))
         )
 
-    async def _component(self, reward: RewardConfig, members: Sequence[TrajectoryCompleted]) -> Component:
+    async def _component(
+        self, reward: RewardConfig, members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven]
+    ) -> Component:
         match reward.kind:
             case "ruler":
                 return await self.rulers[reward.name](members)
@@ -77,6 +83,12 @@ class ConfiguredComposer:
             case "metric":
                 source = f"metric:{reward.name}"
                 values = {m.trajectory: m.metrics.get(reward.name) for m in members}
+            case "feedback":
+                source, said = f"feedback:{reward.name}", by_run(signals)
+                values = {}
+                for member in members:
+                    numbers = graded(said.get(member.trajectory, ()), reward.name)
+                    values[member.trajectory] = fmean(numbers.values()) if numbers else reward.default
             case "agent":
                 source = AGENT
                 values = {m.trajectory: m.rewards.get(reward.name, agent_reward(m)) for m in members}

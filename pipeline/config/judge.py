@@ -21,9 +21,10 @@ class RewardConfig(Section, frozen=True, kw_only=True):
 
     name: str
     """Name of the part in `components` of a scored group."""
-    kind: Literal["agent", "metric", "python", "ruler"] = "agent"
+    kind: Literal["agent", "metric", "python", "ruler", "feedback"] = "agent"
     """`agent`: the reward that the agent reported under `name`, else its overall reward. `metric`: the agent's
-    metric `name`. `python`: a function. `ruler`: the judge model with `rubric`."""
+    metric `name`. `python`: a function. `ruler`: the judge model with `rubric`. `feedback`: the signals with the
+    name `name`, from whoever may give them (docs/on-the-job.md)."""
     weight: Weight = 1.0
     """Weight in `judge.combine`."""
     entry: str = ""
@@ -31,6 +32,8 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     number."""
     rubric: str = ""
     """Kind `ruler`: the rubric, as in `judge.rubric`."""
+    default: float | None = None
+    """Kind `feedback`: the value of a run on which no feedback came. Not set: such a run has no reward."""
     timeout_s: Positive = 10.0
     """Longest duration of one call of the function. Its processes are killed after that."""
     memory_mb: Count = 1024
@@ -67,6 +70,17 @@ class JudgeRequestConfig(Section, frozen=True, kw_only=True):
     model_params: dict[str, dict[str, Any]] = {}
     """Parameters of single models, by litellm name of the judge model or of a fallback. They come before those in
     `params`."""
+
+
+class FeedbackConfig(Section, frozen=True, kw_only=True):
+    """Signals about runs: what users, people and other programs say about them, during a run or later."""
+
+    wait_s: NotNegative = 0.0
+    """How long a group whose runs are complete waits until each has the feedback that `judge.rewards` names. It is
+    scored as soon as all is there. 0: with the feedback that came before."""
+    late: Literal["record", "train"] = "train"
+    """What feedback does that comes later. `record`: it stays in the history, and `journeywork rejudge` uses it.
+    `train`: also, a run that was discarded for want of a reward is scored, once, when its reward comes."""
 
 
 class AnchorConfig(Section, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import msgspec
 
 from pipeline.config.alarms import AlarmsConfig
 from pipeline.config.gateway import GatewayConfig
-from pipeline.config.judge import JudgeConfig
+from pipeline.config.judge import FeedbackConfig, JudgeConfig
 from pipeline.config.overrides import convert, merged
 from pipeline.config.sections import (
     CurvesConfig,
@@ -64,6 +64,7 @@ class Config(Section, frozen=True, kw_only=True):
     supervisor: SupervisorConfig = SupervisorConfig()
     retention: RetentionConfig = RetentionConfig()
     judge: JudgeConfig = JudgeConfig()
+    feedback: FeedbackConfig = FeedbackConfig()
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()
     ui: UiConfig = UiConfig()

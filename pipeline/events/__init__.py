@@ -57,6 +57,7 @@ from pipeline.events.policy import (
 )
 from pipeline.events.rollout import (
     ExchangeRecorded,
+    FeedbackTimedOut,
     GroupOpened,
     GroupTimedOut,
     TrainingBatch,

@@ -21,6 +21,7 @@ from pipeline.events.policy import (
 )
 from pipeline.events.rollout import (
     ExchangeRecorded,
+    FeedbackTimedOut,
     GroupOpened,
     GroupTimedOut,
     TrajectoryCompleted,
@@ -48,6 +49,7 @@ AnyEvent = (
     | TrajectoryCompleted
     | SignalGiven
     | GroupTimedOut
+    | FeedbackTimedOut
     | GroupScored
     | GroupDiscarded
     | GroupAdmitted

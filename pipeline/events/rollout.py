@@ -206,3 +206,22 @@ class GroupTimedOut(Event, frozen=True, kw_only=True, tag="rollout.timeout"):
 
     def message_id(self) -> str:
         return f"{self.project}/{self.model}/{self.group}/{self.split}/timeout"
+
+
+class FeedbackTimedOut(Event, frozen=True, kw_only=True, tag="rollout.overdue"):
+    """The time to wait for feedback on a closed group was up (`feedback.wait_s`). It is scored with the feedback that
+    came before this event."""
+
+    subject_fields = ("project", "model", "group")
+    last_subject_field = ("split", "train")
+    unique_subject = True
+
+    group: str
+    """The group, as in `group.scored`."""
+    model: str
+    split: Split = "train"
+    wait_s: float = 0.0
+    """Time that there was, from the message that closed the group."""
+
+    def message_id(self) -> str:
+        return f"{self.project}/{self.model}/{self.group}/{self.split}/overdue"

@@ -78,7 +78,7 @@ USERS: tuple[User, ...] = (
     ),
     User(
         "judge", "scores groups",
-        publishes=("group.>", "rollout.timeout.>"),
+        publishes=("group.>", "rollout.timeout.>", "rollout.overdue.>"),
         consumes=("judge", "judge-timers"),
         sets_timers=True,
         reads=("ROLLOUTS", "GROUPS"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import anyio
 import msgspec
 
 from judge.models.chat import ContextWindowError, Messages, ModelError, ModelReply
+from judge.rewards.compose import open_composer_on_log
 from judge.ruler.conversations import Conversation, Message
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler
@@ -112,15 +113,24 @@ def labelled(path: Path, groups: int = 4, wrong: bool = False) -> Path:
 
 @asynccontextmanager
 async def judging(broker: Broker, config: Config, judge_hash: str = "j") -> AsyncIterator[Judge]:
-    """A judge without a judge model, which runs within the block."""
-    judge = Judge(broker, config, None, judge_hash)
+    """A judge without a judge model, which runs within the block, with the rewards of `judge.rewards`."""
+    async with AsyncExitStack() as stack:
+        composed = config.judge.rewards and open_composer_on_log(config, broker)
+        composer = await stack.enter_async_context(composed) if composed else None
+        judge = Judge(broker, config, composer, judge_hash)
+        await stack.enter_async_context(_running(judge, broker))
+        yield judge
+
+
+@asynccontextmanager
+async def _running(judge: Judge, broker: Broker) -> AsyncIterator[None]:
     async with (
         broker.consume("judge") as completions,
         broker.consume("judge-timers") as timers,
         anyio.create_task_group() as tg,
     ):
         tg.start_soon(judge.run, completions, timers)
-        yield judge
+        yield
         tg.cancel_scope.cancel()
 
 

@@ -100,7 +100,7 @@ async def test_a_group_ends_by_its_score_or_its_discard_and_by_nothing_else(nats
         )
         assert await log.end_of(KEY) == GroupEnd(ended=False, trajectories=frozenset("d"))
         await broker.publish(GroupScored(**scored))
-        assert await log.end_of(KEY) == GroupEnd(ended=True, trajectories=frozenset("ad"))
+        assert await log.end_of(KEY) == GroupEnd(ended=True, trajectories=frozenset("ad"), scored=True)
         other = GroupKey("p", "m", "h", "train")
         await broker.publish(
             GroupDiscarded(

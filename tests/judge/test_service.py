@@ -306,7 +306,7 @@ async def test_a_group_whose_timer_comes_while_it_is_full_is_left_to_its_closing
     nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless nobody scores it: its size was another when the member was acknowledged."""
-    monkeypatch.setattr("judge.service._TIMER_DELAY_ACK_WAITS", 0.01)
+    monkeypatch.setattr("judge.service._SCORING_ACK_WAITS", 0.01)
     async with Broker.connect(nats_config) as broker:
         async with judging(broker, settings(nats_config, group_size=4)):
             await publish(broker, [completed("a"), completed("b"), completed("c")])

@@ -14,6 +14,7 @@ from pipeline.events import (
     DeadLettered,
     Event,
     ExchangeRecorded,
+    FeedbackTimedOut,
     GroupDiscarded,
     GroupScored,
     GroupTimedOut,
@@ -37,6 +38,7 @@ PUBLISHED_TO = {
     "rollout.exchange": "N.N",
     "rollout.completed": "N.N.N.N",
     "rollout.timeout": "N.N.N",
+    "rollout.overdue": "N.N.N",
     "rollout.signal": "N.N.N.N.N",
     "group.scored": "N.N.N.N.main",
     "group.discarded": "N.N.N.main",
@@ -72,6 +74,7 @@ def test_subjects_stay(cls: type[Event]) -> None:
 OPTIONAL = {
     GroupScored: {"split": "val"},
     GroupTimedOut: {"split": "val"},
+    FeedbackTimedOut: {"split": "val"},
     CheckpointPublished: {"branch": "other.one"},
 }
 

@@ -1,0 +1,216 @@
+"""Signals become rewards, rewards of calls and hints: against a real NATS server."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import anyio
+import pytest
+
+from judge.feedback import feedback_on
+from judge.groups import GroupKey, read_group
+from pipeline.config import Config, FeedbackConfig, JudgeConfig, NatsConfig, RewardConfig
+from pipeline.events import AnyEvent, FeedbackTimedOut, Hint, SignalGiven
+from pipeline.log.broker import Broker, Recorded
+from tests.judge.kit import completed, groups, judging
+from tests.judge.test_service import drained, timers
+
+pytestmark = pytest.mark.anyio
+
+_ids = itertools.count()
+RESULT = RewardConfig(name="result", kind="feedback")
+
+
+def signal(trajectory: str, value: float | None = None, **fields: Any) -> SignalGiven:
+    values = {"group": trajectory, "name": "result", "by": "desk", "signal": f"s{next(_ids)}", **fields}
+    return SignalGiven(project="p", model="m", trajectory=trajectory, value=value, **values)
+
+
+def run(trajectory: str, **fields: Any) -> Any:
+    return completed(trajectory, group="", **fields)
+
+
+def settings(
+    nats: NatsConfig, *rewards: RewardConfig, wait_s: float = 0.0, late: Any = "train", **judge: Any
+) -> Config:
+    values = {"min_size": 1, "rewards": rewards or (RESULT,), **judge}
+    return Config(
+        project="p", nats=nats, judge=JudgeConfig(**values), feedback=FeedbackConfig(wait_s=wait_s, late=late)
+    )
+
+
+async def test_a_complete_run_waits_for_its_feedback_and_is_scored_with_it_by_any_judge(
+    nats_config: NatsConfig,
+) -> None:
+    config = settings(nats_config, wait_s=600)
+    async with Broker.connect(nats_config) as broker:
+        async with judging(broker, config):
+            await broker.publish(run("a"))
+            await timers(broker, 1)
+            await drained(broker)
+            assert await groups(broker, 0) == []
+        async with judging(broker, config):
+            await broker.publish(signal("a", 0.75))
+            (group,) = await groups(broker, 1)
+            await drained(broker)
+            await timers(broker, 0)
+    (member,) = group.members
+    assert (member.reward, member.graders, group.closed_by) == (0.75, {"desk": 1.0}, "size")
+
+
+async def test_feedback_before_the_end_of_a_run_counts_and_none_is_waited_for(
+    nats_config: NatsConfig,
+) -> None:
+    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config, wait_s=600)):
+        await broker.publish(signal("a", 0.5))
+        await drained(broker)
+        await broker.publish(run("a"))
+        (group,) = await groups(broker, 1)
+    assert group.members[0].reward == 0.5
+
+
+async def test_without_feedback_a_run_ends_unscored_at_the_deadline_and_late_feedback_scores_it_once(
+    nats_config: NatsConfig,
+) -> None:
+    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config, wait_s=0.2)):
+        await broker.publish(run("a"))
+        (event,) = await groups(broker, 1, "discarded")
+        assert (event.reason, event.detail) == ("unscored", "reward result is missing for 1 of 1")
+        await broker.publish(signal("a", text="no number", kind="text"))
+        await drained(broker)
+        await broker.publish(signal("a", 1.0))
+        (group,) = await groups(broker, 1)
+        assert group.members[0].hints == (Hint(call=-1, text="no number"),)
+        await broker.publish(signal("a", -1.0))
+        await drained(broker)
+        (group,) = await groups(broker, 1)
+        assert group.members[0].reward == 1.0
+        await groups(broker, 1, "discarded")
+
+
+async def test_late_feedback_may_be_recorded_only(nats_config: NatsConfig) -> None:
+    config = settings(nats_config, wait_s=0.2, late="record")
+    async with Broker.connect(nats_config) as broker, judging(broker, config):
+        await broker.publish(run("a"))
+        await groups(broker, 1, "discarded")
+        await broker.publish(signal("a", 1.0))
+        await drained(broker)
+        assert await groups(broker, 0) == []
+
+
+async def test_a_default_stands_in_for_feedback_that_never_comes(nats_config: NatsConfig) -> None:
+    silent = RewardConfig(name="result", kind="feedback", default=0.25)
+    async with (
+        Broker.connect(nats_config) as broker,
+        judging(broker, settings(nats_config, silent, wait_s=0.2)),
+    ):
+        await broker.publish(run("a"))
+        (group,) = await groups(broker, 1)
+    assert (group.members[0].reward, group.members[0].graders) == (0.25, {})
+
+
+async def test_a_group_waits_for_the_feedback_on_each_run_that_has_a_result(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        config = settings(nats_config, wait_s=600, group_size=3)
+        async with judging(broker, config):
+            for name, outcome in (("a", "scored"), ("b", "scored"), ("c", "no_result")):
+                await broker.publish(completed(name, "g", outcome=outcome))
+            await broker.publish(signal("a", 1.0, group="g"))
+            await drained(broker)
+            assert await groups(broker, 0) == []
+            await broker.publish(signal("b", 0.0, group="g"))
+            (group,) = await groups(broker, 1)
+    assert [(m.trajectory, m.reward, m.outcome) for m in group.members] == [
+        ("a", 1.0, "scored"), ("b", 0.0, "scored"), ("c", 0.0, "no_result"),
+    ]  # fmt: skip
+
+
+async def test_a_group_that_timed_out_waits_too(nats_config: NatsConfig) -> None:
+    config = settings(nats_config, wait_s=600, group_size=3, timeout_s=0.2)
+    async with Broker.connect(nats_config) as broker, judging(broker, config):
+        await broker.publish(completed("a", "g"))
+        with anyio.fail_after(20):
+            while not [m async for m in broker.messages("TIMERS", subject="timer.set.rollout.overdue.>")]:
+                await anyio.sleep(0.02)
+        await broker.publish(signal("a", 1.0, group="g"))
+        (group,) = await groups(broker, 1)
+    assert (group.closed_by, group.members[0].reward) == ("timeout", 1.0)
+
+
+async def test_a_judge_that_waits_no_longer_scores_what_waited_when_its_timer_is_due(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("judge.service._SCORING_ACK_WAITS", 0.01)
+    agent = RewardConfig(name="reward")
+    async with Broker.connect(nats_config) as broker:
+        async with judging(broker, settings(nats_config, wait_s=1.0)):
+            await broker.publish(run("a", reward=0.5))
+            await timers(broker, 1)
+            await drained(broker)
+        async with judging(broker, settings(nats_config, agent)):
+            (group,) = await groups(broker, 1)
+    assert group.members[0].reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("combine", "reward", "share"), [("mean", 0.75, 0.5), ("min", 0.5, 1.0), ("product", 0.5, 1.0)]
+)
+async def test_feedback_is_one_part_of_a_reward_or_a_veto(
+    nats_config: NatsConfig, combine: str, reward: float, share: float
+) -> None:
+    agent = RewardConfig(name="own")
+    config = settings(nats_config, RESULT, agent, wait_s=600, combine=combine)
+    async with Broker.connect(nats_config) as broker, judging(broker, config):
+        await broker.publish(run("a", rewards={"own": 1.0}))
+        await broker.publish(signal("a", 0.5))
+        (group,) = await groups(broker, 1)
+    (member,) = group.members
+    assert (member.reward, member.components) == (reward, {"own": 1.0, "agent": 1.0, "result": 0.5})
+    assert member.graders == {"desk": share}
+
+
+def read(
+    *events: AnyEvent, awaited: frozenset[str] = frozenset({"result"}), until: int = 0
+) -> tuple[int, int, int]:
+    """Where the run was closed and ready, and how many signals count. The events have the sequences 1, 2, …"""
+    messages = [Recorded[AnyEvent](e, "ROLLOUTS", seq, e.subject()) for seq, e in enumerate(events, 1)]
+    found = read_group(GroupKey("p", "m", "a", "train"), messages, 3, awaited, until)
+    return found.closed_at, found.ready_at, len(found.group.signals)
+
+
+OVERDUE = FeedbackTimedOut(project="p", model="m", group="a")
+
+
+def test_the_log_alone_says_when_a_group_is_ready() -> None:
+    said, about_a_call = signal("a", 1.0), signal("a", 1.0, call=0)
+    assert read(run("a")) == (1, 0, 0)
+    assert read(run("a"), awaited=frozenset()) == (1, 1, 0)
+    assert read(run("a"), said) == (1, 2, 1)
+    assert read(said, run("a")) == (2, 2, 1)
+    assert read(run("a"), about_a_call) == (1, 0, 1)
+    assert read(run("a"), signal("a", 1.0, name="other"), OVERDUE) == (1, 3, 1)
+    assert read(run("a"), signal("b", 1.0), signal("a", kind="text", text="x")) == (1, 0, 1)
+    assert read(OVERDUE, run("a")) == (2, 0, 0)
+    assert read(run("a", outcome="no_result")) == (1, 1, 0)
+    later = run("a"), said, said, said
+    assert (read(*later), read(*later, until=3)) == ((1, 2, 1), (1, 2, 2))
+
+
+def test_the_last_number_of_each_key_counts_and_keys_are_averaged() -> None:
+    member, config = (
+        run("a", owner="agent"),
+        JudgeConfig(rewards=(RewardConfig(name="result", kind="feedback", weight=2.0),)),
+    )
+    said = [
+        signal("a", 1.0, by="x"), signal("a", 0.0, by="x"), signal("a", 1.0, by="y"),
+        signal("a", 0.5, call=2), signal("a", 1.0, call=2, name="other"),
+        signal("a", 1.0, call=1, name="reward", by="agent"), signal("a", -1.0, call=1, name="reward", by="x"),
+        signal("a", text="Not there.", kind="text", call=1), signal("a", text="b2", kind="correction", name="right"),
+        signal("a", 1e300, by="z"), signal("b", 1.0),
+    ]  # fmt: skip
+    found = feedback_on([member], said, config)["a"]
+    assert found.call_rewards == {"1": 1.0, "2": 1.0}
+    assert found.hints == (Hint(call=1, text="Not there."), Hint(call=-1, text="b2", kind="correction"))
+    assert found.graders == {"x": 0.5, "y": 0.5, "desk": 1.0}
+    assert feedback_on([member], [], config) == {}
