@@ -29,7 +29,7 @@ POINTS: dict[str, str] = {
     "store.compacted": "a merge of files is committed, and the files that were merged still exist",
     "store.checkpointed": "a checkpoint of a table is written and not synced, the journal before it is not cleaned up",
     "broker.before_upload": "an object is created and not uploaded",
-    "gateway.before_answer": "an exchange is recorded, its answer is not sent to the agent",
+    "gateway.before_answer": "an exchange or a signal is recorded, its answer is not sent to the client",
     "sampler.before_rename": "an adapter is unpacked under its temporary name",
     "sampler.after_rename": "an adapter's folder has its final name, it is not loaded into vLLM",
     "sampler.adapter_loaded": "an adapter is in vLLM, `policy.loaded` is not published",

@@ -106,7 +106,7 @@ class App:
             with contextlib.suppress(ApiError):  # without a valid key the answer says less
                 access = self._identity.admit(request.headers, "call", None)
         else:
-            about = values[0] if route.auth in ("trajectory", "completion") else named
+            about = values[0] if values and route.auth in ("trajectory", "completion", "feedback") else named
             access = self._identity.admit(request.headers, route.auth, about)
         request.admitted = _Admitted(access, path, named, route, values)
 

@@ -15,9 +15,9 @@ class KeyConfig(Section, frozen=True, kw_only=True):
     name: str = ""
     """Owner of the trajectories that the key opens. Keys with the same name share trajectories and rate. Empty: a
     part of the hash."""
-    role: Literal["agent", "operator"] = "agent"
-    """`agent`: model calls and its own trajectories. `operator`: every trajectory, decisions about versions, and
-    metrics."""
+    role: Literal["agent", "feedback", "operator"] = "agent"
+    """`agent`: model calls and its own trajectories. `feedback`: feedback on any trajectory of the project, and nothing
+    else. `operator`: every trajectory, decisions about versions, and metrics."""
     calls_per_minute: Natural = 0
     """Calls per minute with the key, and with the keys of trajectories that it opened. 0: no limit. Each gateway
     process counts by itself."""

@@ -39,6 +39,8 @@ class Access:
     """May read and complete every run, read metrics, and decide which versions are served."""
     calls_only: bool = False
     """May only make model calls."""
+    feedback_only: bool = False
+    """May give feedback on every run, and do nothing else."""
     models: frozenset[str] = frozenset()
     """Models it may use. Empty: all."""
     trajectory: str = ""
@@ -112,7 +114,8 @@ class ApiKeys:
         """Whether requests need a key. Never reset: a file that is deleted must not open the gateway."""
         self._keys: dict[str, tuple[Access, float]] = {}
         """Access and expiry by the key's SHA-256."""
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[tuple[str, bool], _Account] = {}
+        """By the keys' name, and whether they are for feedback only: such a key keeps no run's token valid."""
         if not self.reload():
             self._use(())
         if not self.required and not is_loopback(config.host):
@@ -131,7 +134,7 @@ class ApiKeys:
         access, expiry = self._keys.get(hashlib.sha256(key.encode()).hexdigest(), (FULL_ACCESS, -math.inf))
         if expiry <= time.time():
             raise invalid_key()
-        self._accounts[access.owner].spend(access.owner)
+        self._accounts[access.owner, access.feedback_only].spend(access.owner)
         return access
 
     def charge(self, owner: str, model: str) -> None:
@@ -141,7 +144,7 @@ class ApiKeys:
         `owner` is empty if the trajectory was opened without a key, which limits nothing."""
         if not owner or not self.required:
             return
-        account = self._accounts.get(owner)
+        account = self._accounts.get((owner, False))
         if account is None or account.expires_at <= time.time():
             raise invalid_key()
         if account.models and model not in account.models:
@@ -191,20 +194,22 @@ class ApiKeys:
         """Replace the keys by those of the settings and `from_file`. An unchanged rate keeps its count."""
         now = time.monotonic()
         keys: dict[str, tuple[Access, float]] = {}
-        accounts: dict[str, _Account] = {}
+        accounts: dict[tuple[str, bool], _Account] = {}
         for key in (*checked(self._settings), *from_file):
             digest, name, expiry = key.sha256.lower(), name_of(key), expires_at(key)
             if key.projects and self._project not in key.projects:
                 continue
             models = frozenset(key.models)
-            keys[digest] = Access(name, key.role == "operator", key.calls_only, models), expiry
-            if name in accounts:
-                accounts[name].extend(key, models)
+            feedback_only = key.role == "feedback"
+            access = Access(name, key.role == "operator", key.calls_only, feedback_only, models)
+            keys[digest] = access, expiry
+            if (name, feedback_only) in accounts:
+                accounts[name, feedback_only].extend(key, models)
             else:
                 rate = key.calls_per_minute
-                accounts[name] = _Account(rate, float(rate), now, models, expiry)
-        for name, account in accounts.items():
-            before = self._accounts.get(name)
+                accounts[name, feedback_only] = _Account(rate, float(rate), now, models, expiry)
+        for which, account in accounts.items():
+            before = self._accounts.get(which)
             if before is not None and before.per_minute == account.per_minute:
                 account.left, account.refilled_at = before.left, before.refilled_at
         self._keys, self._accounts = keys, accounts

@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     file.add_argument("--file", type=Path, help="path of the file of keys")
     key = argparse.ArgumentParser(add_help=False)
     key.add_argument("--name", required=True, help="owner of the runs that the key opens")
-    key.add_argument("--role", choices=("agent", "operator"), default="agent")
+    key.add_argument("--role", choices=("agent", "feedback", "operator"), default="agent")
     key.add_argument("--calls-per-minute", type=int, default=0, help="default: 0, no limit")
     key.add_argument("--model", action="append", default=[], help="may be repeated; default: all")
     key.add_argument("--project", action="append", default=[], help="may be repeated; default: all")

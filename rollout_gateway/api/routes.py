@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 from urllib.parse import unquote_to_bytes
 
-from rollout_gateway.api import groups, models, records, tokens, trajectories
+from rollout_gateway.api import feedback, groups, models, records, tokens, trajectories
 from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.capture.identity import KeyKind
 from rollout_gateway.http.errors import ApiError
@@ -61,6 +61,8 @@ ROUTES = (
     Route("POST", "/v1/trajectories", trajectories.open_trajectory, status=201, opens=True),
     Route("GET", _RUN, trajectories.get_trajectory, "trajectory"),
     Route("POST", f"{_RUN}/complete", trajectories.complete, "completion"),
+    Route("POST", f"{_RUN}/feedback", feedback.on_trajectory, "feedback", status=201),
+    Route("POST", "/v1/feedback", feedback.on_answers, "feedback", status=201),
     Route("GET", "/v1/groups/{group}", groups.get_group),
     Route("POST", "/v1/groups/{group}/complete", groups.complete_group),
     Route("POST", "/v1/groups/{group}/label", records.label_group, "operator"),

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pipeline.events import PolicyEvaluated
+from pipeline.events.types import Number
 from pipeline.names import MAX_NAME
 from rollout_gateway.capture.registry import Completion
 from rollout_gateway.serving.promotion import By, RequestId
@@ -77,6 +78,42 @@ class GroupLabels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     by: By = ""
     source: Annotated[str, Meta(max_length=MAX_NAME)] = ""
     request: RequestId = ""
+
+
+_Text = Annotated[str, Meta(max_length=65536)]
+
+
+class Feedback(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What somebody says about a run or a call: one of `value`, `thumb`, `correction` and `text`."""
+
+    name: Annotated[str, Meta(max_length=MAX_NAME)] = "feedback"
+    """Name by which settings refer to it."""
+    value: Number | None = None
+    scale: tuple[Number, Number] | None = None
+    """Lowest and highest number of the scale that `value` is on; it is mapped to 0..1. `None`: it stays as it is."""
+    thumb: Literal["up", "down"] | None = None
+    """1 or -1."""
+    correction: _Text = ""
+    """The answer that the call should have given."""
+    text: _Text = ""
+    """Words about it, or a comment on a number."""
+    key: RequestId = ""
+    source: Annotated[str, Meta(max_length=MAX_NAME)] = "api"
+
+
+class RunFeedback(Feedback, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/trajectories/{trajectory}/feedback`."""
+
+    call: Annotated[int, Meta(ge=-1, lt=2**31)] | Annotated[str, Meta(min_length=1, max_length=1024)] = -1
+    """Number of a call, or the id of its answer. -1: the whole run."""
+
+
+class AnswerFeedback(Feedback, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/feedback`."""
+
+    answer: Annotated[str, Meta(max_length=1024)] = ""
+    ranking: Annotated[list[str], Meta(max_length=1024)] = []
+    """Ids of runs or answers, best first."""
 
 
 EvaluationBody = msgspec.defstruct(

@@ -97,7 +97,7 @@ class Dispatcher:
         started_at = now_us()
         streamed = False
         try:
-            body = upstream_body(call, lease.version, capture=exchange.captured)
+            body = upstream_body(call, lease.version, answer_id=exchange.answer_id)
             reply = await upstream.request(
                 "POST", call.served_by, body, timeout_s=self._gateway.replicas.timeout_s
             )

@@ -38,6 +38,8 @@ class Exchange:
     caller: Caller
     captured: bool
     """Whether the call is recorded."""
+    answer_id: str = ""
+    """Id that the answer will have, without its prefix. Empty: the inference server chooses it."""
     version: str = ""
     """Exact policy version of the call; empty until the call was sent to a server."""
     replica: str = ""

@@ -14,6 +14,7 @@ from pipeline import crash
 from pipeline.config import GatewayConfig
 from pipeline.log.broker import BrokerError
 from pipeline.telemetry.logs import get_logger
+from rollout_gateway.capture.answer_ids import new_answer_id
 from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.dispatch import Attempt, Dispatcher
 from rollout_gateway.capture.exchange import Caller, Exchange, Status
@@ -98,8 +99,10 @@ class CallHandler:
 
     def _exchange(self, call: Call, caller: Caller) -> Exchange:
         exchange = Exchange(call, caller, self.captures(caller))
-        if exchange.captured and exchange.recorded_in.opened.references:
-            call.referenced_in = exchange.recorded_in.id
+        if exchange.captured:
+            exchange.answer_id = new_answer_id(exchange.recorded_in.id)
+            if exchange.recorded_in.opened.references:
+                call.referenced_in = exchange.recorded_in.id
         return exchange
 
     async def _answer_or_record_failure(self, exchange: Exchange) -> Attempt:

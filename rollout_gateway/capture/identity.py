@@ -18,10 +18,11 @@ from rollout_gateway.http.errors import ApiError, invalid_key, unknown_trajector
 from rollout_gateway.serving.routing import VersionRouter
 
 Headers = dict[bytes, bytes]
-KeyKind = Literal["optional", "call", "agent", "operator", "trajectory", "completion"]
+KeyKind = Literal["optional", "call", "agent", "operator", "trajectory", "completion", "feedback"]
 """The key that a route takes, if keys are configured. `call`: any key; `agent`: one that is not for calls only;
 `operator`: an operator's; `trajectory`: as `agent`, or the token of the trajectory in the path; `completion`: the
-same, of a token only if the trajectory was opened with `key_completes`; `optional`: none, and any key."""
+same, of a token only if the trajectory was opened with `key_completes`; `feedback`: as `completion`, or a feedback
+key, and the handler checks whose the trajectory is; `optional`: none, and any key."""
 
 TRAJECTORY_HEADER = b"x-journeywork-trajectory"
 GROUP_HEADER = b"x-journeywork-group"
@@ -70,7 +71,7 @@ class Identity:
             own = self._registry.tokens.verify(key)
             if own is None:
                 raise invalid_key()
-            if wanted not in ("call", "trajectory", "completion"):
+            if wanted not in ("call", "trajectory", "completion", "feedback"):
                 message = "A trajectory's key can only make the trajectory's calls, read it and complete it."
                 raise ApiError(403, "wrong_role", message)
             if trajectory is not None:
@@ -81,6 +82,8 @@ class Identity:
             raise ApiError(403, "wrong_role", "This request needs an operator's key.")
         if access.calls_only and wanted != "call":
             raise ApiError(403, "wrong_role", "This API key is for model calls only.")
+        if access.feedback_only and wanted != "feedback":
+            raise ApiError(403, "wrong_role", "This API key is for feedback only.")
         return access
 
     # -- with the body ---------------------------------------------------------------------------------------------
@@ -93,8 +96,11 @@ class Identity:
         exist."""
         if access.trajectory and wanted != "optional":
             opened = await self.charge(access.trajectory)
-            if wanted == "completion" and not opened.key_completes:
-                message = "This trajectory's key can't complete it. Open with `key_completes`, or use the opener's key."
+            if wanted in ("completion", "feedback") and not opened.key_completes:
+                message = (
+                    "This trajectory's key can't complete it or give feedback on it. Open with `key_completes`, or use "
+                    "the opener's key."
+                )
                 raise ApiError(403, "key_does_not_complete", message)
             return replace(access, models=frozenset((opened.model,)))
         if wanted in ("trajectory", "completion") and not access.operator:

@@ -19,6 +19,7 @@ import msgspec
 from pipeline.events import ExchangeRecorded, TrajectoryOpened
 from pipeline.log.broker import BrokerError, HistoryGoneError
 from pipeline.telemetry.logs import get_logger
+from rollout_gateway.capture.answer_ids import unwrapped
 from rollout_gateway.capture.run_log import STREAM, RunLog
 from rollout_gateway.http.errors import ApiError, already_completed
 
@@ -269,16 +270,18 @@ class Trajectory:
         except HistoryGoneError:
             return None
 
-    async def exchange_of(self, reply: str) -> ExchangeRecorded | None:
-        """The complete exchange whose reply has the id `reply`, or `None`. Reads the whole run if it is not a recent
-        one."""
+    async def exchange_of(self, reply: str, *, complete: bool = True) -> ExchangeRecorded | None:
+        """The exchange whose answer has the id `reply`, in any of its names, or `None`. `complete`: only if the answer
+        was complete. Reads the whole run if it is not a recent one."""
+        reply = unwrapped(reply)
         for request_hash in reversed(self.recorded.recent):
             call = await self.recorded_call(request_hash)
-            if call and _reply_id(call[0]) == reply:
+            if call and unwrapped(_reply_id(call[0])) == reply:
                 return call[0]
         for recorded in await self.log.calls(self.id):
-            if recorded.event.status == "complete" and _reply_id(recorded.event) == reply:
-                return recorded.event
+            event = recorded.event
+            if unwrapped(_reply_id(event)) == reply and (event.status == "complete" or not complete):
+                return event
         return None
 
 

@@ -90,12 +90,13 @@ def read_completion(body: bytes) -> Call:
     return Call(body, fields, params, COMPLETIONS, choices)
 
 
-def upstream_body(call: Call, version: str, *, capture: bool) -> bytes:
-    """Return the body for the inference server, with the exact policy version. `capture` asks for token ids and
-    logprobs."""
+def upstream_body(call: Call, version: str, *, answer_id: str) -> bytes:
+    """Return the body for the inference server, with the exact policy version. `answer_id`: of the answer, if the call
+    is captured; then it asks for token ids and logprobs too."""
     fields = dict(call.fields)
     fields["model"] = Raw(_encode(version))
-    if capture:
+    if answer_id:
+        fields["request_id"] = Raw(_encode(answer_id))
         fields["return_token_ids"] = _TRUE
         if not call.params.wants_logprobs:
             fields["logprobs"] = _SAMPLED_ONLY[call.served_by]

@@ -177,7 +177,7 @@ class MessagesTranslation(Translation):
 
     def whole(self) -> dict[str, Any]:
         return {
-            "id": "msg_" + self.id.rpartition("-")[2], "type": "message", "role": "assistant",
+            "id": "msg_" + self.id.partition("-")[2], "type": "message", "role": "assistant",
             "model": self.head.get("model", self.request.model), "content": self.blocks, **self._stop(),
             "usage": _usage(self.usage),
         }  # fmt: skip

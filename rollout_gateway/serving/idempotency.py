@@ -11,19 +11,25 @@ from pipeline.log.fast_client import Ack
 from rollout_gateway.http.errors import ApiError
 
 
-async def publish_once(broker: Broker, event: Event, param: str) -> Ack:
+async def publish_once(broker: Broker, event: Event, param: str, value: str = "") -> Ack:
     """Publish `event`, unless it was recorded before. Return its acknowledgement.
 
-    `param`: the field of the request that holds the idempotency id. Raises a 409 `ApiError` if the log holds a
+    `param`: the field of the request that holds the idempotency id, which is `value` or the event's field of that
+    name. Raises a 409 `ApiError` if the log holds a
     different event with this id; `event` was not recorded then. Events that differ only in `at` count as equal."""
     ack = await broker.publish(event)
     if not ack.duplicate:
         return ack
-    stored = (await broker.read_at(type(event), ack.seq)).event
+    check_same(event, (await broker.read_at(type(event), ack.seq)).event, param, value)
+    return ack
+
+
+def check_same(event: Event, stored: Event, param: str, value: str = "") -> None:
+    """Raise a 409 `ApiError` if two events with one idempotency id differ in more than `at`."""
     if msgspec.structs.replace(event, at=stored.at) != stored:
         message = (
             f"Nothing was recorded: an earlier request with other contents used the same `{param}`, "
-            f"{getattr(event, param)!r}. Send the contents of the earlier request to repeat it, or send a new id."
+            f"{value or getattr(event, param)!r}. Send the contents of the earlier request to repeat it, or send a new "
+            "id."
         )
         raise ApiError(409, "request_exists", message, param=param)
-    return ack

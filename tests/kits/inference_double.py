@@ -210,7 +210,7 @@ def build(double: Double) -> Starlette:
     def head(body: dict[str, Any], kind: str) -> dict[str, Any]:
         prefix = "cmpl-" if kind == "text_completion" else "chatcmpl-"
         return {
-            "id": prefix + next(ids), "object": kind, "created": int(time.time()),
+            "id": prefix + (body.get("request_id") or next(ids)), "object": kind, "created": int(time.time()),
             "model": body.get("model", double.name), "system_fingerprint": double.adapter_of(body),
         }  # fmt: skip
 

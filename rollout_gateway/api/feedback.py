@@ -1,0 +1,217 @@
+"""Feedback: what somebody says about a run or about one of its calls becomes a signal on the log, whenever it comes.
+Handlers raise `ApiError`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+from urllib.parse import quote
+
+from pipeline import crash
+from pipeline.events import GroupDiscarded, SignalGiven, TrajectoryOpened, group_key
+from pipeline.log.subjects import keys_of
+from pipeline.names import check_name, new_id
+from rollout_gateway.access.api_keys import Access
+from rollout_gateway.api.control_request import ControlRequest
+from rollout_gateway.api.gateway import Gateway
+from rollout_gateway.api.schemas import AnswerFeedback, Feedback, RunFeedback
+from rollout_gateway.capture.answer_ids import trajectory_of
+from rollout_gateway.http.errors import ApiError, unknown_trajectory
+from rollout_gateway.serving.idempotency import check_same, publish_once
+
+
+class _Grade(NamedTuple):
+    """What a body says, as a signal has it."""
+
+    kind: Literal["number", "text", "correction"]
+    value: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What feedback is about."""
+
+    trajectory: str
+    call: int | str
+    """`seq` of a call, or an answer's id. -1: the whole run."""
+    grade: _Grade
+
+
+async def on_trajectory(request: ControlRequest) -> dict[str, Any]:
+    """Record feedback on a run, or on one call of it."""
+    body = request.read(RunFeedback)
+    grade = _grade(body, request.gateway.config.gateway.max_reward)
+    return await _give(request, body, [_Target(request.values[0], body.call, grade)])
+
+
+async def on_answers(request: ControlRequest) -> dict[str, Any]:
+    """Record feedback on the call that an answer belongs to, or a ranking of runs and answers."""
+    body = request.read(AnswerFeedback)
+    if bool(body.answer) == bool(body.ranking):
+        message = (
+            "Send either `answer`, the id of an answer, or `ranking`, ids of runs or answers, best first."
+        )
+        raise ApiError(400, "invalid_body", message, param="answer")
+    if body.answer:
+        trajectory = trajectory_of(body.answer)
+        if trajectory is None:
+            raise _unknown_answer(body.answer)
+        grade = _grade(body, request.gateway.config.gateway.max_reward)
+        return await _give(request, body, [_Target(trajectory, body.answer, grade)])
+    return await _give(request, body, _ranked(body))
+
+
+def _grade(body: Feedback, limit: float) -> _Grade:
+    """Read what a body says. Raises a 400 `ApiError` unless it says one thing, within its bounds."""
+    said = {
+        "value": body.value is not None,
+        "thumb": body.thumb is not None,
+        "correction": bool(body.correction),
+    }
+    if sum(said.values()) > 1 or not (any(said.values()) or body.text) or (body.correction and body.text):
+        message = (
+            "Say one thing: `value`, `thumb`, `correction` or `text`. `text` may comment on a value or a thumb. Send "
+            "the rest as further feedback, with a `key` of its own."
+        )
+        raise ApiError(400, "invalid_body", message)
+    if body.scale is not None and body.value is None:
+        raise ApiError(400, "invalid_body", "`scale` needs a `value`.", param="scale")
+    if body.correction:
+        return _Grade("correction", None, body.correction)
+    if body.thumb is not None:
+        return _Grade("number", 1.0 if body.thumb == "up" else -1.0, body.text)
+    if body.value is None:
+        return _Grade("text", None, body.text)
+    low, high = body.scale or (-limit, limit)
+    if not low < high:
+        message = f"`scale` is [{low:g}, {high:g}]: send the lowest number first, then the highest."
+        raise ApiError(400, "invalid_body", message, param="scale")
+    if not low <= body.value <= high:
+        what = "`scale`" if body.scale else "gateway.max_reward"
+        message = f"`value` is {body.value:g}. It must be from {low:g} to {high:g} ({what})."
+        raise ApiError(400, "reward_out_of_range", message, param="value")
+    value = (body.value - low) / (high - low) if body.scale else body.value
+    return _Grade("number", value, body.text)
+
+
+def _ranked(body: AnswerFeedback) -> list[_Target]:
+    """Return the members of a ranking with their numbers, from 1 for the first to 0 for the last."""
+    if body.value is not None or body.scale is not None or body.thumb is not None or body.correction:
+        message = (
+            "A `ranking` says itself what it thinks of each run. Leave the other fields out, except `text`."
+        )
+        raise ApiError(400, "invalid_body", message, param="ranking")
+    last = len(body.ranking) - 1
+    if not last:
+        raise ApiError(400, "invalid_body", "A `ranking` has two members or more.", param="ranking")
+    targets = []
+    for place, name in enumerate(body.ranking):
+        trajectory = trajectory_of(name)
+        call: int | str = -1 if trajectory is None else name
+        targets.append(_Target(trajectory or name, call, _Grade("number", 1 - place / last, body.text)))
+    run, times = Counter(target.trajectory for target in targets).most_common(1)[0]
+    if times > 1:
+        message = f"`ranking` names the run {run!r} more than once: name one answer of each run."
+        raise ApiError(400, "invalid_body", message, param="ranking")
+    return targets
+
+
+async def _give(request: ControlRequest, body: Feedback, targets: list[_Target]) -> dict[str, Any]:
+    """Record the signals, all of them or, if one is refused, none."""
+    gateway, access = request.gateway, request.access
+    key = body.key or new_id("f")
+    # The owner's `:` is escaped, so no two keys' names make the same id.
+    signal = check_name(f"{quote(access.owner, safe='')}:{key}")
+    check_name(body.name)
+    await gateway.registry.log.check_end()
+    events, told = [], []
+    for target in targets:
+        opened = await _opened(gateway, target.trajectory, access)
+        event = SignalGiven(
+            project=gateway.project,
+            signal=signal,
+            trajectory=opened.trajectory,
+            model=opened.model,
+            group=group_key(opened.group, opened.trajectory),
+            split=opened.split,
+            call=await _call(gateway, opened, target.call),
+            name=body.name,
+            **target.grade._asdict(),
+            by=access.owner,
+            source=body.source,
+        )
+        if body.key and len(targets) > 1:
+            recorded = await gateway.broker.read_last(SignalGiven, **keys_of(event))
+            if recorded is not None:
+                check_same(event, recorded.event, "key", key)
+        events.append(event)
+        told.append({"trajectory": event.trajectory, "call": event.call, **await _state(gateway, opened)})
+    for event, line in zip(events, told, strict=True):
+        ack = await publish_once(gateway.broker, event, "key", key)
+        line["repeated"] = ack.duplicate
+        crash.point("gateway.before_answer")
+    return {"key": key, "name": body.name, "signals": told}
+
+
+async def _opened(gateway: Gateway, trajectory: str, access: Access) -> TrajectoryOpened:
+    """Return the opening of a run that the caller may give feedback on. Raises an `ApiError`: 404 if there is none, 410
+    if the log no longer holds all of it, 403 for a trajectory's key of another run."""
+    check_name(trajectory)
+    if access.trajectory and access.trajectory != trajectory:
+        raise ApiError(403, "wrong_key", "This API key belongs to another trajectory.")
+    opened = await gateway.registry.opening(trajectory)
+    gateway.registry.log.check_age(trajectory, opened.at if opened is not None else 0)
+    permitted = opened is not None and (
+        access.trajectory or access.feedback_only or access.owns(opened.owner)
+    )
+    if opened is None or not permitted or not access.sees(opened.model):
+        raise unknown_trajectory(trajectory)
+    return opened
+
+
+async def _call(gateway: Gateway, opened: TrajectoryOpened, call: int | str) -> int:
+    """Return the `seq` of a call of a run, by its number or by the id of its answer. Raises a 404 `ApiError`."""
+    if call == -1:
+        return -1
+    trajectory = opened.trajectory
+    if isinstance(call, str):
+        exchange = await (await gateway.registry.find_to_read(trajectory)).exchange_of(call, complete=False)
+        if exchange is None:
+            raise _unknown_answer(call, f"Run {trajectory!r}")
+        return exchange.seq
+    completed = await gateway.registry.log.completion(opened)
+    if completed is not None:
+        calls = completed.calls
+    else:
+        run = await gateway.registry.find_to_read(trajectory)
+        await run.refresh()
+        calls = run.recorded.next_seq
+    if call >= calls:
+        message = f"Run {trajectory!r} has {calls} calls, numbered from 0: there is no call {call}."
+        raise ApiError(404, "exchange_not_found", message, param="call")
+    return call
+
+
+async def _state(gateway: Gateway, opened: TrajectoryOpened) -> dict[str, str]:
+    """Return what has become of a run: `open`, `completed`, or `discarded` with the reason."""
+    if await gateway.registry.log.completion(opened) is None:
+        return {"run": "open"}
+    group = group_key(opened.group, opened.trajectory)
+    discards = await gateway.broker.read(
+        GroupDiscarded, project=opened.project, model=opened.model, group=group, branch="main"
+    )
+    for recorded in reversed(discards):
+        if opened.trajectory in recorded.event.trajectories:
+            return {"run": "discarded", "reason": recorded.event.reason}
+    return {"run": "completed"}
+
+
+def _unknown_answer(answer: str, where: str = "The log") -> ApiError:
+    message = (
+        f"{where} has no answer {answer!r}. Send the id as the client got it. An answer is recorded only if its call "
+        "belongs to a run (docs/gateway.md says how a call names its run), and the log keeps it for "
+        "nats.rollouts_max_age_h."
+    )
+    return ApiError(404, "exchange_not_found", message, param="answer")

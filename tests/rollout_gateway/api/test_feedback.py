@@ -1,0 +1,312 @@
+"""Feedback becomes signals: about any answer, at any time, each once, and from those only who may give it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.events import GroupDiscarded, SignalGiven, TrajectoryOpened
+from pipeline.log.broker import Broker
+from rollout_gateway.capture.answer_ids import new_answer_id, trajectory_of, unwrapped
+from tests.kits.clients import closed_after_test
+from tests.rollout_gateway.access.test_access import Caller
+from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
+from tests.rollout_gateway.kit import ASK, key_config
+
+pytestmark = [pytest.mark.anyio]
+
+KEYS = (
+    key_config("alice"),
+    key_config("bob"),
+    key_config("boss", role="operator"),
+    key_config("fan", role="feedback"),
+    key_config("chess-fan", role="feedback", models=("chess",)),
+    key_config("caller", calls_only=True),
+)
+
+
+def give(gateway: GatewayProcess, run: str = "", **body: Any) -> httpx.Response:
+    return httpx.post(
+        f"{gateway.url}/v1/{f'trajectories/{run}/' if run else ''}feedback", json=body, timeout=60
+    )
+
+
+async def signals(nats: NatsConfig) -> list[SignalGiven]:
+    async with Broker.connect(nats) as broker:
+        return [recorded.event for recorded in await broker.read(SignalGiven, project=PROJECT)]
+
+
+def error(reply: httpx.Response) -> tuple[int, str]:
+    return reply.status_code, reply.json()["error"]["code"] if reply.status_code >= 400 else ""
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_answers_names_hold_its_run() -> None:
+    for run in ("t-20261122T093012Z-5f1c", "a.b/c d", "chatcmpl-x.0123456789abcdef", "é%41"):
+        name = new_answer_id(run)
+        for prefix in (
+            "chatcmpl-",
+            "cmpl-",
+            "resp_i-chatcmpl-",
+            "resp_n-chatcmpl-",
+            "fc_12-chatcmpl-",
+            "msg_",
+        ):
+            assert (trajectory_of(prefix + name), unwrapped(prefix + name)) == (run, name)
+    for foreign in (
+        "chatcmpl-5f",
+        "msg_",
+        "t-1",
+        "chatcmpl-%GG.0123456789abcdef",
+        "chatcmpl-%FF.0123456789abcdef",
+    ):
+        assert trajectory_of(foreign) in (None, "%GG")
+
+
+def answers(client: openai.OpenAI, anthropic_client: anthropic.Anthropic) -> dict[str, str]:
+    """The id of the answer to one call by each API, plain and streamed."""
+    ask: Any = {"model": "tictactoe", "input": "a1=x", "max_output_tokens": 4}
+    message: Any = {"model": "tictactoe", "messages": ASK["messages"], "max_tokens": 4}
+    ids = {
+        "chat": client.chat.completions.create(**ASK).id,
+        "chat, streamed": [chunk.id for chunk in client.chat.completions.create(**ASK, stream=True)][-1],
+        "completion": client.completions.create(model="tictactoe", prompt="a1=x", max_tokens=4).id,
+        "response": client.responses.create(**ask).id,
+        "message": anthropic_client.messages.create(**message).id,
+    }
+    with client.responses.stream(**ask) as events:
+        ids["response, streamed"] = next(
+            event.response.id for event in events if event.type == "response.created"
+        )
+    with anthropic_client.messages.stream(**message) as stream:
+        ids["message, streamed"] = stream.get_final_message().id
+    return ids
+
+
+@pytest.mark.inference
+@pytest.mark.parametrize("named_by", ["key", "headers"])
+async def test_feedback_on_the_answers_of_each_api(
+    gateway: GatewayProcess, nats_config: NatsConfig, named_by: str
+) -> None:
+    options: dict[str, Any] = {"base_url": f"{gateway.url}/v1", "api_key": "none"}
+    if named_by == "key":
+        opened = gateway.open(id="run/1", group="g")
+        options["api_key"] = opened["api_key"]
+    else:
+        options["default_headers"] = {"x-journeywork-trajectory": "run%2F1", "x-journeywork-group": "g"}
+    client = closed_after_test(openai.OpenAI(**options))
+    claude = closed_after_test(anthropic.Anthropic(**{**options, "base_url": gateway.url}))
+    for number, (api, name) in enumerate(answers(client, claude).items()):
+        reply = give(gateway, answer=name, thumb="up", text=api)
+        assert reply.json()["signals"] == [
+            {"trajectory": "run/1", "call": number, "run": "open", "repeated": False}
+        ], (api, name, reply.text)
+    assert [s.call for s in await signals(nats_config)] == list(range(7))
+
+
+@pytest.mark.inference
+async def test_feedback_on_a_run_that_names_itself_nowhere(
+    start_gateway: StartGateway, nats_config: NatsConfig
+) -> None:
+    gateway = start_gateway(**{"detection.enabled": True})
+    answer = gateway.client().chat.completions.create(**ASK).id
+    assert give(gateway, answer=answer, value=0.5).status_code == 201
+    (signal,) = await signals(nats_config)
+    async with Broker.connect(nats_config) as broker:
+        (opened,) = [r.event for r in await broker.read(TrajectoryOpened, project=PROJECT)]
+    assert (signal.trajectory, signal.group, signal.call) == (opened.trajectory, opened.group, 0)
+
+
+# -- bodies -----------------------------------------------------------------------------------------------------------
+
+
+async def test_what_a_body_says(start_front: StartGateway, nats_config: NatsConfig) -> None:
+    gateway = start_front(max_reward=5)
+    for name in ("r", "s", "t"):
+        gateway.open(id=name, group="g" if name == "r" else "", split="val")
+    said: list[tuple[dict[str, Any], tuple[str, float | None, str]]] = [
+        ({"value": -5}, ("number", -5.0, "")),
+        ({"value": 4, "scale": [1, 5], "text": "good"}, ("number", 0.75, "good")),
+        ({"thumb": "up"}, ("number", 1.0, "")),
+        ({"thumb": "down", "text": "no"}, ("number", -1.0, "no")),
+        ({"correction": "b2"}, ("correction", None, "b2")),
+        ({"text": "the other account"}, ("text", None, "the other account")),
+    ]
+    for body, _ in said:
+        assert give(gateway, "r", name="n", source="test", **body).status_code == 201
+    assert give(gateway, ranking=["s", "r", "t"], text="why").status_code == 201
+    given = await signals(nats_config)
+    assert [(s.kind, s.value, s.text) for s in given] == [
+        *(signal for _, signal in said),
+        *(("number", value, "why") for value in (1.0, 0.5, 0.0)),
+    ]
+    assert [s.trajectory for s in given[-3:]] == ["s", "r", "t"]
+    assert {s.group for s in given} == {"g", "s", "t"}
+    assert {(s.model, s.split, s.call, s.by) for s in given} == {("tictactoe", "val", -1, "")}
+    assert {(s.name, s.source) for s in given} == {("n", "test"), ("feedback", "api")}
+    refused: list[dict[str, Any]] = [
+        {}, {"value": 1, "thumb": "up"}, {"correction": "x", "text": "y"}, {"value": 5.1}, {"value": "1"},
+        {"scale": [0, 1]}, {"value": 1, "scale": [1, 1]}, {"value": 3, "scale": [0, 2]}, {"values": 1},
+        {"thumb": "sideways"},
+        {"text": "x" * 65537}, {"thumb": "up", "name": ""}, {"thumb": "up", "key": "x" * 201},
+        {"thumb": "up", "call": -2}, {"thumb": "up", "answer": "r"}, {"ranking": ["r", "s"]},
+    ]  # fmt: skip
+    for body in refused:
+        assert give(gateway, "r", **body).status_code == 400, body
+    for body in (
+        {"thumb": "up"}, {"ranking": ["r"]}, {"ranking": ["r", "r"]}, {"ranking": ["r", "s"], "value": 1},
+        {"answer": "chatcmpl-1", "ranking": ["r", "s"]},
+    ):  # fmt: skip
+        assert give(gateway, **body).status_code == 400, body
+    assert len(await signals(nats_config)) == len(given)
+
+
+async def test_the_state_of_the_run_is_told(start_front: StartGateway, nats_config: NatsConfig) -> None:
+    gateway = start_front()
+    for name in ("open", "done", "lost"):
+        gateway.open(id=name)
+    for name in ("done", "lost"):
+        gateway.complete(name, reward=0)
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(
+            GroupDiscarded(
+                project=PROJECT,
+                group="lost",
+                model="tictactoe",
+                trajectories=("lost",),
+                reason="late",
+                by="judge",
+            )
+        )
+    old = "t-20200101T000000Z-" + "0" * 20
+    about: list[tuple[dict[str, Any], Any]] = [
+        ({"run": "open"}, {"run": "open"}),
+        ({"run": "done"}, {"run": "completed"}),
+        ({"run": "lost"}, {"run": "discarded", "reason": "late"}),
+        ({"run": "nobody"}, (404, "trajectory_not_found")),
+        ({"run": old}, (410, "trajectory_expired")),
+        ({"answer": f"chatcmpl-{new_answer_id(old)}"}, (410, "trajectory_expired")),
+        ({"answer": f"chatcmpl-{new_answer_id('nobody')}"}, (404, "trajectory_not_found")),
+        ({"answer": f"chatcmpl-{new_answer_id('open')}"}, (404, "exchange_not_found")),
+        ({"answer": "chatcmpl-5f1c"}, (404, "exchange_not_found")),
+        ({"run": "open", "call": 0}, (404, "exchange_not_found")),
+        ({"run": "done", "call": "chatcmpl-5f1c"}, (404, "exchange_not_found")),
+        ({"ranking": ["open", "nobody"]}, (404, "trajectory_not_found")),
+    ]
+    for body, told in about:
+        grade = {} if "ranking" in body else {"thumb": "down"}
+        reply = give(gateway, **body, **grade)
+        if isinstance(told, dict):
+            (signal,) = reply.json()["signals"]
+            assert {name: signal.get(name) for name in told} == told
+        else:
+            assert error(reply) == told, body
+    assert [s.trajectory for s in await signals(nats_config)] == ["open", "done", "lost"]
+
+
+# -- once -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_key_is_one_signal(start_front: StartGateway, nats_config: NatsConfig) -> None:
+    gateway = start_front(keys=KEYS)
+    alice, boss = Caller(gateway, "alice"), Caller(gateway, "boss")
+    for name in ("r", "s"):
+        alice.open(id=name)
+    path = "/v1/trajectories/r/feedback"
+    for repeated in (False, True):
+        (told,) = alice.ask("POST", path, {"thumb": "up", "key": "k"}).json()["signals"]
+        assert told["repeated"] is repeated
+    assert error(alice.ask("POST", path, {"thumb": "down", "key": "k"})) == (409, "request_exists")
+    # A ranking of which one member is refused changes nothing.
+    assert error(alice.ask("POST", "/v1/feedback", {"ranking": ["s", "r"], "key": "k"})) == (
+        409,
+        "request_exists",
+    )
+    # Contradictory feedback is two signals, and so is that of another key under the same id.
+    assert alice.status("POST", path, {"thumb": "down", "key": "l"}) == 201
+    assert boss.status("POST", path, {"thumb": "down", "key": "k"}) == 201
+    given = await signals(nats_config)
+    assert [(s.signal, s.value, s.by) for s in given] == [
+        ("alice:k", 1.0, "alice"), ("alice:l", -1.0, "alice"), ("boss:k", -1.0, "boss"),
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["broker.before_publish", "broker.after_publish", "gateway.before_answer"])
+async def test_signals_survive_deaths_of_the_gateway(
+    start_front: StartGateway, nats_config: NatsConfig, point: str
+) -> None:
+    """The gateway dies at each of a ranking's boundaries; the client repeats its request until it is answered."""
+    gateway = start_front()
+    runs = ["a", "b", "c"]
+    for name in runs:
+        gateway.open(id=name)
+    gateway.stop()
+    body = {"ranking": runs, "key": "k"}
+    for count in (1, 2, 3):
+        gateway.start({"JOURNEYWORK_CRASH": f"{point}:{count}"})
+        with pytest.raises(httpx.TransportError):
+            give(gateway, **{**body, "key": f"k{count}"})
+        assert gateway.process is not None
+        assert gateway.process.wait(30) == -9
+        gateway.start()
+        assert give(gateway, **{**body, "key": f"k{count}"}).status_code == 201
+        gateway.kill()
+    given = await signals(nats_config)
+    assert sorted((s.signal, s.trajectory, s.value) for s in given) == [
+        (f":k{count}", run, value)
+        for count in (1, 2, 3)
+        for run, value in zip(runs, (1.0, 0.5, 0.0), strict=True)
+    ]
+
+
+# -- who --------------------------------------------------------------------------------------------------------------
+
+
+async def test_who_may_give_feedback(start_front: StartGateway, nats_config: NatsConfig) -> None:
+    gateway = start_front(keys=KEYS)
+    alice = Caller(gateway, "alice")
+    own = alice.open(id="r")
+    completing = alice.open(id="s", key_completes=True)
+    path, body = "/v1/trajectories/r/feedback", {"thumb": "up"}
+    answer = {"answer": f"chatcmpl-{new_answer_id('r')}", **body}
+    refused = (404, "trajectory_not_found")
+    for key, told in {
+        "alice": (201, ""), "boss": (201, ""), "fan": (201, ""), "bob": refused, "chess-fan": refused,
+        "caller": (403, "wrong_role"), "": (401, "invalid_api_key"), own["api_key"]: (403, "key_does_not_complete"),
+        completing["api_key"]: (403, "wrong_key"),
+    }.items():  # fmt: skip
+        caller = Caller(gateway, key)
+        assert error(caller.ask("POST", path, body)) == told, key
+        # The answer is in no call of the run, which only those learn who may know of the run.
+        expected = (404, "exchange_not_found") if told == (201, "") else told
+        assert error(caller.ask("POST", "/v1/feedback", answer)) == expected, key
+    assert Caller(gateway, completing["api_key"]).status("POST", "/v1/trajectories/s/feedback", body) == 201
+    assert error(Caller(gateway, "bob").ask("POST", "/v1/feedback", {"ranking": ["r", "s"]})) == refused
+    assert [s.by for s in await signals(nats_config)] == ["alice", "boss", "fan", ""]
+
+
+async def test_a_feedback_key_can_do_nothing_else(start_front: StartGateway) -> None:
+    gateway = start_front(keys=KEYS)
+    alice, fan = Caller(gateway, "alice"), Caller(gateway, "fan")
+    alice.open(id="r", group="g")
+    assert fan.about("r") == [403] * 5
+    for method, path in (
+        ("GET", "/v1/models"), ("GET", "/v1/models/tictactoe"), ("GET", "/v1/policies"), ("GET", "/v1/policies/events"),
+        ("GET", "/v1/groups/g"), ("GET", "/metrics"), ("POST", "/v1/trajectories"), ("POST", "/v1/evaluations"),
+        ("POST", "/v1/policies/tictactoe/pin"), ("POST", "/v1/policies/tictactoe/rollback"), ("POST", "/tokenize"),
+        ("POST", "/v1/messages"), ("POST", "/v1/responses"), ("POST", "/v1/completions"),
+        ("POST", "/v1/messages/count_tokens"), ("GET", "/v1/trajectories/r"),
+    ):  # fmt: skip
+        assert fan.status(method, path, {"model": "tictactoe"} if method == "POST" else None) == 403, path
+    assert "replicas" not in fan.ask("GET", "/health").json()
+    # What it is told holds nothing of the run's content.
+    (told,) = fan.ask("POST", "/v1/trajectories/r/feedback", {"thumb": "up"}).json()["signals"]
+    assert told == {"trajectory": "r", "call": -1, "run": "open", "repeated": False}
