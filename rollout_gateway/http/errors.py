@@ -61,8 +61,8 @@ def unknown_trajectory(trajectory: str) -> ApiError:
 def expired_trajectory(trajectory: str, hours: float) -> ApiError:
     message = (
         f"Trajectory {trajectory!r} expired: it was opened more than {hours:g} hours ago, so the log no longer holds "
-        "all of it (nats.rollouts_max_age_h). It takes no calls and no feedback, it can't be completed, and its id can't "
-        "be used again. Open another one."
+        "all of it (nats.rollouts_max_age_h). It takes no calls and no feedback, it can't be completed, and its id "
+        "can't be used again. Open another one."
     )
     return ApiError(410, "trajectory_expired", message)
 
