@@ -9,6 +9,7 @@
 | `trajectories` | opening, completing and reading trajectories |
 | `demonstrations` | conversations that the model did not have, as calls |
 | `groups` | completing a group, making its runs of recorded calls, what became of it |
+| `feedback` | feedback on runs and answers, recorded as signals |
 | `records` | people's labels and evaluations, recorded |
 | `models` | models, versions, decisions, the state of the servers |
 | `tokens` | token counts |

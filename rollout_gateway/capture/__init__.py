@@ -5,6 +5,7 @@
 | `handler` | one call: sampled, recorded and acknowledged, then answered |
 | `dispatch` | has a call answered by an inference server, again if one goes away |
 | `exchange` | a call from its request to its events |
+| `answer_ids` | ids of answers, which name their trajectory |
 | `identity` | finds the trajectory of a call and checks its key |
 | `detection` | finds the trajectory of a call that names none, by its messages |
 | `conversations` | what the messages of a call say, and what of an answer they quote |
