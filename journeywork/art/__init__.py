@@ -14,7 +14,7 @@ It needs the extra `art` (the package `openai`). docs/art.md lists what behaves 
 | `model` | prompted and trainable models |
 | `trajectories` | trajectories, histories, groups |
 | `types` | messages, configurations and results of training |
-| `gather`, `gathering`, `batches` | play many trajectories concurrently |
+| `gather`, `gathering`, `batches`, `pipeline_trainer` | play many trajectories concurrently; train meanwhile |
 | `auto_trajectory`, `yield_trajectory` | trajectories of code that returns something else |
 | `folders` | where a model's versions lie |
 | `records`, `metrics` | a model's folder: its state, and what it logged; costs and times |

@@ -28,8 +28,8 @@ class NotCapturedError(Exception):
 def references_of(trajectory: Trajectory, where: str) -> list[Reference]:
     """Return the recorded calls of a trajectory's choices: of the main conversation, then of the further ones.
 
-    `where` names the trajectory in the error. Raises `NotCapturedError` for a choice without a recorded call, and for a
-    trajectory without any choice."""
+    Empty for a trajectory without any choice. `where` names the trajectory in the error. Raises `NotCapturedError` for
+    a choice without a recorded call."""
     found: list[Reference] = []
     for name, item in _choices(trajectory):
         reference = _reference(item)
@@ -43,11 +43,6 @@ def references_of(trajectory: Trajectory, where: str) -> list[Reference]:
             )
         if reference not in found:
             found.append(reference)
-    if not found:
-        raise NotCapturedError(
-            f"{where} holds no `Choice`, so there is nothing to train. Append `completion.choices[0]` to "
-            "`messages_and_choices`, not only its message."
-        )
     return found
 
 

@@ -36,6 +36,8 @@ class GatherContext:
     max_exceptions: int | float = 0
     """How many exceptions are allowed, or below 1 their share of the bar's total."""
     increment_pbar: bool = True
+    pbar_total_completion_tokens: bool = False
+    """Has no effect, as in ART."""
 
     def update_pbar(self, n: int) -> None:
         """Move the bar by `n`, and show the means of the metrics."""

@@ -184,8 +184,8 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
 
         Rows of `history.jsonl` hold the means of rewards and metrics by `<split>/<name>`. They are also sent to Weights
         & Biases where the environment variable WANDB_API_KEY is set, unless `report_metrics` leaves out `wandb`.
-        Captured trajectories of a trainable model are also recorded on the log as validation runs, unless `split` is
-        `train`: then `train` records them."""
+        Captured trajectories of a trainable model are also recorded on the log as validation runs if `split` is `val`;
+        `train` records those that it trains. The row also holds what `metrics_builder` collected."""
         at = step if step is not None else await self.get_step()
         builder = self.metrics_builder("train").for_cost_context(
             "eval" if split in ("val", "test") else split
@@ -201,7 +201,7 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
             ]
             for counted in told:
                 builder.take({name: value for name, value in counted.items() if name.startswith("costs/")})
-            if self.trainable and self._backend is not None and split != "train":
+            if self.trainable and self._backend is not None and split == "val":
                 await self._backend.log_validation(self, groups, split)
         if measured := await builder.flush():
             row |= measured
@@ -324,9 +324,15 @@ class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateTy
         await self.log(groups, split="train", metrics=result.metrics, step=result.step)
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
-        """Nothing: the trainer deletes old checkpoints by itself, and keeps the newest and the best by validation
-        reward. Warns for another metric."""
-        await cast(Any, self.backend()).delete_checkpoints(self, best_checkpoint_metric)
+        """Delete nothing: the trainer keeps the newest versions and the best by validation reward, and the lake every
+        one. Warns if no row of `log` has the metric, and raises nothing."""
+        best = self._folder.best_step(best_checkpoint_metric)
+        if best is None:
+            log.warning(
+                "delete_checkpoints: no row that model.log wrote has the metric %r", best_checkpoint_metric
+            )
+        else:
+            log.info("the best version by %s is %s", best_checkpoint_metric, self.get_inference_name(best))
 
     async def train_sft(
         self,

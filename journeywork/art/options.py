@@ -30,15 +30,15 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "kimi_k2_tau": (None, "use kl_penalty_coef"),
     "scale_learning_rate_by_reward_std_dev": (False, "pass the learning rate"),
     "num_trajectories_learning_rate_multiplier_power": (0.0, "pass the learning rate"),
-    "allow_training_without_logprobs": (False, "only recorded calls are trained, and they have logprobs"),
 }
 """Options that the trainer has nothing for: ART's default, and what to do instead."""
 _WITHOUT_EFFECT = frozenset((
     "grad_accumulation_sequences", "precalculate_logprobs", "plot_tensors", "logprob_calculation_chunk_size",
     "packed_sequence_length", "save_checkpoint", "verbose", "moe_routing_replay_path", "moe_routing_replay_strict",
-    "moe_routing_replay_bundle",
+    "moe_routing_replay_bundle", "allow_training_without_logprobs",
 ))  # fmt: skip
-"""Options that change how much memory or time a step takes, or what is shown."""
+"""Options that change how much memory or time a step takes, or what is shown, or that concern calls without logprobs:
+every recorded call has them."""
 
 
 def step_settings(learning_rate: float | None, options: Mapping[str, Any]) -> dict[str, Any]:

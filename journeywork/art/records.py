@@ -37,6 +37,17 @@ class RunFolder:
         row = {**metrics, "step": step, "recorded_at": time.time()}
         self._append(self.path / "history.jsonl", [row])
 
+    def best_step(self, metric: str) -> int | None:
+        """Return the step with the highest mean of a metric in `history.jsonl`, the latest of equals; `None` without a
+        row that has it."""
+        file = self.path / "history.jsonl"
+        values: dict[int, list[float]] = defaultdict(list)
+        for line in file.read_text("utf-8").splitlines() if file.exists() else ():
+            row = json.loads(line)
+            if isinstance(row.get(metric), int | float):
+                values[int(row["step"])].append(row[metric])
+        return max(values, key=lambda step: (fmean(values[step]), step), default=None)
+
     def write_trajectories(
         self, groups: Sequence[TrajectoryGroup], split: str, step: int
     ) -> dict[str, float]:

@@ -17,6 +17,9 @@ _HISTORY = "query the history with `journeywork sql`, or read trajectories/<spli
 _DEPLOY = "write the adapter with `journeywork export`, and deploy that folder with the provider's own tool"
 _BUCKET = "set store.dir to a bucket, and write an adapter with `journeywork export`"
 _CAPTURE = "use auto_trajectory and capture_auto_trajectory of journeywork.art"
+_RETENTION = (
+    "set trainer.keep_checkpoints: the trainer keeps the newest versions and the best, and the lake every one"
+)
 _TUNING = "use train_sft_from_file of journeywork.art.utils.sft, which reads the file itself"
 REFUSED: dict[str, str] = {
     "api_costs": _COSTS,
@@ -57,7 +60,20 @@ REFUSED: dict[str, str] = {
     "model.METRIC_SPLITS": _COSTS,
     "openai.init_chat_completion": "use consume_chat_completion_stream",
     "openai.update_chat_completion": "use consume_chat_completion_stream",
-    "pipeline_trainer": "use journeywork.loop, which plays while the trainer trains, and bounds the staleness",
+    "pipeline_trainer.CHECKPOINT_CREATED_AT_METRIC": _RETENTION,
+    "pipeline_trainer.CHECKPOINT_EVAL_COMPLETED_METRIC": _RETENTION,
+    "pipeline_trainer.CHECKPOINT_SAVED_METRIC": _RETENTION,
+    "pipeline_trainer.CheckpointInfo": _RETENTION,
+    "pipeline_trainer.CheckpointRetentionContext": _RETENTION,
+    "pipeline_trainer.CheckpointRetentionStrategy": _RETENTION,
+    "pipeline_trainer.StatusReporter": "read the rows that model.log writes, or the dashboard",
+    "pipeline_trainer.binary_prefix_tool_pipeline": _INTERNAL,
+    "pipeline_trainer.checkpoint_retention": _RETENTION,
+    "pipeline_trainer.keep_recent_and_top": _RETENTION,
+    "pipeline_trainer.state": _INTERNAL,
+    "pipeline_trainer.status": _HISTORY,
+    "pipeline_trainer.types": "import the types from journeywork.art.pipeline_trainer",
+    "pipeline_trainer.yes_no_maybe_pipeline": _INTERNAL,
     "preprocessing": _INTERNAL,
     "serverless.client": "use ServerlessBackend(base_url=..., api_key=...)",
     "test": "it is ART's own tests",

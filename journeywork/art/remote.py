@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -17,8 +16,6 @@ from journeywork.art.supervised import train_chats
 from journeywork.art.training import StepResult, record_groups, train_groups
 from journeywork.art.trajectories import AnyGroup, TrajectoryGroup, as_groups
 from journeywork.art.types import ServerlessTrainResult, TrainResult
-
-log = logging.getLogger("journeywork.art")
 
 
 class RemoteBackend:
@@ -129,13 +126,3 @@ class RemoteBackend:
             result = await train_chats(gateway, model.name, batches, rates)
             await self._open_calls(gateway, model)
         return result
-
-    async def delete_checkpoints(self, model: AnyTrainableModel, best_checkpoint_metric: str) -> None:
-        """Nothing: the trainer keeps the newest checkpoints and the best by validation reward by itself. Warns for
-        another metric."""
-        if best_checkpoint_metric != "val/reward":
-            log.warning(
-                "delete_checkpoints: the trainer keeps the newest trainer.keep_checkpoints and the best by validation "
-                "reward, not by %r; record validation runs with model.log(..., split='val')",
-                best_checkpoint_metric,
-            )

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import httpx
 
-from journeywork.art.captured import is_captured, references_of
+from journeywork.art.captured import NotCapturedError, is_captured, references_of
 from journeywork.art.gateway import Batch, Gateway, Member
 from journeywork.art.trajectories import Trajectory, TrajectoryGroup
 from journeywork.trajectory import finite_number
@@ -96,9 +96,12 @@ async def train_groups(
     """Train one step on `groups`, and return once the new version is served. `settings` of the trainer hold for this
     step, by their names below `trainer`.
 
-    Groups without two different rewards are recorded and not trained. If no other is left, no step is taken.
-    Raises `NotCapturedError` and `ValueError` (a reward or metric that is not finite) before anything is sent, and
-    `TrainingError`, also for a group that the gateway refuses, such as for a reward out of its range."""
+    Groups without two different rewards are recorded and not trained. If no other is left, no step is taken. A
+    trajectory without a choice is not trained; in a group that is, its reward counts in the baseline.
+
+    Raises `NotCapturedError`, also if no trajectory has a choice, and `ValueError` (a reward or metric that is not
+    finite) before anything is sent, and `TrainingError`, also for a group that the gateway refuses, such as for a
+    reward out of its range."""
     batch_id = f"art-{secrets.token_hex(6)}"
     members: dict[str, list[Member]] = {}
     tasks: dict[str, str] = {}
@@ -114,12 +117,19 @@ async def train_groups(
             _member(trajectory, f"{name}-{at}", f"trajectory {at} of group {number}")
             for at, trajectory in enumerate(group.trajectories)
         ]
-        if trains(group):
+        if trains(group) and any(member["exchanges"] for member in members[name]):
             batch["groups"].append(name)
+        else:
+            members[name] = [member for member in members[name] if member["exchanges"]]
+    if members and not any(members.values()):
+        raise NotCapturedError(
+            "no trajectory holds a `Choice`, so there is nothing to train. Append `completion.choices[0]` to "
+            "`messages_and_choices`, not only its message."
+        )
     for name in batch["groups"]:
         for member in members[name]:
             member["batch"] = batch
-    await send(gateway, model, members, tasks, "train")
+    await send(gateway, model, {name: told for name, told in members.items() if told}, tasks, "train")
     policy = await gateway.policy(model)
     if not batch["groups"]:
         log.warning("no step was trained: %s", _why_nothing_trains(groups))

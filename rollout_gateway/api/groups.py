@@ -23,7 +23,7 @@ def wrong_group(trajectory: str, opened: TrajectoryOpened, group: str) -> ApiErr
 
 async def complete_group(request: ControlRequest) -> dict[str, Any]:
     """Complete the trajectories that the body names, one after the other, and return what was recorded of each. A
-    member with `exchanges` or a `demonstration` that is not open is opened first.
+    member with `exchanges`, a `demonstration` or a `batch` that is not open is opened first.
 
     All members are checked before the first one is changed. If a later one fails nevertheless, the same request
     completes the rest."""
@@ -38,7 +38,7 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
         opened = await gateway.registry.opening(member.id)
         if member.demonstration is not None:
             check_demonstration(member, access)
-        if opened is None and (member.exchanges or member.demonstration):
+        if opened is None and _may_be_opened(member):
             check_name(group)
             if body.model not in gateway.models_of(access):
                 raise gateway.unknown_model(body.model, access)
@@ -49,7 +49,7 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
         check_batch(member, group)
     data = []
     for number, member in enumerate(body.trajectories, 1):
-        if member.exchanges or member.demonstration:
+        if _may_be_opened(member):
             await _open(gateway, group, body, member, number, access)
         if member.demonstration is not None:
             await record_demonstration(request, member.id, member.demonstration)
@@ -57,10 +57,16 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
     return {"group": group, "data": data}
 
 
+def _may_be_opened(member: GroupMember) -> bool:
+    """Whether a member is made of calls of other trajectories or of a demonstration, or of nothing but a reward that
+    counts in the baseline of a requested batch."""
+    return bool(member.exchanges or member.demonstration or member.batch)
+
+
 async def _open(
     gateway: Gateway, group: str, body: GroupCompletion, member: GroupMember, number: int, access: Access
 ) -> None:
-    """Open a member that is made of calls of other trajectories, unless an earlier request did."""
+    """Open a member, unless an earlier request did."""
     if await gateway.registry.opening(member.id) is not None:
         return
     event = TrajectoryOpened(

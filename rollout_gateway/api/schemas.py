@@ -54,8 +54,8 @@ class GroupMember(Completion, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class GroupCompletion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /v1/groups/{group}/complete`. A member with `exchanges` that was not opened is opened with the
-    other fields."""
+    """Body of `POST /v1/groups/{group}/complete`. A member with `exchanges` or a `batch` that was not opened is
+    opened with the other fields."""
 
     trajectories: list[GroupMember]
     model: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,11 +64,21 @@ def test_lists_are_groups_and_none_is_left_out() -> None:
 
 
 @pytest.mark.anyio
-async def test_another_metric_of_delete_checkpoints_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    model = art.TrainableModel(name="m", project="p", base_model="b")
-    await art.RemoteBackend("http://gateway").delete_checkpoints(model, "val/accuracy")
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "'val/accuracy'" in caplog.text
+async def test_the_best_version_is_named_by_any_metric_and_nothing_is_raised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    model: Any = art.TrainableModel(name="m", project="p", base_model="b", base_path=str(tmp_path))
+    await model.delete_checkpoints()
+    for step, accuracy in ((1, 0.5), (2, 0.75), (3, 0.25), (2, 0.5)):
+        await model.log(metrics={"val/accuracy": accuracy}, step=step)
+    await model.delete_checkpoints("val/accuracy")
+    warned, told = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert warned == (
+        logging.WARNING,
+        "delete_checkpoints: no row that model.log wrote has the metric 'val/reward'",
+    )
+    assert told == (logging.INFO, "the best version by val/accuracy is m@2")
 
 
 def chunk(delta: dict[str, Any], **fields: Any) -> ChatCompletionChunk:

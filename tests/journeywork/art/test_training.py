@@ -121,13 +121,26 @@ async def test_a_choice_without_a_recorded_call_is_named(model: Any) -> None:
     ):
         await model.train([art.TrajectoryGroup([await trajectory(model, 0), bad])])
     only_messages = art.Trajectory(messages_and_choices=[{"role": "assistant", "content": "x"}], reward=1)
-    with pytest.raises(art.NotCapturedError, match="holds no `Choice`"):
-        await model.train([art.TrajectoryGroup([await trajectory(model, 0), only_messages])])
+    with pytest.raises(art.NotCapturedError, match="no trajectory holds a `Choice`"):
+        await model.train([art.TrajectoryGroup([only_messages] * 2)])
     bad.messages_and_choices.pop()
     bad.additional_histories.append(art.History(messages_and_choices=[foreign]))
     with pytest.raises(art.NotCapturedError, match=r"additional_histories\[0\]"):
         await model.train([art.TrajectoryGroup([await trajectory(model, 0), bad])])
     assert await model.get_step() == before, "nothing was sent"
+
+
+async def test_a_trajectory_without_a_choice_is_left_out_and_its_reward_counts(up: Up, model: Any) -> None:
+    before = await model.get_step()
+    failed = art.Trajectory(messages_and_choices=[{"role": "user", "content": "a1=x"}], reward=-2)
+    result = await model.backend().train(
+        model, [art.TrajectoryGroup([await trajectory(model, 1), await trajectory(model, 1), failed])]
+    )
+    assert (result.step, result.metrics["data/step_num_groups_trainable"]) == (before + 1, 1)
+    assert result.metrics["data/step_num_trajectories"] == 3
+    assert abs(result.metrics["train/reward"]) < 1e-6, "the mean of all three"
+    await model.train([art.TrajectoryGroup([failed, failed]), await group(model, 0, 1)])
+    assert await model.get_step() == before + 2
 
 
 async def test_any_client_with_the_models_address_is_recorded(model: Any) -> None:

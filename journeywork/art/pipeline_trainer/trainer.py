@@ -1,0 +1,302 @@
+"""Plays groups while the backend trains, with a bounded staleness, and evaluates versions meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from journeywork.art.backend import Backend
+from journeywork.art.model import TrainableModel
+from journeywork.art.trajectories import Trajectory, TrajectoryGroup
+from journeywork.transport import plain_errors
+
+log = logging.getLogger("journeywork.art")
+
+ScenarioT = TypeVar("ScenarioT")
+ConfigT = TypeVar("ConfigT")
+RolloutFn: TypeAlias = Callable[[TrainableModel[Any], ScenarioT, ConfigT], Awaitable[TrajectoryGroup]]
+SingleRolloutFn: TypeAlias = Callable[[TrainableModel[Any], ScenarioT, ConfigT], Awaitable[Trajectory]]
+Evaluated: TypeAlias = "list[Trajectory | TrajectoryGroup] | list[Trajectory] | list[TrajectoryGroup]"
+EvalFn: TypeAlias = Callable[
+    [TrainableModel[Any], int, ConfigT], Awaitable["Evaluated | dict[str, Evaluated]"]
+]
+
+PIPELINE_STATE_KEY = "_pipeline_trainer"
+"""Key of what is played and evaluated in a model's state."""
+_EQUAL = 1e-6
+"""Rewards that differ by no more than this train nothing."""
+_LOGGED = 50
+"""Groups without different rewards of which a step logs the trajectories."""
+
+
+def make_group_rollout_fn(
+    single_rollout_fn: SingleRolloutFn[ScenarioT, ConfigT], n: int = 4
+) -> RolloutFn[ScenarioT, ConfigT]:
+    """Return a function that plays a scenario `n` times. Exceptions are kept in the group."""
+
+    async def play(model: TrainableModel[Any], scenario: ScenarioT, config: ConfigT) -> TrajectoryGroup:
+        attempts = (single_rollout_fn(model, scenario, config) for _ in range(n))
+        return TrajectoryGroup(await asyncio.gather(*attempts, return_exceptions=True))
+
+    return play
+
+
+class PipelineTrainer(Generic[ScenarioT, ConfigT]):
+    """`num_rollout_workers` play scenarios, and each step trains what was played since the last: `min_batch_size` to
+    `max_batch_size` groups. A group begins only with a version that is at most `max_steps_off_policy` steps before the
+    step that is trained, and is left out if it became older.
+
+    It ends after `max_steps` steps, with the scenarios, or when `discard_queue_multiplier * min_batch_size` groups
+    since the last step had equal rewards. A trainer that is made anew goes on with the next scenario (`resume`)."""
+
+    def __init__(
+        self,
+        model: TrainableModel[Any],
+        backend: Backend,
+        rollout_fn: RolloutFn[ScenarioT, ConfigT],
+        scenarios: AsyncIterator[ScenarioT] | Iterable[ScenarioT],
+        config: ConfigT,
+        eval_fn: EvalFn[ConfigT] | None = None,
+        *,
+        num_rollout_workers: int = 16,
+        min_batch_size: int = 4,
+        max_batch_size: int | None = None,
+        max_steps_off_policy: int = 4,
+        queue_maxsize: int | None = None,
+        learning_rate: float = 1e-5,
+        max_steps: int | None = None,
+        discard_queue_multiplier: int = 100,
+        eval_every_n_steps: int = 20,
+        eval_at_start: bool = True,
+        resume: bool = True,
+        log_interval_seconds: float = 60.0,
+        status_ewa_alpha: float = 0.2,
+        total_scenarios: int | None = None,
+        checkpoint_retention_strategy: Any = None,
+        checkpoint_retention_interval: int = 1,
+        **options: Any,
+    ) -> None:
+        """`options` are those of `backend.train`, such as `loss_fn`. Those of the status line and of the retention of
+        checkpoints have no effect: the progress is what `model.log` writes, and `trainer.keep_checkpoints` of the
+        installation says how many versions it keeps. Raises `ValueError` for a value out of range."""
+        most = max_batch_size if max_batch_size is not None else 10 * min_batch_size
+        room = queue_maxsize if queue_maxsize is not None else max(1, max_steps_off_policy * most)
+        for name, value in (
+            ("num_rollout_workers", num_rollout_workers), ("min_batch_size", min_batch_size), ("queue_maxsize", room),
+            ("discard_queue_multiplier", discard_queue_multiplier),
+        ):  # fmt: skip
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if (
+            most < min_batch_size
+            or max_steps_off_policy < 0
+            or eval_every_n_steps < 0
+            or (max_steps or 0) < 0
+        ):
+            raise ValueError(
+                "max_batch_size must be at least min_batch_size, and max_steps_off_policy, eval_every_n_steps and "
+                "max_steps at least 0"
+            )
+        self.model, self.backend, self.rollout_fn, self.config = model, backend, rollout_fn, config
+        self.eval_fn, self.eval_every_n_steps, self.eval_at_start = eval_fn, eval_every_n_steps, eval_at_start
+        self.max_steps, self.max_steps_off_policy, self.resume = max_steps, max_steps_off_policy, resume
+        self._workers, self._sizes, self._room = num_rollout_workers, (min_batch_size, most), room
+        self._options = {
+            "learning_rate": learning_rate,
+            **{n: v for n, v in options.items() if v is not None},
+        }
+        self._most_equal = discard_queue_multiplier * min_batch_size
+        self._scenarios, self._drawing = _iterate(scenarios), anyio.Lock()
+        self._equal: list[TrajectoryGroup] = []
+        self._drawn = self._evaluated = self._step = self._stale = 0
+        self._playing = anyio.CancelScope()
+        self._served = anyio.Event()
+        """Set unless a step is trained whose version the next groups have to begin with."""
+
+    async def train(self, *, handle_signals: bool = True) -> None:
+        """Play, train and evaluate until the end. With `handle_signals`, SIGINT and SIGTERM end it after a last
+        step.
+
+        An exception of a rollout is logged, and its scenario left out. Raises what `backend.train` raises, and
+        `RuntimeError` for a group of which every rollout failed."""
+        self._step = await self.model.get_step()
+        state = (self.model.read_state() or {}).get(PIPELINE_STATE_KEY, {}) if self.resume else {}
+        self._evaluated = int(state.get("last_eval_step", self._step))
+        while self._drawn < int(state.get("scenario_offset", 0)) and await self._next() is not None:
+            pass
+        put, played = anyio.create_memory_object_stream[TrajectoryGroup](self._room)
+        due, evaluations = anyio.create_memory_object_stream[int](float("inf"))
+        stops = (
+            anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) if handle_signals else nullcontext(None)
+        )
+        with plain_errors(Exception), stops as signals:
+            async with anyio.create_task_group() as evaluating, due:
+                evaluating.start_soon(self._evaluate, evaluations)
+                if self.eval_at_start:
+                    due.send_nowait(self._step)
+                async with anyio.create_task_group() as tg, put, played:
+                    if signals is not None:
+                        tg.start_soon(self._stop_at, signals)
+                    tg.start_soon(self._play_all, put.clone())
+                    put.close()
+                    await self._train(played, due)
+                    tg.cancel_scope.cancel()
+
+    def request_stop(self) -> None:
+        """End after a last step, of the groups that were played."""
+        self._playing.cancel()
+
+    async def _stop_at(self, signals: AsyncIterator[signal.Signals]) -> None:
+        async for caught in signals:
+            log.warning("%s: ending after a last step, of the groups that were played", caught.name)
+            self.request_stop()
+
+    # -- playing -----------------------------------------------------------------------------------------------------
+
+    async def _next(self) -> ScenarioT | None:
+        async with self._drawing:
+            async for scenario in self._scenarios:
+                self._drawn += 1
+                return scenario
+        return None
+
+    async def _play_all(self, put: MemoryObjectSendStream[TrajectoryGroup]) -> None:
+        async with put:
+            with self._playing:
+                async with anyio.create_task_group() as tg:
+                    for _ in range(self._workers):
+                        tg.start_soon(self._play, put)
+
+    async def _play(self, put: MemoryObjectSendStream[TrajectoryGroup]) -> None:
+        while (scenario := await self._next()) is not None:
+            await self._served.wait()
+            version = self._step
+            try:
+                builder = self.model.metrics_builder("train")
+                with builder.activate_context(), builder.measure("time/step_actor_s"):
+                    group = await self.rollout_fn(self.model, scenario, self.config)
+            except Exception:
+                log.exception("a rollout failed; its scenario is left out: %r", scenario)
+                continue
+            told = scenario.get("metadata") if isinstance(scenario, dict) else None
+            for name, value in (told or {}).items():
+                if isinstance(value, str | int | float | bool | None):
+                    group.metadata[name if name == "scenario_id" else f"scenario_{name}"] = value
+            for trajectory in group.trajectories:
+                if trajectory.initial_policy_version is None:
+                    trajectory.initial_policy_version = version
+                if trajectory.final_policy_version is None:
+                    trajectory.final_policy_version = self._step
+            await put.send(group)
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    async def _train(
+        self, played: MemoryObjectReceiveStream[TrajectoryGroup], due: MemoryObjectSendStream[int]
+    ) -> None:
+        last = None if self.max_steps is None else self._step + self.max_steps
+        while last is None or self._step < last:
+            self._served.set()
+            waited = time.monotonic()
+            batch = await self._batch(played)
+            began = time.monotonic()
+            if not batch:
+                return
+            if not self.max_steps_off_policy:
+                self._served = anyio.Event()
+            result = await self.backend.train(self.model, batch, **self._options)
+            ages = [self._step - version for group in batch if (version := _version(group)) is not None]
+            self._step = result.step
+            metrics = {
+                "throughput/step_trainer_idle_s": began - waited,
+                "discarded_stale_groups": float(self._stale),
+                "steps_off_policy": sum(ages) / len(ages) if ages else 0.0,
+                "time/step_trainer_s": time.monotonic() - began,
+                **result.metrics,
+            }
+            await self.model.log(batch, split="train", step=self._step, metrics=metrics)
+            if self._equal:
+                await self.model.log(self._equal[:_LOGGED], split="discarded", step=self._step)
+                self._equal.clear()
+            if self.eval_every_n_steps and self._step - self._evaluated >= self.eval_every_n_steps:
+                due.send_nowait(self._step)
+                self._evaluated = self._step
+            kept = {
+                "scenario_offset": self._drawn,
+                "training_step": self._step,
+                "last_eval_step": self._evaluated,
+            }
+            self.model.merge_state({PIPELINE_STATE_KEY: kept})
+
+    async def _batch(self, played: MemoryObjectReceiveStream[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """Return the groups of a step. Empty or smaller than `min_batch_size` at the end."""
+        least, most = self._sizes
+        batch: list[TrajectoryGroup] = []
+        while len(batch) < most:
+            try:
+                group = played.receive_nowait() if len(batch) >= least else await played.receive()
+            except (anyio.EndOfStream, anyio.WouldBlock):
+                break
+            if not group.trajectories and group.exceptions:
+                first = group.exceptions[0]
+                raise RuntimeError(
+                    f"every rollout of a group failed, the first by {first.type}: {first.message}"
+                )
+            rewards = [trajectory.reward for trajectory in group.trajectories]
+            if (version := _version(group)) is not None and self._step - version > self.max_steps_off_policy:
+                self._stale += 1
+            elif len(rewards) > 1 and max(rewards) - min(rewards) > _EQUAL:
+                batch.append(group)
+            else:
+                self._equal.append(group)
+                if len(self._equal) >= self._most_equal:
+                    log.warning(
+                        "training ends: %d groups since the last step had equal rewards. Look at the reward, lower the "
+                        "learning rate, or raise discard_queue_multiplier",
+                        len(self._equal),
+                    )
+                    return []
+        return batch
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    async def _evaluate(self, due: MemoryObjectReceiveStream[int]) -> None:
+        async with due:
+            async for step in due:
+                if self.eval_fn is None:
+                    continue
+                try:
+                    builder = self.model.metrics_builder("eval")
+                    with builder.activate_context(), builder.measure("time/step_eval_s"):
+                        found = await self.eval_fn(self.model, step, self.config)
+                except Exception:
+                    log.exception("the evaluation of step %d failed", step)
+                    continue
+                for split, items in (found if isinstance(found, dict) else {"val": found}).items():
+                    groups = [item for item in items if isinstance(item, TrajectoryGroup)]
+                    if alone := [item for item in items if isinstance(item, Trajectory)]:
+                        groups.append(TrajectoryGroup(alone))
+                    await self.model.log(groups, split=split, step=step)
+
+
+async def _iterate(scenarios: AsyncIterator[ScenarioT] | Iterable[ScenarioT]) -> AsyncIterator[ScenarioT]:
+    if isinstance(scenarios, AsyncIterator):
+        async for scenario in scenarios:
+            yield scenario
+    else:
+        for scenario in scenarios:
+            yield scenario
+
+
+def _version(group: TrajectoryGroup) -> int | None:
+    """Return the oldest version with which a trajectory of the group began, where it is known."""
+    versions = (trajectory.initial_policy_version for trajectory in group.trajectories)
+    return min((version for version in versions if version is not None), default=None)
