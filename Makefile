@@ -29,11 +29,9 @@ lint: venv
 docs: venv
 	$(PY) -m pipeline.docs
 	$(PY) -m store.docs
-	$(PY) -m docs.make_pictures streams
 
 # docs/pictures. The curve is drawn from docs/pictures/curve.json; `python -m docs.make_pictures curve --run-dir runs/demo` records it.
 pictures: venv
-	$(PY) -m docs.make_pictures streams
 	$(PY) -m docs.make_pictures curve
 	$(foreach data,$(wildcard examples/*/curve.json),$(PY) -m examples.common.curve $(dir $(data)) &&) true
 

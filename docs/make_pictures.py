@@ -1,12 +1,10 @@
-"""The pictures of README and docs/, drawn from the code and from a recorded run.
+"""The pictures of README and docs/, from a recorded run.
 
-    python -m docs.make_pictures streams                       # docs/pictures/streams.svg, from pipeline's tables
     python -m docs.make_pictures curve --run-dir runs/demo     # docs/pictures/curve.json, read from a run of the demo
     python -m docs.make_pictures curve                         # docs/pictures/curve.svg, drawn from curve.json
     python -m docs.make_pictures dashboard --run-dir runs/demo # docs/pictures/dashboard-*.png, in Chromium
 
-The drawn pictures are 420 px wide, so that a phone shows them unscaled. `--check` exits 1 where one differs from its
-source."""
+The curve is 420 px wide, so that a phone shows it unscaled. `--check` exits 1 where it differs from its data."""
 
 from __future__ import annotations
 
@@ -22,99 +20,19 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-import matplotlib as mpl
 import uvicorn
-from matplotlib import pyplot as plt
 
 from examples.common import curve
-from examples.common.curve import BLUE, INK, ORANGE, SOFT
 from examples.common.running import rows
 from journeywork.statistics import wilson
-from pipeline import streams
-from pipeline.security.users import USERS, User
 
 FOLDER = Path(__file__).parent / "pictures"
 GAMES_A_POINT = 512
-mpl.rcParams.update({"font.family": "sans-serif", "font.size": 9})
 
 GAMES = """
 SELECT reward FROM trajectories
 WHERE split = 'train' AND outcome = 'scored' AND reward IS NOT NULL ORDER BY completed_at
 """
-
-
-def writes(user: User, subjects: tuple[str, ...]) -> bool:
-    return any(s.startswith(own.removesuffix(">")) for s in user.publishes for own in subjects)
-
-
-def reads(user: User, stream: str) -> bool:
-    return stream in (*user.reads, *user.follows, *(streams.consumer(c).stream for c in user.consumes))
-
-
-def table() -> list[tuple[str, str, list[str], list[str]]]:
-    """Return one row for each stream and for the bucket of adapters: name, what it holds, who writes it, who reads it.
-
-    The operator's commands and the trainers of branches (`experiment`) are left out: they may do what the services
-    do."""
-    services = [u for u in USERS if u.name not in ("operator", "experiment")]
-    found = []
-    for spec in streams.STREAMS:
-        # Every service sends what it cannot use to the dead letters.
-        writers = (
-            ["any service"] if spec.name == "DEAD" else [u.name for u in services if writes(u, spec.subjects)]
-        )
-        found.append((spec.name, spec.purpose, writers, [u.name for u in services if reads(u, spec.name)]))
-    bucket = streams.ADAPTERS_BUCKET
-    found.append(
-        (
-            bucket,
-            "LoRA adapters (object store)",
-            [u.name for u in services if bucket in u.stores],
-            [u.name for u in services if bucket in u.fetches],
-        )
-    )
-    return found
-
-
-def draw_streams() -> str:
-    lines = table()
-    figure = plt.figure(figsize=(4.2, 1.02 * len(lines) + 0.45), dpi=100)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(0, 420)
-    axes.set_ylim(102 * len(lines) + 45, 0)
-    axes.axis("off")
-    for x, title in ((55, "writes"), (210, "stream on the log"), (365, "reads")):
-        axes.text(x, 22, title, ha="center", va="center", color=SOFT, weight="bold")
-    for at, (name, purpose, writers, readers) in enumerate(lines):
-        y = 92 + 102 * at
-        bucket = name == streams.ADAPTERS_BUCKET
-        axes.add_patch(
-            mpl.patches.FancyBboxPatch(
-                (120, y - 36), 180, 72, boxstyle="round,pad=0,rounding_size=9",
-                facecolor="#eef4fb" if not bucket else "#fdf3ea",
-                edgecolor=BLUE if not bucket else ORANGE, linewidth=1.2,
-            )
-        )  # fmt: skip
-        axes.text(210, y - 12, name, ha="center", va="center", weight="bold", color=INK, size=10)
-        axes.text(
-            210, y + 12, "\n".join(_wrapped(purpose, 30)), ha="center", va="center", color=INK, size=7.5
-        )
-        axes.text(55, y, "\n".join(writers), ha="center", va="center", color=INK, linespacing=1.5)
-        axes.text(365, y, "\n".join(readers), ha="center", va="center", color=INK, linespacing=1.5)
-        for start, end in ((96, 119), (301, 324)):
-            axes.annotate(
-                "", (end, y), (start, y), arrowprops={"arrowstyle": "-|>", "color": SOFT, "linewidth": 1.2}
-            )
-    return curve.as_svg(figure)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    out = [""]
-    for word in text.split():
-        if out[-1] and len(out[-1]) + 1 + len(word) > width:
-            out.append("")
-        out[-1] = f"{out[-1]} {word}".strip()
-    return out
 
 
 def read_curve(run_dir: Path) -> dict[str, Any]:
@@ -142,7 +60,7 @@ def read_curve(run_dir: Path) -> dict[str, Any]:
 
 def shoot_dashboard(run_dir: Path) -> list[Path]:
     """Take pictures of the dashboard's pages over a run, as a desktop and a phone show them. Needs Chromium."""
-    # Imported here: the other pictures need neither a browser nor a database.
+    # Imported here: the curve needs neither a browser nor a database.
     from pipeline.config import with_values
     from pipeline.running.runs import run_settings
     from store.showing.dashboard.server import SECTIONS, make_app
@@ -192,27 +110,23 @@ def main() -> int:
     """Write the picture that the command line names and print its path. With `--check`, write nothing and return 1 if
     the picture differs from its source. Exits 2 for options that contradict each other."""
     parser = argparse.ArgumentParser(prog="python -m docs.make_pictures")
-    parser.add_argument("picture", choices=("streams", "curve", "dashboard"))
+    parser.add_argument("picture", choices=("curve", "dashboard"))
     parser.add_argument("--run-dir", type=Path, help="a run of the demo, to read the curve from, or to show")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 where the picture differs"
     )
     given = parser.parse_args()
-    if given.picture == "streams" and given.run_dir:
-        parser.error("the picture of the streams is not drawn from a run: leave out --run-dir")
     if given.check and (given.run_dir or given.picture == "dashboard"):
-        parser.error(
-            "--check compares a drawn picture with its recorded source: it takes no --run-dir, no dashboard"
-        )
+        parser.error("--check compares the curve with its recorded data: it takes no --run-dir, no dashboard")
     FOLDER.mkdir(exist_ok=True)
     if given.picture == "dashboard":
         for file in shoot_dashboard(given.run_dir or Path("runs/demo")):
             sys.stdout.write(f"{file}\n")
         return 0
-    data, out = FOLDER / "curve.json", FOLDER / f"{given.picture}.svg"
+    data, out = FOLDER / "curve.json", FOLDER / "curve.svg"
     if given.run_dir:
         data.write_text(json.dumps(read_curve(given.run_dir), indent=1) + "\n")
-    drawn = draw_streams() if given.picture == "streams" else curve.draw(json.loads(data.read_text()))
+    drawn = curve.draw(json.loads(data.read_text()))
     if given.check:
         return int(not out.exists() or out.read_text() != drawn)
     out.write_text(drawn)

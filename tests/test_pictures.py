@@ -13,14 +13,6 @@ from examples.common import curve
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_the_picture_of_the_streams_is_that_of_the_tables() -> None:
-    drawn = (make_pictures.FOLDER / "streams.svg").read_text("utf-8")
-    assert make_pictures.draw_streams() == drawn, "run `make pictures`"
-    for name, _, writers, readers in make_pictures.table():
-        assert writers, name
-        assert readers, name
-
-
 def test_the_curve_is_drawn_from_its_recorded_data() -> None:
     data = json.loads((make_pictures.FOLDER / "curve.json").read_text("utf-8"))
     assert curve.draw(data) == (make_pictures.FOLDER / "curve.svg").read_text("utf-8"), "run `make pictures`"
@@ -33,7 +25,7 @@ def test_the_curve_is_drawn_from_its_recorded_data() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [["curve", "--check", "--run-dir", "r"], ["streams", "--run-dir", "r"], ["dashboard", "--check"]],
+    [["curve", "--check", "--run-dir", "r"], ["dashboard", "--check"]],
     ids=" ".join,
 )
 def test_options_that_contradict_each_other_write_nothing(
@@ -49,7 +41,6 @@ def test_options_that_contradict_each_other_write_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("picture", ["curve.svg", "streams.svg"])
-def test_a_picture_fits_a_phone(picture: str) -> None:
-    head = (make_pictures.FOLDER / picture).read_text("utf-8")[:2000]
+def test_the_curve_fits_a_phone() -> None:
+    head = (make_pictures.FOLDER / "curve.svg").read_text("utf-8")[:2000]
     assert 'width="302.4pt"' in head  # 420 px

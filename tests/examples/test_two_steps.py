@@ -13,15 +13,12 @@ from transformers import AutoTokenizer
 
 from examples.common.running import ROOT, rows
 from examples.database.shop import ITEMS
-from examples.sentences.tasks import WORDS
 from examples.support.desk import ACTIONS, MOODS
 from tests.conftest import InferenceDouble
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 EXAMPLES: dict[str, list[str]] = {
-    "twentyfortyeight": ["left", "right", "up", "down"],
-    "sentences": [f" {word}" for word in WORDS],
     "database": [
         "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
         for name, arguments in (
