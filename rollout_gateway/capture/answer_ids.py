@@ -12,9 +12,7 @@ import secrets
 
 from pipeline.names import name_of_token, subject_token
 
-_WRAPPED = re.compile(
-    r"(?:(?:resp_[in]|(?:rs|msg|fc|ctc)_\d{1,4})-(?=(?:chat)?cmpl-)|msg_)?(?:(?:chat)?cmpl-)?"
-)
+_PREFIX = re.compile(r"(?:(?:resp_[in]|(?:rs|msg|fc|ctc)_\d{1,4})-)?(?:chat)?cmpl-|msg_")
 _ID = re.compile(r"(.+)\.[0-9a-f]{16}")
 
 
@@ -25,7 +23,8 @@ def new_answer_id(trajectory: str) -> str:
 
 def unwrapped(name: str) -> str:
     """Return the id in any of an answer's names. The id of an answer that was not captured is the server's own."""
-    return _WRAPPED.sub("", name, count=1)
+    match = _PREFIX.match(name)
+    return name[match.end() :] if match is not None else name
 
 
 def trajectory_of(name: str) -> str | None:

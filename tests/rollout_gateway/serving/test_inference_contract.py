@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,19 @@ def test_a_reply_has_its_token_ids_and_their_logprobs(server: VllmServer) -> Non
     assert all(entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2 for entry in content)
     assert choice["finish_reason"] in ("stop", "length")
     assert choice["message"]["role"] == "assistant"
+
+
+def test_the_caller_chooses_the_id(server: VllmServer) -> None:
+    """Of the answer, and of each chunk of a stream. It names the run, so that feedback finds it."""
+    name = "a/b%2Ec@d:e+f=g,h~i.0123456789abcdef"
+    assert chat(server, request_id=name)["id"] == f"chatcmpl-{name}"
+    streamed = post(server, "/v1/chat/completions", **ASK, stream=True, request_id=name)
+    ids = re.findall(r'"id": ?"(chatcmpl[^"]*)"', streamed.text)
+    assert set(ids) == {f"chatcmpl-{name}"}
+    completion = post(
+        server, "/v1/completions", model="tictactoe@0", prompt="a1=x", max_tokens=2, request_id=name
+    )
+    assert completion.json()["id"] == f"cmpl-{name}"
 
 
 def test_what_is_not_asked_for_is_not_told(server: VllmServer) -> None:
