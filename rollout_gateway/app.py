@@ -219,12 +219,14 @@ class App:
         caller = await self._caller(call, admitted, request)
         exchanges: dict[str, ExchangeRecorded] = {}
         for completion in translation.continued:
-            trajectory = caller.trajectory
-            exchange = None if trajectory is None else await trajectory.exchange_of(completion)
+            exchange = await self._gateway.registry.exchange_of(completion, admitted.access)
             if exchange is None:
                 raise not_recorded(completion)
             exchanges[completion] = exchange
-        return caller, translation.call(exchanges)
+        whole = translation.call(exchanges)
+        if caller.trajectory is None:
+            caller = await self._caller(whole, admitted, request)
+        return caller, whole
 
 
 def _check_size(request: Request) -> None:

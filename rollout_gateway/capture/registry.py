@@ -23,6 +23,7 @@ from pipeline.names import name_of_token
 from pipeline.telemetry import trace
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
+from rollout_gateway.capture.answer_ids import trajectory_of
 from rollout_gateway.capture.copies import Reference, copy_calls
 from rollout_gateway.capture.groups import Groups
 from rollout_gateway.capture.run_log import STREAM, RunLog, same_opening
@@ -132,6 +133,17 @@ class Registry:
         if opened is None or not access.owns(opened.owner):
             raise unknown_trajectory(trajectory)
         return opened
+
+    async def exchange_of(self, answer: str, access: Access) -> ExchangeRecorded | None:
+        """The complete exchange of an answer, by its id. `None` if there is none, or the caller may not use its run."""
+        trajectory = trajectory_of(answer)
+        if trajectory is None or access.trajectory not in ("", trajectory):
+            return None
+        try:
+            run = await self.find_to_read(trajectory)
+        except ApiError:
+            return None
+        return await run.exchange_of(answer) if access.trajectory or access.owns(run.opened.owner) else None
 
     async def describe(self, trajectory: str) -> tuple[TrajectoryOpened, TrajectoryCompleted | None, int]:
         """How a trajectory was opened and completed, and how many exchange events it has.

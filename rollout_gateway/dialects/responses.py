@@ -44,8 +44,8 @@ class ResponsesTranslation(Translation):
     """One call of `/v1/responses`.
 
     Nothing is stored for `previous_response_id` and items of type `item_reference`. Their ids hold the id of a chat
-    completion, and the log holds the chat completions of a trajectory. So both work in calls that name their
-    trajectory, on any gateway, for as long as the log keeps the calls."""
+    completion, which names its trajectory, and the log holds the chat completions of trajectories. So both work on any
+    gateway, for as long as the log keeps the calls."""
 
     path = "/v1/responses"
     kind = ResponsesRequest
@@ -281,8 +281,8 @@ def not_recorded(name: str) -> ApiError:
     return ApiError(
         400,
         "previous_response_not_found",
-        f"The log holds nothing with the id {name!r} of this call's trajectory. Name the trajectory (by its key, URL "
-        "or header), or send the whole conversation: no previous_response_id and no item_reference (`store: false`).",
+        f"The log holds no answer with the id {name!r} that this call's key may use: it keeps only calls of "
+        "trajectories. Send the whole conversation: no previous_response_id and no item_reference (`store: false`).",
         param="input",
     )
 

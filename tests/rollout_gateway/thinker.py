@@ -85,7 +85,7 @@ class Thinker(FakeVllm):
             "completion_tokens": len(sampled),
             "total_tokens": len(prompt + sampled),
         }
-        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": 1, "model": body["model"]}
+        head = {"id": f"chatcmpl-{body['request_id']}", "created": 1, "model": body["model"]}
         if not body.get("stream"):
             choice = {"index": 0, "message": message, "finish_reason": reason, **_tokens(sampled)}
             return 200, {**head, "choices": [choice], "prompt_token_ids": prompt, "usage": usage}

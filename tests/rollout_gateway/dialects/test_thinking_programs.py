@@ -76,7 +76,7 @@ async def test_the_tool_steps_of_a_turn_are_one_training_sequence(
     assert len(events) == sum(thoughts)
 
 
-@pytest.mark.parametrize("name", ["Claude Code", "Codex CLI"])
+@pytest.mark.parametrize("name", PROGRAMS)
 async def test_a_session_that_names_no_run_is_found_whole(
     start_gateway_alone: StartGateway, nats_config: NatsConfig, name: str, tmp_path: Path
 ) -> None:

@@ -6,17 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from tests.conftest import DOUBLE, VllmServer
-from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
+from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.dialects.kit import claude
-from tests.rollout_gateway.kit import exchanges
+from tests.rollout_gateway.kit import exchanges, key_config
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
+pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 
 STEPS = 10
 
@@ -44,6 +45,7 @@ def reasoning(step: int) -> str:
     return f"b{step % 3 + 1}={step}"
 
 
+@pytest.mark.vllm
 async def test_prompts_of_ten_tool_steps_are_those_of_chat(
     start_gateway: StartGateway, thinking_server: VllmServer, nats_config: NatsConfig
 ) -> None:
@@ -88,9 +90,17 @@ async def test_prompts_of_ten_tool_steps_are_those_of_chat(
             assert prompts["messages"] == prompts["responses"] == prompts["chat"], step
 
 
-async def test_answers_are_referred_to_by_id(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
-    """As clients do that leave the conversation with the server: by `previous_response_id`, or by `item_reference`."""
-    client = gateway.agent(gateway.open(id="kept"), max_retries=0)
+async def test_answers_are_referred_to_by_id(start_gateway: StartGateway, nats_config: NatsConfig) -> None:
+    """As clients do that leave the conversation with the server: by `previous_response_id`, or by `item_reference`. A
+    trajectory's key knows its own answers, an agent's key those of its runs."""
+    gateway = start_gateway(keys=(key_config("alice"), key_config("bob")))
+
+    def opened(name: str, key: str) -> dict[str, Any]:
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"model": "tictactoe", "id": name}
+        return dict(httpx.post(f"{gateway.url}/v1/trajectories", json=body, headers=headers).json())
+
+    client = gateway.agent(opened("kept", "alice"), max_retries=0)
     asked: Any = {"model": "tictactoe", "instructions": "Play.", "max_output_tokens": 6}
     question: Any = {"role": "user", "content": "a1=."}
     first = client.responses.create(**asked, input=[question])
@@ -103,8 +113,10 @@ async def test_answers_are_referred_to_by_id(gateway: GatewayProcess, nats_confi
     async with Broker.connect(nats_config) as broker:
         _, whole, previous, by_item = await exchanges(broker, "kept")
     assert whole.prompt_ids == previous.prompt_ids == by_item.prompt_ids
-    other = gateway.agent(gateway.open(id="other"), max_retries=0)
-    for options in ({"previous_response_id": first.id, "input": "b1"}, {"input": [reference]}):
-        with pytest.raises(openai.BadRequestError) as refused:
-            other.responses.create(**asked, **options)
-        assert refused.value.code == "previous_response_not_found"
+    gateway.client(api_key="alice").responses.create(**asked, input="b1", previous_response_id=first.id)
+    others = gateway.agent(opened("other", "alice"), max_retries=0), gateway.client(api_key="bob")
+    for other in others:
+        for options in ({"previous_response_id": first.id, "input": "b1"}, {"input": [reference]}):
+            with pytest.raises(openai.BadRequestError) as refused:
+                other.responses.create(**asked, **options)
+            assert refused.value.code == "previous_response_not_found"
