@@ -32,7 +32,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     number."""
     rubric: str = ""
     """Kind `ruler`: the rubric, as in `judge.rubric`."""
-    default: float | None = None
+    default: Weight | None = None
     """Kind `feedback`: the value of a run on which no feedback came. Not set: such a run has no reward."""
     timeout_s: Positive = 10.0
     """Longest duration of one call of the function. Its processes are killed after that."""

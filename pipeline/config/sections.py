@@ -235,8 +235,6 @@ class CurvesConfig(Section, frozen=True, kw_only=True):
 
     enabled: bool = True
     """Whether the store service writes them."""
-    tensorboard: bool = True
-    """Whether it also writes TensorBoard's event files, in `curves/tensorboard/`."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
     """Trackers to which the points are also sent. The store service needs the extra of the same name for each. Its
     address and login come from its own environment variables (docs/tracing.md)."""

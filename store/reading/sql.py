@@ -2,7 +2,7 @@
 `journeywork sql`.
 
     journeywork sql "SELECT outcome, count(*) FROM trajectories GROUP BY ALL"
-    journeywork sql --format csv --run-dir runs/demo "FROM lineage WHERE version = 'tictactoe@60'"
+    journeywork sql --format json --run-dir runs/demo "FROM lineage WHERE version = 'tictactoe@60'"
 
 In Python: `connect("runs/demo").sql("FROM rewards").df()`. A connection sees the files that were there when it was
 made, or when `refresh` was called last.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import functools
 import io
 import os
@@ -175,42 +174,14 @@ def _quoted(text: str) -> str:
 
 
 def write_result(result: duckdb.DuckDBPyRelation | None, form: str, out: Any) -> None:
-    """Write a result to the binary file `out` as `table`, `json` (one array), `csv` or `parquet`."""
+    """Write a result to the binary file `out` as `table` or `json` (one array)."""
     if result is None:
-        return
-    if form == "parquet":
-        import pyarrow.parquet as pq
-
-        pq.write_table(result.to_arrow_table(), out, compression="zstd")
         return
     if form == "table":
         out.write(table_text(result).encode())
         return
-    names, rows = result.columns, result.fetchall()
-    if form == "json":
-        records = [dict(zip(names, row, strict=True)) for row in rows]
-        text = b",\n ".join(msgspec.json.encode(r, enc_hook=str) for r in records)
-        out.write(b"[" + text + b"]\n")
-    else:
-        out.write(_csv(names, rows).encode())
-
-
-def _csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(names)
-    writer.writerows([_cell(v) for v in row] for row in rows)
-    return text.getvalue()
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, dict | list | tuple):
-        return msgspec.json.encode(value, enc_hook=str).decode()
-    if isinstance(value, bytes):
-        return value.hex()
-    return str(value)
+    records = [dict(zip(result.columns, row, strict=True)) for row in result.fetchall()]
+    out.write(b"[" + b",\n ".join(msgspec.json.encode(r, enc_hook=str) for r in records) + b"]\n")
 
 
 def table_text(result: duckdb.DuckDBPyRelation) -> str:
@@ -238,7 +209,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("query", help="SQL; the views are in docs/store.md")
     parser.add_argument("--run-dir", help="run to ask; default: the running one under runs/, else the newest")
     parser.add_argument("--config", help="settings of the run to ask")
-    parser.add_argument("--format", default="table", choices=("table", "json", "csv", "parquet"))
+    parser.add_argument("--format", default="table", choices=("table", "json"))
     return parser.parse_args(argv)
 
 

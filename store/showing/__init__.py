@@ -5,5 +5,5 @@
 | `dashboard` | web pages; `journeywork ui` |
 | `watch` | the live view in the terminal; `journeywork watch` |
 | `show` | one trajectory or group as text |
-| `curves` | JSONL and TensorBoard files of the training steps, and experiment trackers |
+| `curves` | a JSONL file of the training steps, and experiment trackers |
 """

@@ -4,7 +4,6 @@
 | --- | --- |
 | `rows` | a checkpoint or an evaluation as a row of figures, with ART's names as aliases |
 | `metrics_file` | `metrics.jsonl`: the rows, and what is known of them after a restart |
-| `tensorboard` | TensorBoard's event files, made from the rows |
 | `trackers` | W&B and MLflow behind one protocol |
 | `sending` | rows on their way to a tracker |
 | `task` | the task of the store service that follows the log |

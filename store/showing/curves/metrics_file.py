@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -16,7 +15,6 @@ from pipeline.files import write_whole
 from store.showing.curves.rows import Key, Row
 
 NAME = "metrics.jsonl"
-Added = Literal["new", "same", "replaced"]
 
 
 class MetricsFile:
@@ -44,21 +42,21 @@ class MetricsFile:
         """The row whose event lies last in the log."""
         return max(self.rows.values(), key=lambda row: row.log_at, default=None)
 
-    def add(self, row: Row) -> Added:
-        """Write a row. It is the `same` if it is there already. It has `replaced` another one if, after a power cut, a
-        step that the log lost was trained again."""
+    def add(self, row: Row) -> bool:
+        """Write a row, and return whether it is new. It replaces another one if, after a power cut, a step that the log
+        lost was trained again."""
         before = self.rows.get(row.key)
         if before == row:
-            return "same"
+            return False
         self.rows[row.key] = row
         if before is not None:
             self._rewrite()
-            return "replaced"
+            return True
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(row) + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        return "new"
+        return True
 
     def _rewrite(self) -> None:
         rows = sorted(self.rows.values(), key=lambda row: row.log_at)

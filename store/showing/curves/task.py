@@ -18,10 +18,9 @@ from pipeline.config import Config
 from pipeline.events import CheckpointPublished, PolicyEvaluated
 from pipeline.log.broker import Broker
 from pipeline.log.follow import follow_events
-from store.showing.curves.metrics_file import Added, MetricsFile
-from store.showing.curves.rows import Row, make_row
+from store.showing.curves.metrics_file import MetricsFile
+from store.showing.curves.rows import make_row
 from store.showing.curves.sending import CLOSING_S, Sender
-from store.showing.curves.tensorboard import TensorBoard
 from store.showing.curves.trackers import TRACKERS, runs_of
 
 FOLDER = "curves"
@@ -32,7 +31,6 @@ class Curves:
 
     def __init__(self, config: Config, broker: Broker) -> None:
         self._config, self._broker = config, broker
-        self._board: TensorBoard | None = None
         self._senders: list[Sender] = []
 
     async def run(self) -> None:
@@ -52,26 +50,16 @@ class Curves:
                         continue
                     # A thread can't be stopped: a cancellation waits for it.
                     with anyio.CancelScope(shield=True):
-                        added = await anyio.to_thread.run_sync(self._write, history, row)
-                    for sender in self._senders if added != "same" else ():
+                        is_new = await anyio.to_thread.run_sync(history.add, row)
+                    for sender in self._senders if is_new else ():
                         sender.add(row)
         finally:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._close)
 
-    def _write(self, history: MetricsFile, row: Row) -> Added:
-        added = history.add(row)
-        if self._board and added == "new":
-            self._board.add(row)
-        elif self._board and added == "replaced":
-            self._board.rebuild(history.rows.values())
-        return added
-
     def _close(self) -> None:
         for sender in self._senders:
             sender.stop()
-        if self._board:
-            self._board.close()
         until = time.monotonic() + CLOSING_S
         for sender in self._senders:
             sender.join(until)
@@ -79,9 +67,6 @@ class Curves:
     def _open(self) -> MetricsFile:
         folder = self._config.path(FOLDER)
         history = MetricsFile(folder)
-        if self._config.curves.tensorboard:
-            self._board = TensorBoard(folder / "tensorboard")
-            self._board.rebuild(history.rows.values())
         runs = runs_of(self._config, folder)
         for name in dict.fromkeys(self._config.curves.trackers):
             sender = Sender(name, partial(TRACKERS[name], runs), folder)

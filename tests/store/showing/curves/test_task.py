@@ -1,17 +1,15 @@
-"""Curves of a run: a point per step, once, also after kills; readable by JSON and in TensorBoard's format."""
+"""Curves of a run: a point per step, once, also after kills."""
 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import anyio
 import pytest
-from tensorboardX.proto.event_pb2 import Event
 
-from pipeline.config import Config, CurvesConfig, NatsConfig
+from pipeline.config import Config, NatsConfig
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Recorded
 from pipeline.metric_names import ALIASES, named
@@ -26,23 +24,6 @@ pytestmark = pytest.mark.anyio
 def lines(folder: Path) -> list[dict[str, object]]:
     path = folder / "curves" / NAME
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def points(folder: Path, name: str, metric: str) -> list[tuple[int, float, float]]:
-    """Step, value and time of a scalar in TensorBoard's files, in their order."""
-    found = []
-    for file in sorted((folder / "curves" / "tensorboard" / name).glob("events.out.tfevents.*")):
-        data = file.read_bytes()
-        while data:
-            (length,) = struct.unpack_from("<Q", data)
-            event = Event.FromString(data[12 : 12 + length])
-            data = data[16 + length :]
-            found += [
-                (event.step, round(v.simple_value, 6), event.wall_time)
-                for v in event.summary.value
-                if v.tag == metric
-            ]
-    return found
 
 
 async def run_until(config: Config, done: Callable[[], bool]) -> None:
@@ -62,13 +43,11 @@ async def test_each_step_is_one_point_through_restarts(nats_config: NatsConfig, 
             for step in range(last - 2, last + 1):
                 await broker.publish(checkpoint(step))  # step 3 twice: the broker refuses the second
         await run_until(config, lambda wanted=last: len(lines(tmp_path)) >= wanted)
-    await run_until(config, lambda: len(points(tmp_path, "m", "loss/train")) >= 5)
     assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3, 4, 5]
     assert lines(tmp_path)[0]["metrics"] == {
         "trainer/loss": 0.5, "loss/train": 0.5, "trainer/reward_mean_all": 0.1, "train/reward": 0.1,
         "trainer/kl_sampler": 0.001,
     }  # fmt: skip
-    assert points(tmp_path, "m", "train/reward") == [(step, step / 10, float(step)) for step in range(1, 6)]
 
 
 @pytest.mark.parametrize("cut", [1, 40, 200])
@@ -83,25 +62,21 @@ async def test_a_line_that_a_kill_cut_off_is_written_again(
     before = lines(tmp_path)
     file = tmp_path / "curves" / NAME
     file.write_bytes(file.read_bytes()[:-cut])
-    board = next((tmp_path / "curves" / "tensorboard" / "m").iterdir())
-    board.write_bytes(board.read_bytes()[:-cut])
     await run_until(config, lambda: file.read_bytes().count(b"\n") >= 3)
     assert lines(tmp_path) == before
-    assert [step for step, _, _ in points(tmp_path, "m", "loss/train")] == [1, 2, 3]
 
 
 async def test_branches_and_models_have_curves_of_their_own(nats_config: NatsConfig, tmp_path: Path) -> None:
     config = Config(project="p", run_dir=str(tmp_path), nats=nats_config)
     async with Broker.connect(nats_config) as broker:
-        for event in (
-            checkpoint(1),
-            checkpoint(1, branch="try", loss=0.25),
-            checkpoint(1, model="n", loss=0.75),
-        ):
+        for event in (checkpoint(1), checkpoint(1, branch="try"), checkpoint(1, model="n")):
             await broker.publish(event)
     await run_until(config, lambda: len(lines(tmp_path)) >= 3)
-    found = {name: points(tmp_path, name, "loss/train")[0][1] for name in ("m", "m+try", "n")}
-    assert found == {"m": 0.5, "m+try": 0.25, "n": 0.75}
+    assert [(row["model"], row["branch"]) for row in lines(tmp_path)] == [
+        ("m", "main"),
+        ("m", "try"),
+        ("n", "main"),
+    ]
 
 
 async def test_evaluations_of_versions_are_points_at_their_step(
@@ -118,7 +93,7 @@ async def test_evaluations_of_versions_are_points_at_their_step(
             evaluation("m@1", 0.5, name="again"),
         ):
             await broker.publish(event)
-    await run_until(config, lambda: len(points(tmp_path, "m", "eval/games.agent.held_out/reward")) >= 2)
+    await run_until(config, lambda: len(lines(tmp_path)) >= 4)
     found = lines(tmp_path)
     assert [(row["step"], row.get("evaluation")) for row in found] == [
         (1, None), (1, "e/0"), (2, None), (1, "again/0"),
@@ -128,16 +103,6 @@ async def test_evaluations_of_versions_are_points_at_their_step(
         "eval/games.agent.held_out/reward_high": None, "eval/games.agent.held_out/failed_runs": 0.0,
         "eval/games.agent.held_out/run_p50_s": None,
     }  # fmt: skip
-    assert points(tmp_path, "m", "eval/games.agent.held_out/reward") == [(1, 0.75, 9.0), (1, 0.5, 9.0)]
-
-
-async def test_without_tensorboard_there_is_the_jsonl_file(nats_config: NatsConfig, tmp_path: Path) -> None:
-    curves = CurvesConfig(tensorboard=False)
-    config = Config(project="p", run_dir=str(tmp_path), nats=nats_config, curves=curves)
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(checkpoint(1))
-    await run_until(config, lambda: len(lines(tmp_path)) >= 1)
-    assert [file.name for file in (tmp_path / "curves").iterdir()] == [NAME]
 
 
 def test_a_step_that_was_trained_again_replaces_the_lost_one(tmp_path: Path) -> None:
@@ -155,7 +120,7 @@ def test_a_step_that_was_trained_again_replaces_the_lost_one(tmp_path: Path) -> 
         for step, at in ((1, 10), (2, 20), (2, 30))
     ]
     history = MetricsFile(tmp_path)
-    assert [history.add(row) for row in (*rows, rows[2])] == ["new", "new", "replaced", "same"]
+    assert [history.add(row) for row in (*rows, rows[2])] == [True, True, True, False]
     assert list(MetricsFile(tmp_path).rows.values()) == [rows[0], rows[2]]
 
 
