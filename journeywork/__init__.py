@@ -7,6 +7,8 @@
         ...
         run.reward = 1.0
 
+    jw.feedback(response.id, thumb="down", text="the other account")     # days later, from another program
+
     groups = jw.gather("policy", tasks, play)          # play(run, task) runs your agent and returns the reward
     print(jw.compare("policy@0", "policy", held_out, play).difference)
 
@@ -20,6 +22,7 @@
 | `art` | programs that were written for openpipe-art |
 | `looping`, `attempts` | playing while the trainer trains; what the gateway has of it, for a resume |
 | `scenarios` | `journeywork scenarios`: tasks that a model writes |
+| `feedback_file` | `journeywork feedback` |
 | `environments` | `journeywork run-env` |
 | `evaluation/` | `journeywork eval` |
 | `starter/` | `journeywork init` |
@@ -32,7 +35,7 @@ from journeywork.client import AsyncJourneywork, Journeywork
 from journeywork.gathering import Comparison, Evaluation, TaskGroup, TooManyExceptionsError
 from journeywork.looping import LoopOptions, LoopResult, loop
 from journeywork.statistics import Estimate
-from journeywork.trajectory import CompleteOptions, OpenOptions, Outcome, Trajectory
+from journeywork.trajectory import CompleteOptions, FeedbackOptions, OpenOptions, Outcome, Trajectory
 from journeywork.transport import GatewayUnavailableError, JourneyworkError
 
 __all__ = [
@@ -41,6 +44,7 @@ __all__ = [
     "CompleteOptions",
     "Estimate",
     "Evaluation",
+    "FeedbackOptions",
     "GatewayUnavailableError",
     "Journeywork",
     "JourneyworkError",

@@ -26,10 +26,12 @@ from journeywork import gathering
 from journeywork.gathering import Comparison, Evaluation, GatherOptions, Rollout, Task, TaskGroup
 from journeywork.trajectory import (
     CompleteOptions,
+    FeedbackOptions,
     OpenOptions,
     Trajectory,
     Usage,
     checked_result,
+    feedback_body,
     parse_policy,
 )
 from journeywork.transport import (
@@ -64,9 +66,10 @@ def _opening(model: str, options: OpenOptions) -> dict[str, Any]:
     return opening
 
 
-def _opened(body: Mapping[str, Any]) -> Trajectory:
+def _opened(body: Mapping[str, Any], give: Callable[..., Any]) -> Trajectory:
     try:
-        return Trajectory(**{name: body[name] for name in ("id", "model", "group", "base_url", "api_key")})
+        known = {name: body[name] for name in ("id", "model", "group", "base_url", "api_key")}
+        return Trajectory(**known, _give=give)
     except KeyError as missing:
         raise JourneyworkError(
             f"the answer to opening a trajectory lacks {missing}: is this the gateway's URL?"
@@ -114,12 +117,25 @@ class AsyncJourneywork:
 
     async def open(self, model: str, **options: Unpack[OpenOptions]) -> Trajectory:
         """Open a trajectory of `model`. Raises `JourneyworkError` when the gateway refuses it."""
-        return _opened(await self._request("POST", "/v1/trajectories", _opening(model, options)))
+        return _opened(await self._request("POST", "/v1/trajectories", _opening(model, options)), self._give)
 
     async def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]:
         """Complete a trajectory. A second call with the same result has no effect; another result raises
         `JourneyworkError` (409). Raises `TypeError` or `ValueError` for a result that cannot be sent."""
         return await self._request("POST", _path(trajectory, "/complete"), {**checked_result(result)})
+
+    async def feedback(
+        self, answer: Any = None, *, trajectory: str = "", **options: Unpack[FeedbackOptions]
+    ) -> dict[str, Any]:
+        """Give feedback, at any time, on the call that an answer belongs to, on a run, or rank several (`ranking`).
+
+        `answer`: the answer or its id; with `trajectory` also the call's number, and without it the feedback is on the
+        whole run. Raises `JourneyworkError` if the gateway refuses it, and `TypeError` or `ValueError` for what cannot
+        be sent."""
+        body = feedback_body(answer, trajectory, options)
+        body.setdefault("key", f"f-{secrets.token_hex(10)}")  # a retry is the same feedback
+        path = _path(trajectory, "/feedback") if trajectory else "/v1/feedback"
+        return await self._request("POST", path, body)
 
     async def get(self, trajectory: str) -> dict[str, Any]:
         return await self._request("GET", _path(trajectory))
@@ -244,6 +260,11 @@ class AsyncJourneywork:
 
     # -- what the blocking client does otherwise -----------------------------------------------------------------
 
+    @property
+    def _give(self) -> Callable[..., Any]:
+        """What a trajectory's `feedback` calls."""
+        return self.feedback
+
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> httpx.Response:
@@ -269,6 +290,10 @@ class _BlockingCore(AsyncJourneywork):
         self._blocking_http = httpx.Client(
             base_url=self.url, headers=authorization(api_key), timeout=_TIMEOUT_S
         )
+
+    @property
+    def _give(self) -> Callable[..., Any]:
+        return lambda *args, **options: _finish(self.feedback(*args, **options))
 
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
@@ -343,6 +368,7 @@ class Journeywork:
 
     open = _blocking(AsyncJourneywork.open)
     complete = _blocking(AsyncJourneywork.complete)
+    feedback = _blocking(AsyncJourneywork.feedback)
     get = _blocking(AsyncJourneywork.get)
     group = _blocking(AsyncJourneywork.group)
     policies = _blocking(AsyncJourneywork.policies)

@@ -17,9 +17,11 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar
 
 import anyio
+import anyio.from_thread
 from typing_extensions import Unpack
 
 from journeywork.statistics import Estimate, mean_of_share, paired_difference
@@ -133,7 +135,11 @@ async def call_rollout(
         if inspect.iscoroutinefunction(rollout):
             reward: float | None = await rollout(run, task)
             return reward
+        give = run._give
+        if give is not None:
+            run._give = lambda *args, **options: anyio.from_thread.run(partial(give, *args, **options))
         result = await anyio.to_thread.run_sync(rollout, run, task, limiter=limiter, abandon_on_cancel=True)
+        run._give = give
         return await result if inspect.isawaitable(result) else result
     except SystemExit as error:  # one attempt's end, not the end of the program that plays them all
         raise RuntimeError(f"the rollout called sys.exit({error.code!r})") from error

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, get_args
+
+from typing_extensions import Unpack
 
 Outcome = Literal["scored", "no_result", "masked"]
 
@@ -43,6 +45,27 @@ class CompleteOptions(TypedDict, total=False):
     metrics: dict[str, float]
     metadata: dict[str, Any]
     outcome: Outcome
+
+
+class FeedbackOptions(TypedDict, total=False):
+    """Options of `feedback`: one of `value`, `thumb`, `ranking`, `correction` and `text`. docs/gateway.md describes
+    each."""
+
+    name: str
+    """Name by which settings refer to it. Default: `feedback`."""
+    value: float
+    scale: tuple[float, float]
+    """Lowest and highest number of the scale that `value` is on."""
+    thumb: Literal["up", "down"]
+    ranking: Sequence[Any]
+    """Answers, or ids of runs or answers, best first."""
+    correction: str
+    """The answer that the call should have given."""
+    text: str
+    """Words, or a comment on a number."""
+    key: str
+    """Id of the feedback: sending it again changes nothing. By default every call is further feedback."""
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +115,22 @@ class Trajectory:
     duration_s: float | None = None
     """Seconds from opening to completing, in a trajectory that `gather` played."""
 
+    _give: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+    """`feedback` of the client that opened the trajectory."""
+
+    def feedback(self, answer: Any = None, **options: Unpack[FeedbackOptions]) -> Any:
+        """Give feedback on the run, or on the call of an answer: the answer, its id, or the call's number from 0.
+
+        In a coroutine, await it. Raises `JourneyworkError` if the gateway refuses it, `RuntimeError` in a trajectory
+        that no client opened."""
+        if self._give is None:
+            raise RuntimeError("no client opened this trajectory: use `feedback` of a client of the gateway")
+        return self._give(answer, trajectory=self.id, **options)
+
+    def reward_call(self, answer: Any, reward: float, name: str = "feedback") -> Any:
+        """Reward one call of the run: feedback with a `value` on it."""
+        return self.feedback(answer, value=reward, name=name)
+
     @property
     def openai(self) -> dict[str, Any]:
         """Arguments for `openai.OpenAI(**run.openai)`, with enough retries to survive a restart of the gateway."""
@@ -131,6 +170,28 @@ def checked_result(result: CompleteOptions) -> CompleteOptions:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"metadata must be what JSON can hold: {error}") from error
     return checked
+
+
+def feedback_body(answer: Any, trajectory: str, options: FeedbackOptions) -> dict[str, Any]:
+    """Return the body for feedback. Raises `TypeError` or `ValueError` for what cannot be sent."""
+    body: dict[str, Any] = {**options}
+    if "value" in body:
+        body["value"] = finite_number("value", body["value"])
+    if "scale" in body:
+        body["scale"] = [finite_number("scale", end) for end in body["scale"]]
+    if "ranking" in body:
+        body["ranking"] = [answer_id(ranked) for ranked in body["ranking"]]
+    if answer is not None:
+        body["call" if trajectory else "answer"] = answer_id(answer)
+    return body
+
+
+def answer_id(answer: Any) -> Any:
+    """Return the id of an answer: of a client library's object, a dict, or an id or a call's number as it is."""
+    found = answer.get("id") if isinstance(answer, Mapping) else getattr(answer, "id", answer)
+    if isinstance(found, bool) or not isinstance(found, str | int):
+        raise TypeError(f"{answer!r} is no answer: give the answer, its id, or the number of the call")
+    return found
 
 
 def _numbers(field: str, values: object, hint: str = "") -> dict[str, float]:

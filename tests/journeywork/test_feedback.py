@@ -1,0 +1,131 @@
+"""Feedback from agent code and from other programs, and from files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import openai
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from journeywork import AsyncJourneywork, Journeywork, JourneyworkError
+from journeywork.feedback_file import main
+from journeywork.trajectory import Trajectory, answer_id
+from pipeline.config import NatsConfig
+from tests.rollout_gateway.api.test_feedback import signals
+from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, gateway, start_front, start_gateway
+from tests.rollout_gateway.kit import ASK
+
+pytestmark = [pytest.mark.anyio]
+
+__all__ = ["gateway", "start_front", "start_gateway"]  # fixtures
+
+
+@pytest.mark.inference
+async def test_agents_reward_their_calls(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
+    """In a coroutine, in a plain function that `gather` calls, and in blocking code."""
+
+    def blocking(run: Trajectory, task: int) -> float:
+        with openai.OpenAI(**run.openai) as agent:
+            answer = agent.chat.completions.create(**ASK)
+        run.reward_call(answer, np.float32(0.5))
+        return 1.0
+
+    async def play(run: Trajectory, task: int) -> float:
+        async with openai.AsyncOpenAI(**run.openai) as agent:
+            answer = await agent.chat.completions.create(**ASK)
+        await run.reward_call({"id": answer.id}, 0.5)
+        return 1.0
+
+    def by_hand() -> None:
+        with Journeywork(gateway.url) as client, client.trajectory("tictactoe") as run:
+            with openai.OpenAI(**run.openai) as agent:
+                agent.chat.completions.create(**ASK)
+            run.reward_call(0, 0.5)
+            run.feedback(text="of the run")
+
+    async with AsyncJourneywork(gateway.url) as client:
+        for rollout in (play, blocking):
+            (group,) = await client.gather("tictactoe", [1], rollout, group_size=1)
+            assert not group.exceptions
+        await anyio.to_thread.run_sync(by_hand)
+        given = await signals(nats_config)
+        assert [(s.call, s.value, s.text) for s in given] == [(0, 0.5, "")] * 3 + [(-1, None, "of the run")]
+        later = await client.feedback(trajectory=given[0].trajectory, thumb="down", key="k")
+        assert later["signals"][0]["run"] == "completed"
+        await client.feedback(ranking=[given[0].trajectory, given[-1].trajectory])
+        with pytest.raises(JourneyworkError, match="other contents") as refused:
+            await client.feedback(trajectory=given[0].trajectory, thumb="up", key="k")
+        assert (refused.value.status, refused.value.code) == (409, "request_exists")
+    assert len(await signals(nats_config)) == 7
+
+
+def test_what_is_no_answer_is_refused() -> None:
+    for wrong in (None, True, 1.5, object(), {}):
+        with pytest.raises(TypeError, match="is no answer"):
+            answer_id(wrong)
+    with pytest.raises(RuntimeError, match="no client opened"):
+        Trajectory("t", "m", "g", "http://gateway", "k").feedback(thumb="up")
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+async def test_each_row_of_a_file_is_given_once(
+    start_front: StartGateway,
+    nats_config: NatsConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+) -> None:
+    gateway = start_front()
+    for name in ("a", "b"):
+        gateway.open(id=name)
+    rows: list[dict[str, Any]] = [
+        {"trajectory": "a", "value": 4.0, "scale": [1, 5], "name": "stars"},
+        {"trajectory": "b", "thumb": "up", "text": "yes, please"},
+        {"ranking": ["a", "b"]},
+        {"trajectory": "a", "call": "7", "thumb": "up"},
+        {"trajectory": "nobody", "thumb": "up"},
+        {"answer": "chatcmpl-5f1c", "thumb": "sideways"},
+    ]
+    names = ("trajectory", "answer", "call", "name", "value", "scale", "thumb", "ranking", "text")
+    file = tmp_path / f"given.{kind}"
+    if kind == "csv":
+        cells = [
+            [json.dumps(row[n]) if isinstance(row.get(n), list) else row.get(n, "") for n in names]
+            for row in rows
+        ]
+        quoted = [
+            ",".join('"' + str(cell).replace('"', '""') + '"' for cell in line) for line in [names, *cells]
+        ]
+        file.write_text("\n".join(quoted))
+    else:
+        pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), file)
+    told = []
+    for _ in range(2):
+        assert await anyio.to_thread.run_sync(main, [str(file), "--url", gateway.url, "--json"]) == 1
+        told.append(json.loads(capsys.readouterr().out))
+    assert [(report["given"], report["repeated"]) for report in told] == [(3, 0), (0, 3)]
+    assert [refusal["row"] for refusal in told[0]["refused"]] == [4, 5, 6]
+    assert "has 0 calls" in told[0]["refused"][0]["error"]
+    given = {(s.trajectory, s.name, s.value, s.text, s.source) for s in await signals(nats_config)}
+    assert given == {
+        ("a", "stars", 0.75, "", "file"), ("b", "feedback", 1.0, "yes, please", "file"),
+        ("a", "feedback", 1.0, "", "file"), ("b", "feedback", 0.0, "", "file"),
+    }  # fmt: skip
+
+
+def test_a_file_that_can_t_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in (("a.csv", "trajectory,score\na,1\n"), ("a.txt", ""), ("missing.csv", None)):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        with pytest.raises(SystemExit) as ended:
+            main([str(tmp_path / name), "--url", "http://127.0.0.1:1"])
+        assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert all(part in said for part in ("has the column 'score'", "ends in '.txt'", "No such file"))
