@@ -61,6 +61,7 @@ class RemoteBackend:
             return
         if not any(known is model for known in self._models):
             self._models.append(model)
+        model.inference_model_name = model.name
         async with await self._gateway(model) as gateway:
             await gateway.policy(model.name)
             await self._open_calls(gateway, model)

@@ -339,13 +339,18 @@ class LocalBackend(RemoteBackend):
         learning_rate: float | None = None,
         **options: Any,
     ) -> LocalTrainResult:
-        """As `RemoteBackend.train`. The result names the folder of the checkpoint if the installation runs in
-        `path`."""
+        """As `RemoteBackend.train`. If the installation runs in `path`, the result names the folder of the checkpoint,
+        and `<path>/<project>/models/<name>/checkpoints/<step>` is a link to it, as ART lays them out."""
         result = await self._train(model, trajectory_groups, learning_rate, options)
-        folder = (
-            self.run_dir(model) / checkpoints_folder(model.project, model.name) / f"step-{result.step:08d}"
-        )
-        return LocalTrainResult(result.step, result.metrics, str(folder) if folder.is_dir() else None)
+        run_dir = self.run_dir(model)
+        folder = run_dir / checkpoints_folder(model.project, model.name) / f"step-{result.step:08d}"
+        if not folder.is_dir():
+            return LocalTrainResult(result.step, result.metrics, None)
+        arts = run_dir.with_name("checkpoints") / f"{result.step:04d}"
+        arts.parent.mkdir(exist_ok=True)
+        arts.unlink(missing_ok=True)
+        arts.symlink_to(folder)
+        return LocalTrainResult(result.step, result.metrics, str(folder))
 
 
 def _program() -> str:

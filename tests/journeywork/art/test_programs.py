@@ -6,6 +6,7 @@ Their sources are fetched. Where there is no network, the tests are skipped, and
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections import Counter
@@ -21,7 +22,7 @@ from tests.journeywork.art import programs
 from tests.journeywork.art.kit import ROOT, Up
 from tests.journeywork.art.programs import PROGRAMS, Program
 from tests.journeywork.art.programs.base import LENGTH, make_base
-from tests.kits.scoring_server import ScoringServer
+from tests.kits.scoring_server import Scorer, ScoringServer
 from tests.rollout_gateway.conftest import unload_all
 
 pytestmark = [pytest.mark.anyio, pytest.mark.inference, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -88,10 +89,11 @@ async def test_a_program_trains_two_steps(
     with inference(program, base, vllm, tmp_path) as url:
         up = Up(tmp_path / "run", url, **settings)
         try:
-            async with ScoringServer().run() as judge:
+            async with ScoringServer(answer).run() as judge:
                 environment = {
                     "JOURNEYWORK_URL": up.wait(), "BASE_MODEL": str(base), "HOME": str(tmp_path),
-                    "PYTHONPATH": str(ROOT), "OPENAI_API_KEY": "none", "OPENAI_BASE_URL": judge.url, **program.env,
+                    "PYTHONPATH": str(ROOT), "OPENAI_API_KEY": "none", "OPENAI_BASE_URL": judge.url,
+                    "OPENROUTER_API_BASE": judge.url, **program.env,
                 }  # fmt: skip
                 command = [sys.executable, "-m", "tests.journeywork.art.programs.runner", str(file)]
                 done = await anyio.run_process(command, cwd=folder, env=os.environ | environment, check=False)
@@ -101,6 +103,16 @@ async def test_a_program_trains_two_steps(
     steps = up.sql("SELECT step, groups FROM checkpoints ORDER BY step")
     assert [row["step"] for row in steps][:2] == [1, 2]
     check_copies(up.sql("SELECT trajectory, copied_from, sampled_ids, prompt_ids FROM rollout_exchange"))
+
+
+def answer(request: dict[str, Any]) -> Any:
+    """What a judge, or a model that writes inputs and instructions, would answer."""
+    asked = str(request["messages"])
+    if "BEGIN" in asked:
+        return Scorer()(request)
+    if "input examples" in asked:
+        return json.dumps({"inputs": [{"input": f"Check the grammar of text {n}."} for n in range(2)]})
+    return "Correct the grammar."
 
 
 def check_copies(calls: list[dict[str, Any]]) -> None:

@@ -295,6 +295,8 @@ async def test_a_local_backend_starts_an_installation_fine_tunes_it_and_joins_it
         result = await backend.train(model, [await group(model, 0, 1)])
         assert result.checkpoint_path is not None
         assert (Path(result.checkpoint_path) / "adapter_model.safetensors").exists()
+        arts = tmp_path / "own" / "models" / MODEL / "checkpoints"
+        assert sorted(link.resolve().name for link in arts.iterdir()) == ["step-00000001", "step-00000003"]
         manifests = [manifest(Path(result.checkpoint_path).with_name(f"step-{n:08}")) for n in (1, 2, 3)]
         assert [m["event"]["parent"] for m in manifests] == [f"{MODEL}@{n}" for n in (0, 1, 2)]
         assert [m["config"]["loss"]["type"] for m in manifests] == ["cispo", "sft", "cispo"]

@@ -45,7 +45,9 @@ def moves(squares: str) -> tuple[str, ...]:
     return tuple(f"<move>{square}</move>" for square in squares.split())
 
 
-BASE = (r'^BASE_MODEL = ".*"$', 'import os\n\nBASE_MODEL = os.environ["BASE_MODEL"]')
+BASE = (r'^BASE_MODEL = ".*?"', 'import os\n\nBASE_MODEL = os.environ["BASE_MODEL"]')
+NO_GPU = (r"torch\.cuda\.get_device_properties\(0\)\.major", "8")
+TRAIN_GAMES = ((r"WINNING_VALUE = \d+", "WINNING_VALUE = 16"), (r"range\(18\)", "range(4)"))
 ANSWERS = ("yes", "no", "maybe")
 SQUARES = moves("A1 A2 A3 B1 B2 B3 C1 C2 C3")
 PROGRAMS = {
@@ -70,6 +72,31 @@ PROGRAMS = {
         "tutorial-001", "2048", moves("left right up down"),
         (("TRAIN_STEPS = 40", "TRAIN_STEPS = 2"), ("SIMULTANEOUS_GAMES = 18", "SIMULTANEOUS_GAMES = 4"),
          ("WINNING_VALUE = 128", "WINNING_VALUE = 16")),
+    ),
+    "2048-notebook": Program(
+        NOTEBOOKS, ("examples/2048/2048.ipynb",), "agent-001", "2048", moves("left right up down"),
+        (*TRAIN_GAMES, (", 20\\):", ", 2):"), (r'WANDB_API_KEY"\] = ""', 'WANDB_API_KEY"] = "none"')),
+    ),
+    "2048-ruler-notebook": Program(
+        NOTEBOOKS, ("examples/2048/2048-ruler.ipynb",), "agent-002", "2048", moves("left right up down"),
+        (*TRAIN_GAMES, (", 10\\):", ", 2):"), ('OPENAI_API_KEY = ""', 'OPENAI_API_KEY = "none"')),
+    ),
+    "auto-rl-notebook": Program(
+        NOTEBOOKS, ("examples/auto_rl.ipynb",), "grammarly-model-001", "grammar",
+        ("I am.", "I are.", "I is.", "<original>are</original><corrected>am</corrected>"),
+        (BASE, NO_GPU, ('OPENROUTER_API_KEY = ""', 'OPENROUTER_API_KEY = "none"'), ('inputs": 25', 'inputs": 2'),
+         ('num_epochs": 3', 'num_epochs": 2'), ("TEST_INPUTS = 5", "TEST_INPUTS = 2")),
+    ),
+    "pipeline": Program(
+        MLX, ("src/art/pipeline_trainer/yes_no_maybe_pipeline.py",), "pipeline-yes-no-maybe-", "respond with", ANSWERS,
+        ((r"^from \. import", "from journeywork.art.pipeline_trainer import"), (r"\{datetime.*?\)\}", ""),
+         ("SCENARIO = 32", "SCENARIO = 4"), ("MAX_STEPS = 20", "MAX_STEPS = 2"), ("COUNT = 30", "COUNT = 3")),
+        {"TINKER_API_KEY": "none"},
+    ),
+    "trainability": Program(
+        MLX, ("dev/yes_no_maybe_trainability.py",), "trained", "respond with", ANSWERS, (),
+        {"MODEL_NAME": "trained", "NUM_STEPS": "2", "ROLLOUTS_PER_PROMPT": "3", "EVAL_PROMPTS": "2",
+         "BACKEND": "megatron", "ART_PATH": "art"},
     ),
     "tic-tac-toe": Program(
         ART,
@@ -138,8 +165,10 @@ def write(program: Program, folder: Path) -> Path:
 
 
 def cells(notebook: str) -> str:
-    """The code of a notebook, without cells for the shell and for IPython."""
+    """The code of a notebook, without cells for the shell, for IPython and for a GPU."""
     sources = [
         "".join(cell["source"]) for cell in json.loads(notebook)["cells"] if cell["cell_type"] == "code"
     ]
-    return "\n".join(source for source in sources if not re.search(r"^ *[%!]", source, re.MULTILINE))
+    return "\n".join(
+        source for source in sources if not re.search(r"^ *[%!]|^ *from unsloth", source, re.MULTILINE)
+    )

@@ -22,6 +22,8 @@ class StandIn(types.ModuleType):
     """A module whose every name is a decorator, a function and a class that do nothing."""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return StandIn(name)
 
     def __call__(self, *given: Any, **options: Any) -> Any:
