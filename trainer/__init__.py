@@ -8,6 +8,7 @@
 | `learner` | one policy: from a batch of groups to a checkpoint on disk |
 | `batches` | from scored groups to the batch of a step |
 | `engine` | model, adapter, optimizer, losses: from a batch to gradients |
+| `distillation` | what a teacher is asked, and the divergence from it |
 | `checkpoints` | checkpoints on disk, the commit protocol, retention |
 | `commands` | `journeywork train`, `export`, `sft`, `check-model` |
 | `first` | what has to be imported before everything else |

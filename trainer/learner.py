@@ -47,6 +47,7 @@ from trainer.checkpoints.checkpoint import (
 from trainer.checkpoints.compatibility import base_digest, require_compatible
 from trainer.checkpoints.start import Start
 from trainer.checkpoints.validation import Validation
+from trainer.distillation.prompts import HintedPrompts
 from trainer.engine.engine import Engine
 from trainer.engine.model import fixed_settings
 from trainer.engine.parallel import ProcessGroup
@@ -95,6 +96,9 @@ class Learner:
                 "in the requests",
                 model=model.name, base=model.base, setting=unsupported,
             )  # fmt: skip
+        self.prompts = (
+            HintedPrompts(model.base, self.settings.distill) if self.settings.distill.weight else None
+        )
         self.base_digest = base_digest(model.base, engine.model.peft.get_base_model())
         self.validation = Validation(self.checkpoints.best(), self.settings.best_min_trajectories)
         self.equal_groups = 0
@@ -305,6 +309,7 @@ def _group_metrics(
         "trajectories": float(len(members)),
         "tokens_stale": float(sum(g.stale_tokens for g in batch)),
         "tokens_left_out": float(sum(g.left_out.total() for g in batch)),
+        "hints_unused": float(sum(g.hints_unused for g in batch)),
         **_run_metrics(members),
     }
 

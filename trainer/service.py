@@ -62,7 +62,10 @@ class Trainer:
             name: ModelQueue(
                 learner,
                 Histories(
-                    broker, learner.sampling_defaults, mask_truncated=learner.settings.loss.mask_truncated
+                    broker,
+                    learner.sampling_defaults,
+                    mask_truncated=learner.settings.loss.mask_truncated,
+                    prompts=learner.prompts,
                 ),
             )
             for name, learner in learners.items()

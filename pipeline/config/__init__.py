@@ -36,6 +36,7 @@ from pipeline.config.sections import (
     VllmConfig,
 )
 from pipeline.config.trainer import (
+    DistillConfig,
     LoraConfig,
     LossConfig,
     MemoryConfig,

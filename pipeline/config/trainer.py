@@ -110,6 +110,28 @@ class LossConfig(Section, frozen=True, kw_only=True):
     `vespo_lambda_pos`, `vespo_k_neg`, `vespo_lambda_neg`."""
 
 
+class DistillConfig(Section, frozen=True, kw_only=True):
+    """Distillation from a teacher, beside the rewards or alone (docs/distillation.md)."""
+
+    weight: Coefficient = 0.0
+    """Weight of the teacher's advantage beside that of the rewards, or of the divergence in the loss. 0: no teacher."""
+    teacher: Literal["policy", "average", "base"] = "policy"
+    """Who teaches, with the hint in its prompt: the policy as it is before the step, an average of the adapters of
+    all steps so far, or the base model."""
+    divergence: Literal["sampled", "reverse_kl"] = "sampled"
+    """`sampled`: to the advantage of a token is added `weight` times the teacher's logprob of it less the policy's.
+    `reverse_kl`: to the loss is added `weight` times the KL divergence of the policy from the teacher, over the
+    teacher's `top_k` most probable tokens and one bin for all others; the mean over the batch's trained tokens."""
+    top_k: SmallCount = 20
+    """Tokens that `reverse_kl` compares singly. The size of the vocabulary, or more: all of them."""
+    average_rate: Share = 0.05
+    """Share of the newest adapter in the average, a step."""
+    hint_template: str = "\n\n[user's hint / instruction]\n{hint}"
+    """What is appended to the call's last user message for a hint in words."""
+    correction_template: str = "\n\nCorrect solution:\n\n{hint}\n\nCorrectly solve the original question."
+    """The same for a corrected answer."""
+
+
 class OptimizerConfig(Section, frozen=True, kw_only=True):
     """AdamW on the adapter. Changed values apply from the next start on."""
 
@@ -219,6 +241,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     It takes an operator's key."""
     lora: LoraConfig = LoraConfig()
     loss: LossConfig = LossConfig()
+    distill: DistillConfig = DistillConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
     unsloth: UnslothConfig = UnslothConfig()

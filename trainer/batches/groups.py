@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.config import TrainerConfig
 from pipeline.events import GroupScored, Member
@@ -21,6 +22,7 @@ from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.log.broker import Delivery
 from pipeline.log.messages import Place
 from trainer.batches.sequences import TokenSequence
+from trainer.distillation.lessons import Lesson, Teaching, lessons_of
 
 _STD_FLOOR = 1e-4
 
@@ -50,6 +52,10 @@ class Example:
     `None` where a step takes one update."""
     kl_penalty: np.ndarray[Any, np.dtype[np.floating[Any]]] | None = None
     """What `trainer.loss.kl_penalty` adds to the advantage of each trained token, [k]."""
+    lessons: tuple[Lesson, ...] = ()
+    """What the teacher is to be asked in the step."""
+    teaching: Teaching | None = None
+    """What a teacher said of the trained tokens."""
 
 
 @dataclass(eq=False)
@@ -63,6 +69,10 @@ class TrainingGroup:
     """`None` for a group that was read from the log at start and is not delivered yet."""
     sequences: list[TokenSequence] | None = None
     """Sequences of the members that train; `None` until the exchanges are read (`trainer.batches.histories`)."""
+    hinted: dict[str, dict[int, npt.NDArray[np.int32]]] = field(default_factory=dict)
+    """Prompts of the teacher, by trajectory and call (`trainer.distillation.prompts`)."""
+    hints_unused: int = 0
+    """Number of hints that no prompt could be made of."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Number of sampled tokens that are not trained because of a sampling setting, by the name of the setting."""
     stale_tokens: int = 0
@@ -84,7 +94,9 @@ class TrainingGroup:
         members, bound = self.members, self.staleness_bound(config)
         if self.event.members and all(m.split == "val" for m in self.event.members):
             return Refusal("validation", "every member is a validation run")
-        compared = config.loss.type != "sft" and config.loss.baseline == "group"
+        supervised = config.loss.type == "sft"
+        taught = config.distill.weight > 0 and not supervised and any(m.hints for m in members)
+        compared = config.loss.baseline == "group" and not supervised and not taught
         if len(members) < 1 + compared:
             return Refusal(
                 "too_small",
@@ -154,7 +166,7 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
         rewards = np.array([m.reward for m in group.members], np.float64)
         match config.loss.advantage_scaling:
             case "group":
-                divisor = float(rewards.std(ddof=1)) + _STD_FLOOR
+                divisor = (float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0) + _STD_FLOOR
             case "batch":
                 divisor = batch_std + _STD_FLOOR
             case "none":
@@ -164,9 +176,12 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
         advantages = np.where((advantages < 0) == (balance > 0), advantages * (1 - abs(balance)), advantages)
         advantage_of = dict(zip((m.trajectory for m in group.members), advantages.tolist(), strict=True))
         out += [
-            Example(s, advantage_of[s.trajectory], weights.get(s.trajectory, 1.0))
+            Example(
+                s, advantage_of[s.trajectory], weights.get(s.trajectory, 1.0),
+                lessons=lessons_of(s, group.hinted.get(s.trajectory, {})),
+            )
             for s in group.sequences or ()
-        ]
+        ]  # fmt: skip
     if config.loss.advantage_normalization == "none":
         return out
     shares = np.array([e.weight * _units(e.sequence, config) for e in out])

@@ -7,13 +7,17 @@ from functools import partial
 
 import anyio
 
-from pipeline.events import ExchangeRecorded, Member
+from pipeline.events import ExchangeRecorded, Hint, Member
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.log.messages import Place
 from pipeline.sampling import Defaults
+from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Refusal, TrainingGroup
 from trainer.batches.sequences import build
+from trainer.distillation.prompts import HintedPrompts, HintUnusableError
+
+log = get_logger("trainer.batches.histories")
 
 _CONCURRENT_READS = 16
 """Trajectories whose exchanges are read at the same time."""
@@ -22,10 +26,19 @@ _CONCURRENT_READS = 16
 class Histories:
     """Reads exchanges for the groups of one model. `broker` must outlive it.
 
-    `defaults` are the sampling parameters that the inference server uses where a request names none."""
+    `defaults` are the sampling parameters that the inference server uses where a request names none; `prompts` renders
+    the teacher's, `None` if nothing is distilled."""
 
-    def __init__(self, broker: Broker, defaults: Defaults, *, mask_truncated: bool) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        defaults: Defaults,
+        *,
+        mask_truncated: bool,
+        prompts: HintedPrompts | None = None,
+    ) -> None:
         self._broker, self._defaults, self._mask_truncated = broker, defaults, mask_truncated
+        self._prompts = prompts
         self._limit = anyio.CapacityLimiter(_CONCURRENT_READS)
 
     async def read_all(self, groups: Sequence[TrainingGroup]) -> dict[Place, Refusal]:
@@ -36,9 +49,11 @@ class Histories:
         return {group.place: refusal for group, refusal in refusals if refusal is not None}
 
     async def read(self, group: TrainingGroup) -> Refusal | None:
-        """Set `sequences`, `left_out` and `duration_s` of a group, or return why its exchanges can't be read."""
+        """Set `sequences`, `hinted`, `left_out` and `duration_s` of a group, or return why its exchanges can't be
+        read."""
         sequences = []
         group.left_out.clear()
+        group.hints_unused = 0
         for member in group.members:
             try:
                 exchanges = await self._exchanges(group.event.project, member)
@@ -52,8 +67,29 @@ class Histories:
                 mask_truncated=self._mask_truncated,
                 left_out=group.left_out,
             )
+            self._render_hints(group, member, exchanges)
         group.sequences = sequences
         return None
+
+    def _render_hints(
+        self, group: TrainingGroup, member: Member, exchanges: Sequence[ExchangeRecorded]
+    ) -> None:
+        """Set the teacher's prompts of a member's calls with hints, and count the hints that none can be made of."""
+        if self._prompts is None or not member.hints or not exchanges:
+            return
+        by_call = {e.seq: e for e in exchanges}
+        hints: dict[int, list[Hint]] = {}
+        for hint in member.hints:
+            hints.setdefault(min(by_call) if hint.call < 0 else hint.call, []).append(hint)
+        prompts = group.hinted[member.trajectory] = {}
+        for call, given in hints.items():
+            try:
+                if call not in by_call:
+                    raise HintUnusableError(f"the run has no call {call}")
+                prompts[call] = self._prompts.render(by_call[call], self._prompts.text_of(given))
+            except HintUnusableError as error:
+                group.hints_unused += len(given)
+                log.warning("hint not used", trajectory=member.trajectory, call=call, reason=str(error)[:500])
 
     async def _exchanges(self, project: str, member: Member) -> list[ExchangeRecorded]:
         """The exchanges of a member. Raises `HistoryGoneError` where fewer can be read than the member had: the log

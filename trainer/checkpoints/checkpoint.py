@@ -133,7 +133,7 @@ def weights_of(files: Mapping[str, bytes]) -> Weights:
 def state_bytes(state: TrainState) -> bytes:
     """The content of `state.pt`."""
     out = io.BytesIO()
-    torch.save({name: getattr(state, name) for name in ("optimizer", "master")}, out)
+    torch.save({name: getattr(state, name) for name in ("optimizer", "master", "average")}, out)
     return out.getvalue()
 
 
@@ -273,4 +273,4 @@ def state_of(step: int, files: Mapping[str, bytes]) -> TrainState:
     """The training state that the files of the checkpoint of `step` hold."""
     state = torch.load(io.BytesIO(files[STATE_FILE]), weights_only=True)
     weights = weights_of(files)
-    return TrainState(step, weights, state["optimizer"], {step: weights}, state["master"])
+    return TrainState(step, weights, state["optimizer"], {step: weights}, state["master"], state["average"])

@@ -10,17 +10,21 @@ of them, as PPO does. The probability ratios of all updates are to the policy be
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from pipeline.config import TrainerConfig
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Example
 from trainer.batches.sequences import TokenSequence
+from trainer.distillation.lessons import Lesson, Teaching, taught
 from trainer.engine import checks
 from trainer.engine.fitting import NothingFitsError, check_within_memory, run_within_memory
 from trainer.engine.model import PolicyModel
@@ -123,7 +127,7 @@ class Engine:
         history[step] = weights
         after = TrainState(
             step, weights, optimizer.adamw.state_dict(), history,
-            None if weights is optimizer.master else optimizer.master,
+            None if weights is optimizer.master else optimizer.master, self._average(state, weights),
         )  # fmt: skip
         metrics |= self._speed(metrics, time.perf_counter() - began)
         return StepResult(after, metrics, update.dropped)
@@ -157,6 +161,7 @@ class Engine:
                 examples = [
                     dataclasses.replace(e, old_logprobs=scored.result[i]) for i, e in enumerate(examples)
                 ]
+        examples = self._taught(state, examples, groups)
         parts = list(updates_of(groups, self.config, state.step))
         results: list[PassResult] = []
         norms: list[float] = []
@@ -182,6 +187,46 @@ class Engine:
         return Update(
             [examples[i] for i in trained], [groups[i] for i in trained], tuple(dropped), results, norms
         )
+
+    def _taught(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> list[Example]:
+        """Return the examples with what the teacher says of their lessons. Lessons that the model cuts off, and those
+        that do not fit into memory, are left out."""
+        longest = self.model.longest or sys.maxsize
+        lessons = [
+            (i, lesson) for i, e in enumerate(examples) for lesson in e.lessons
+            if len(lesson.sequence.ids) <= longest
+        ]  # fmt: skip
+        if not lessons or not self.config.distill.weight or self.config.loss.type == "sft":
+            return list(examples)
+        average = state.average if self.config.distill.teacher == "average" else None
+        with nullcontext() if average is None else self.model.with_adapter(average):
+            try:
+                fitted = run_within_memory(
+                    self.passes.teachings, [Example(lesson.sequence, 0.0) for _, lesson in lessons],
+                    [groups[i] for i, _ in lessons], self.passes.budget, self.passes.free, state.step + 1,
+                )  # fmt: skip
+            except NothingFitsError:
+                return list(examples)  # the error is logged for each of them
+        said = {id(e.sequence): fitted.result[n] for n, e in enumerate(fitted.examples)}
+        parts: dict[int, list[tuple[Lesson, Teaching]]] = {}
+        for i, lesson in lessons:
+            if (teaching := said.get(id(lesson.sequence))) is not None:
+                parts.setdefault(i, []).append((lesson, teaching))
+        return [
+            dataclasses.replace(e, lessons=(), teaching=taught(e.sequence.trained_tokens, parts.get(i, ())))
+            for i, e in enumerate(examples)
+        ]
+
+    def _average(self, state: TrainState, weights: Weights) -> Weights | None:
+        """The average of the adapters after a step that ended in `weights`; `None` where no teacher needs it."""
+        distill = self.config.distill
+        if not distill.weight or distill.teacher != "average":
+            return None
+        before = state.average or state.weights
+        return {
+            name: torch.lerp(before[name].float(), w.float(), distill.average_rate)
+            for name, w in weights.items()
+        }
 
     def _too_long(self, examples: Sequence[Example]) -> list[TokenSequence]:
         """Return the sequences that the model would cut off."""

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from pipeline.config import ConfigError
 from trainer.batches.packing import AttentionSpan, Layout
 from trainer.batches.sampling import restrict
+from trainer.distillation.divergence import reverse_kl
 
 _FULL = ("full_attention", "attention", "global_attention")
 
@@ -168,19 +169,29 @@ class Forward:
         cuts_N3: torch.Tensor | None,
         chunk: int,
         entropy: Literal["none", "measured", "trained"],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logprobs of the targets and the entropies of their distributions, [N] each, in nats.
+        teacher: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the logprobs of the targets, the entropies of their distributions, and the divergences from a
+        teacher's, [N] each, in nats.
 
         With more than `chunk` positions, logits are computed for `chunk` of them at a time and again in the backward
         pass, so that the logits of all positions are never in memory at once.
 
         `cuts_N3`: top_k, top_p and min_p that each target was sampled under. `entropy`: "none" returns zeros,
-        "measured" the entropies without a gradient, "trained" with one."""
+        "measured" the entropies without a gradient, "trained" with one.
+
+        `teacher`: ids and logprobs of a teacher's most probable tokens, [N, K], NaN where it was not asked. The
+        divergence is `reverse_kl` before top_k, top_p and min_p, and 0 where it was not asked, or without a teacher."""
+        count = -(-len(hidden_ND) // chunk)
+        tops = (
+            [None] * count if teacher is None else zip(*(part.split(chunk) for part in teacher), strict=True)
+        )
         pieces = zip(
             hidden_ND.split(chunk),
             targets_N.split(chunk),
             temperatures_N.split(chunk),
-            [None] * -(-len(hidden_ND) // chunk) if cuts_N3 is None else cuts_N3.split(chunk),
+            [None] * count if cuts_N3 is None else cuts_N3.split(chunk),
+            tops,
             strict=True,
         )
         if len(hidden_ND) <= chunk:
@@ -189,7 +200,24 @@ class Forward:
             torch.utils.checkpoint.checkpoint(self._score_chunk, *piece, entropy, use_reentrant=False)
             for piece in pieces
         ]
-        return torch.cat([s[0] for s in scored]), torch.cat([s[1] for s in scored])
+        logprobs_N, entropies_N, divergences_N = (torch.cat(part) for part in zip(*scored, strict=True))
+        return logprobs_N, entropies_N, divergences_N
+
+    def top(
+        self, hidden_ND: torch.Tensor, temperatures_N: torch.Tensor, count: int, chunk: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids and logprobs of the `count` most probable tokens of each position, [N, count], in nats."""
+        parts = [
+            self._logits(*piece).log_softmax(-1).topk(count, dim=-1)
+            for piece in zip(hidden_ND.split(chunk), temperatures_N.split(chunk), strict=True)
+        ]
+        return torch.cat([p.indices for p in parts]), torch.cat([p.values for p in parts])
+
+    def _logits(self, hidden_nD: torch.Tensor, temperatures_n: torch.Tensor) -> torch.Tensor:
+        """The logits at the sampling temperature, [n, V], in float32 at least: bfloat16 is too coarse for logprobs."""
+        logits_nV = self.logits(hidden_nD)
+        logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+        return logits_nV / temperatures_n.unsqueeze(1)
 
     def _score_chunk(
         self,
@@ -197,24 +225,30 @@ class Forward:
         targets_n: torch.Tensor,
         temperatures_n: torch.Tensor,
         cuts_n3: torch.Tensor | None,
+        teacher: tuple[torch.Tensor, torch.Tensor] | None,
         entropy: Literal["none", "measured", "trained"],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return what `scores` returns, for one chunk of n positions."""
-        logits_nV = self.logits(hidden_nD)
-        # At least float32: bfloat16 is too coarse for logprobs.
-        logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
-        logits_nV = logits_nV / temperatures_n.unsqueeze(1)
+        logits_nV = self._logits(hidden_nD, temperatures_n)
+        divergences_n = logits_nV.new_zeros(len(logits_nV))
+        if teacher is not None:
+            ids_nK, teacher_nK = teacher
+            (asked_m,) = (~teacher_nK[:, 0].isnan()).nonzero(as_tuple=True)
+            mine_mK = logits_nV[asked_m].log_softmax(-1).gather(1, ids_nK[asked_m])
+            tail = ids_nK.shape[1] < logits_nV.shape[1]
+            divergence_m = reverse_kl(mine_mK, teacher_nK[asked_m].to(mine_mK), tail=tail)
+            divergences_n = divergences_n.index_put((asked_m,), divergence_m)
         if cuts_n3 is not None:
             logits_nV = restrict(logits_nV, targets_n, cuts_n3)
         all_logprobs_nV = torch.log_softmax(logits_nV, dim=-1)
         logprobs_n = all_logprobs_nV.gather(1, targets_n.unsqueeze(1)).squeeze(1)
         if entropy == "none":
-            return logprobs_n, torch.zeros_like(logprobs_n)
+            return logprobs_n, torch.zeros_like(logprobs_n), divergences_n
         entropy_logprobs_nV = all_logprobs_nV if entropy == "trained" else all_logprobs_nV.detach()
         if cuts_n3 is not None:
             # A cut token has p = 0 and adds 0 to the entropy, but exp(-inf) * -inf would be NaN.
             entropy_logprobs_nV = entropy_logprobs_nV.masked_fill(entropy_logprobs_nV == -torch.inf, 0.0)
-        return logprobs_n, -(entropy_logprobs_nV.exp() * entropy_logprobs_nV).sum(-1)
+        return logprobs_n, -(entropy_logprobs_nV.exp() * entropy_logprobs_nV).sum(-1), divergences_n
 
     @contextmanager
     def _stubbed_trunk(self, output: Any) -> Iterator[None]:

@@ -240,7 +240,7 @@ def inputs_of(
         "prompt_mask": torch.zeros((shape[0], 0), dtype=torch.long, device=device),
         "completion_ids": torch.from_numpy(ids_SK).to(device),
         "completion_mask": mask,
-        "advantages": _advantages(examples, logprobs_SK),
+        "advantages": _advantages(examples, old_SK, config),
         "num_items_in_batch": torch.tensor(float(items_in_batch), device=device),
     }
     if config.loss.importance_sampling == "none":
@@ -271,19 +271,39 @@ def supervised_loss(inputs: dict[str, torch.Tensor], logprobs_SK: torch.Tensor) 
     return -weighted_SK.sum() / inputs["num_items_in_batch"]
 
 
-def _advantages(examples: Sequence[Example], logprobs_SK: torch.Tensor) -> torch.Tensor:
-    """Return the weighted advantages: of each sequence, [S], or of each token, [S, K], with a KL penalty."""
-    dtype = torch.promote_types(logprobs_SK.dtype, torch.float32)
-    weighted = torch.tensor(
-        [e.advantage * e.weight for e in examples], dtype=dtype, device=logprobs_SK.device
-    )
-    if examples[0].kl_penalty is None:
+def distillation_loss(
+    examples: Sequence[Example],
+    divergences_SK: torch.Tensor,
+    inputs: dict[str, torch.Tensor],
+    config: TrainerConfig,
+) -> torch.Tensor:
+    """Return this pass's share of the mean divergence from the teacher over the batch's trained tokens, in nats, with
+    the importance weights of the rewards' loss and `trainer.distill.weight`."""
+    weights_S = torch.tensor([e.weight for e in examples]).to(divergences_SK)
+    weighted_SK = weights_S[:, None] * divergences_SK * inputs["completion_mask"]
+    if "importance_sampling_ratio" in inputs:
+        weighted_SK = weighted_SK * inputs["importance_sampling_ratio"]
+    return config.distill.weight * weighted_SK.sum() / inputs["num_items_in_batch"]
+
+
+def _advantages(examples: Sequence[Example], old_SK: torch.Tensor, config: TrainerConfig) -> torch.Tensor:
+    """Return the weighted advantages: of each sequence, [S], or of each token, [S, K], with a KL penalty or a teacher.
+
+    `old_SK`: logprobs of the policy before the step."""
+    dtype = torch.promote_types(old_SK.dtype, torch.float32)
+    weighted = torch.tensor([e.advantage * e.weight for e in examples], dtype=dtype, device=old_SK.device)
+    teaches = config.distill.divergence == "sampled" and any(e.teaching for e in examples)
+    if examples[0].kl_penalty is None and not teaches:
         return weighted
-    advantages_SK = weighted[:, None].repeat(1, logprobs_SK.shape[1])
+    advantages_SK = weighted[:, None].repeat(1, old_SK.shape[1])
     for row, example in enumerate(examples):
         if example.kl_penalty is not None:
             penalty = torch.from_numpy(example.kl_penalty * example.weight).to(advantages_SK)
             advantages_SK[row, : len(penalty)] += penalty
+        if teaches and example.teaching is not None:
+            teacher = torch.from_numpy(example.teaching.logprobs_k).to(advantages_SK)
+            gap = torch.nan_to_num(teacher - old_SK[row, : len(teacher)], nan=0.0)
+            advantages_SK[row, : len(teacher)] += config.distill.weight * example.weight * gap
     return advantages_SK
 
 

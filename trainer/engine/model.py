@@ -9,12 +9,14 @@ import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from peft.utils import get_peft_model_state_dict
 
 from pipeline.config import ConfigError, TrainerConfig
 from trainer.batches.packing import Layout, MicroBatch
 from trainer.batches.sequences import TokenSequence
+from trainer.distillation.lessons import Teaching
 from trainer.engine.fitting import detect_out_of_memory
 from trainer.engine.forward import Forward
 from trainer.engine.loading import device_for, load
@@ -117,9 +119,21 @@ class PolicyModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and entropies of the trained tokens, [S, K], zero where a sequence has fewer; nats, at the sampling
         temperature."""
+        return self.scores(layout, shape, entropy=entropy)[:2]
+
+    def scores(
+        self,
+        layout: Layout,
+        shape: tuple[int, int],
+        *,
+        entropy: bool = True,
+        teachings: Sequence[Teaching | None] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what `logprobs` returns, and the divergences from a teacher, [S, K], zero where it was not asked.
+        `teachings` is what it said of each sequence of the layout; empty: there is no teacher."""
         layout = layout.to(self.device)
         hidden_RLD = self.forward.hidden(layout)
-        logprobs_N, entropies_N = self.forward.scores(
+        logprobs_N, entropies_N, divergences_N = self.forward.scores(
             hidden_RLD[layout.rows_N, layout.cols_N],
             layout.targets_N,
             layout.temperatures_N,
@@ -127,10 +141,53 @@ class PolicyModel:
             self.positions_at_once,
             # Where the entropy is only measured no gradient is kept for it.
             "trained" if entropy and self.config.loss.entropy_coef else "measured" if entropy else "none",
+            self._tops(layout, teachings),
         )
         place = (layout.sequence_N, layout.slot_N)
         zeros = torch.zeros(shape, dtype=logprobs_N.dtype, device=self.device)
-        return zeros.index_put(place, logprobs_N), zeros.index_put(place, entropies_N)
+        logprobs_SK, entropies_SK, divergences_SK = (
+            zeros.index_put(place, values) for values in (logprobs_N, entropies_N, divergences_N)
+        )
+        return logprobs_SK, entropies_SK, divergences_SK
+
+    def _tops(
+        self, layout: Layout, teachings: Sequence[Teaching | None]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Ids and logprobs of the teacher's most probable tokens at the trained tokens of a layout, in its order."""
+        like = next((t.top_logprobs_kK for t in teachings if t is not None), None)
+        if like is None or not like.shape[1]:
+            return None
+        counts = torch.bincount(layout.sequence_N, minlength=len(teachings)).tolist()
+        said = [
+            Teaching.blank(count, like.shape[1], like.dtype) if teaching is None else teaching
+            for teaching, count in zip(teachings, counts, strict=True)
+        ]
+        # The layout holds the trained tokens of one sequence after the other.
+        ids_NK = torch.from_numpy(np.concatenate([t.top_ids_kK for t in said]))
+        logprobs_NK = torch.from_numpy(np.concatenate([t.top_logprobs_kK for t in said]))
+        return ids_NK.to(self.device), logprobs_NK.to(self.device)
+
+    def teachings_of(
+        self, batches: Sequence[MicroBatch], sequences: Sequence[TokenSequence], top_k: int
+    ) -> dict[int, Teaching]:
+        """What the live model says as a teacher of the sequences in `batches`, by their indices in `sequences`, with
+        its `top_k` most probable tokens. Raises `PassTooLargeError` where memory runs out."""
+        out: dict[int, Teaching] = {}
+        count = min(top_k, self.vocabulary)
+        for batch in batches:
+            with torch.no_grad(), detect_out_of_memory(batch):
+                layout = batch.layout.to(self.device)
+                hidden_ND = self.forward.hidden(layout)[layout.rows_N, layout.cols_N]
+                chunk = self.positions_at_once
+                logprobs_N = self.forward.scores(
+                    hidden_ND, layout.targets_N, layout.temperatures_N, layout.cuts_N3, chunk, "none"
+                )[0]
+                said = (logprobs_N, *self.forward.top(hidden_ND, layout.temperatures_N, count, chunk))
+                parts = [part.cpu().numpy() for part in said]
+            ends = np.cumsum([sequences[i].trained_tokens for i in batch.indices])[:-1]
+            split = zip(*(np.split(part, ends) for part in parts), strict=True)
+            out |= {i: Teaching(*of_one) for i, of_one in zip(batch.indices, split, strict=True)}
+        return out
 
     def logprobs_of(
         self, batches: Sequence[MicroBatch], sequences: Sequence[TokenSequence]

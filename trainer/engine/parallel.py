@@ -47,8 +47,9 @@ class WorkerError(RuntimeError):
     """Another process could not do its part of the step."""
 
 
-Work = Literal["gradients", "scores", "base_scores"]
-"""What is computed: gradients of the loss, or logprobs under the adapter or under the base model."""
+Work = Literal["gradients", "scores", "base_scores", "teachings"]
+"""What is computed: gradients of the loss, logprobs under the adapter or under the base model, or what the teacher
+says."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ Shape letters as in `trainer.batches.packing`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,8 @@ from pipeline.config import ConfigError, TrainerConfig, config_hash
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Example
 from trainer.batches.packing import Cost, MicroBatch, Packing, micro_batches, sharing_pays
+from trainer.distillation import lessons
+from trainer.distillation.lessons import Teaching
 from trainer.engine import losses
 from trainer.engine.budget import Budget
 from trainer.engine.fitting import detect_out_of_memory
@@ -118,6 +121,12 @@ class Passes:
         parts: list[Scores] = self._in_every_process(examples, groups, work)
         return {index: logprobs for part in parts for index, logprobs in part.items()}
 
+    def teachings(self, examples: Sequence[Example], groups: Sequence[int]) -> dict[int, Teaching]:
+        """What the teacher (`trainer.distill.teacher`) says of each example, by its index. The live adapter is that of
+        the policy, or the average."""
+        parts: list[dict[int, Teaching]] = self._in_every_process(examples, groups, "teachings")
+        return {index: teaching for part in parts for index, teaching in part.items()}
+
     def _in_every_process(self, examples: Sequence[Example], groups: Sequence[int], work: Work) -> list[Any]:
         weights = {} if self.process_group is None else self.model.weights()
         job = Job(self.number, self.config, weights, examples, groups, self.budget.tokens, work)
@@ -131,6 +140,7 @@ class Passes:
             "gradients": self.own_gradients,
             "scores": self.own_scores,
             "base_scores": self.own_base_scores,
+            "teachings": self.own_teachings,
         }
         compute = partial(work[job.work], job.examples, job.groups, job.budget)
         if self.process_group is None:
@@ -191,6 +201,16 @@ class Passes:
         with self.model.peft.disable_adapter():
             return self.own_scores(examples, groups, budget)
 
+    def own_teachings(
+        self, examples: Sequence[Example], groups: Sequence[int], budget: int
+    ) -> dict[int, Teaching]:
+        """`teachings` of this process's share of the batch."""
+        distill = self.config.distill
+        batches, sequences = self._own_batches(examples, groups, budget), [e.sequence for e in examples]
+        top_k = distill.top_k if distill.divergence == "reverse_kl" else 0
+        with self.model.peft.disable_adapter() if distill.teacher == "base" else nullcontext():
+            return self.model.teachings_of(batches, sequences, top_k)
+
     def own_gradients(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> PassResult:
         """Forward and backward passes over this process's share of the batch."""
         batches = self._own_batches(examples, groups, budget)
@@ -208,7 +228,10 @@ class Passes:
         """One pass; `tokens` are the trained tokens of the update that it is a part of. Adds to `result`."""
         inside = [examples[i] for i in batch.indices]
         shape = shape_of([e.sequence for e in inside])
-        logprobs_SK, entropies_SK = self.model.logprobs(batch.layout, shape)
+        teachings = [e.teaching for e in inside]
+        logprobs_SK, entropies_SK, divergences_SK = self.model.scores(
+            batch.layout, shape, teachings=teachings
+        )
         reference_SK = None
         if self.config.loss.beta != 0.0 and self.config.loss.type != "sft":
             with torch.no_grad(), self.model.peft.disable_adapter():
@@ -223,6 +246,8 @@ class Passes:
             loss = losses.supervised_loss(inputs, logprobs_SK)
         else:
             loss = self.trainer.loss(inputs, logprobs_SK, entropies_SK, own / tokens / share) * share
+            if self.config.distill.divergence == "reverse_kl" and any(teachings):
+                loss = loss + losses.distillation_loss(inside, divergences_SK, inputs, self.config)
         loss.backward()
         result.loss += float(loss.detach())
         computed = logprobs_SK.detach().cpu().numpy()
@@ -235,9 +260,9 @@ class Passes:
         """Metrics of so many updates over `examples`, from the results of all their passes."""
         sequences = [e.sequence for e in examples]
         laid_out = sum(r.tokens_forward for r in results)
-        metrics = sampler_metrics(
-            sequences, first_logprobs(results, examples), step, self.config.loss.importance_clip
-        )
+        before = first_logprobs(results, examples)
+        metrics = sampler_metrics(sequences, before, step, self.config.loss.importance_clip)
+        metrics |= lessons.metrics([e.teaching for e in examples], before)
         return metrics | losses.averages([r.trl for r in results]) | {
             "loss": sum(r.loss for r in results) / updates,
             "tokens": float(sum(s.trained_tokens for s in sequences)),

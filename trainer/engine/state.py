@@ -44,6 +44,8 @@ class TrainState:
     """Published adapters of the newest steps by step, to recompute logprobs at the version that sampled."""
     master: Weights | None = None
     """The weights that the optimizer updates, if `weights` are rounded; `None` if both are the same."""
+    average: Weights | None = None
+    """Average of the adapters so far (`trainer.distill.teacher`); `None`: `weights`."""
 
 
 @dataclass(frozen=True, eq=False)

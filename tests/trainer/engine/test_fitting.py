@@ -35,7 +35,7 @@ def engine(tiny_base: str, tmp_path: Path) -> Engine:
 
 def with_room_for(engine: Engine, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From now on a pass of more tokens runs out of memory; the sizes of the passes that were tried."""
-    original, tried = PolicyModel.logprobs, []
+    original, tried = PolicyModel.scores, []
 
     def limited(self: PolicyModel, layout: Layout, *args: Any, **kwargs: Any) -> Any:
         tried.append(layout.ids_RL.numel())
@@ -43,7 +43,7 @@ def with_room_for(engine: Engine, tokens: int, monkeypatch: pytest.MonkeyPatch) 
             raise torch.OutOfMemoryError("too much")
         return original(self, layout, *args, **kwargs)
 
-    monkeypatch.setattr(PolicyModel, "logprobs", limited)
+    monkeypatch.setattr(PolicyModel, "scores", limited)
     return tried
 
 
@@ -67,9 +67,7 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
     assert halved.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-9)
     for name, tensor in whole.state.weights.items():
         torch.testing.assert_close(halved.state.weights[name], tensor, rtol=1e-7, atol=1e-9)
-    monkeypatch.setattr(
-        engine.model, "logprobs", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug"))
-    )
+    monkeypatch.setattr(engine.model, "scores", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         engine.step(state, examples, [0] * 6)
 
@@ -114,7 +112,7 @@ def test_a_batch_of_which_no_sequence_fits_is_untrainable(
 def test_a_check_that_does_not_fit_is_skipped_and_reported(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    original = PolicyModel.logprobs
+    original = PolicyModel.scores
 
     def checks_fail(self: PolicyModel, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -123,7 +121,7 @@ def test_a_check_that_does_not_fit_is_skipped_and_reported(
 
     state = engine.initial_state()
     examples = batch(engine, state)
-    monkeypatch.setattr(PolicyModel, "logprobs", checks_fail)
+    monkeypatch.setattr(PolicyModel, "scores", checks_fail)
     monkeypatch.setattr(checks, "EVERY", 1)
     engine.configure(msgspec.structs.replace(engine.config, check_share=1.0))
     metrics = engine.step(state, examples, [0] * 6).metrics

@@ -75,7 +75,7 @@ async def test_a_trajectory_too_large_for_memory_is_discarded_and_the_rest_of_it
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: restarts, then the whole batch among the dead letters."""
-    original = PolicyModel.logprobs
+    original = PolicyModel.scores
 
     def limited(self: PolicyModel, layout: Layout, *args: Any, **kwargs: Any) -> Any:
         if layout.ids_RL.shape[1] > 60:
@@ -85,7 +85,7 @@ async def test_a_trajectory_too_large_for_memory_is_discarded_and_the_rest_of_it
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, **{"memory.packing": "padded"})
     async with Broker.connect(nats_config) as broker:
         async with running(config):
-            monkeypatch.setattr(PolicyModel, "logprobs", limited)
+            monkeypatch.setattr(PolicyModel, "scores", limited)
             for i in range(2):
                 for event in kit.turns(f"g-{i}", i):
                     await broker.publish(event)

@@ -1,0 +1,63 @@
+"""Reverse KL against the literal sum, and against TRL's own functions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trainer.distillation.divergence import reverse_kl
+from trainer.engine.trl_source import trl_imports
+
+with trl_imports():
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+    from trl.experimental.sdpo import loss_utils
+
+
+def logits(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a policy and of a teacher: 7 positions, 12 tokens."""
+    torch.manual_seed(seed)
+    policy, teacher = 2 * torch.randn(2, 7, 12, dtype=torch.float64)
+    return policy.requires_grad_(), teacher
+
+
+def tops(policy: torch.Tensor, teacher: torch.Tensor, k: int, support: torch.Tensor) -> list[torch.Tensor]:
+    """Logprobs of both at the k most probable tokens of `support`."""
+    ids = support.topk(k, -1).indices
+    return [x.log_softmax(-1).gather(-1, ids) for x in (policy, teacher)]
+
+
+@pytest.mark.parametrize("k", [1, 4, 11, 12])
+def test_it_is_the_literal_sum(k: int) -> None:
+    policy, teacher = logits(k)
+    found = reverse_kl(*tops(policy, teacher, k, teacher), tail=k < 12).tolist()
+    for n in range(7):
+        p, q = (x[n].softmax(-1).tolist() for x in (policy, teacher))
+        best = sorted(range(12), key=lambda i: -q[i])[:k]
+        bins = [(p[i], q[i]) for i in best]
+        if k < 12:
+            bins.append((1 - sum(a for a, _ in bins), 1 - sum(b for _, b in bins)))
+        assert found[n] == pytest.approx(sum(a * math.log(a / b) for a, b in bins), abs=1e-10)
+
+
+@pytest.mark.parametrize("k", [1, 4, 11])
+def test_over_one_support_it_is_sdpos_loss_and_gradient(k: int) -> None:
+    """SDPO takes the policy's most probable tokens; over these, value and gradient are the same."""
+    policy, teacher = logits(k)
+    theirs = loss_utils.compute_topk_self_distillation_loss(
+        policy, teacher, distillation_topk=k, distillation_alpha=1.0, distillation_add_tail=True
+    )
+    ours = reverse_kl(*tops(policy, teacher, k, policy), tail=True)
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    gradients = [torch.autograd.grad(x.sum(), policy, retain_graph=True)[0] for x in (ours, theirs)]
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=0)
+
+
+def test_over_the_vocabulary_it_is_sdpos_and_gkds_loss() -> None:
+    policy, teacher = logits(5)
+    ours = reverse_kl(*tops(policy, teacher, 12, teacher), tail=False)
+    sdpo = loss_utils.compute_full_logit_self_distillation_loss(policy, teacher, distillation_alpha=1.0)
+    torch.testing.assert_close(ours, sdpo, atol=1e-6, rtol=0)
+    gkd = GKDTrainer.generalized_jsd_loss(policy, teacher, beta=1.0, reduction="sum")
+    torch.testing.assert_close(ours.sum(), gkd, atol=1e-6, rtol=0)

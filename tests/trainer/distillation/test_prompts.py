@@ -1,0 +1,91 @@
+"""Where a hint stands in the teacher's prompt, and which recorded tokens the teacher is asked about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from examples.common.tiny import make_tokenizer
+from pipeline.config import DistillConfig
+from pipeline.events import Hint
+from tests.trainer.kit import exchange
+from trainer.batches.sequences import build
+from trainer.distillation.lessons import lessons_of
+from trainer.distillation.prompts import HintedPrompts, HintUnusableError
+
+TEXT = {"type": "text", "text": "No"}
+USER = {"role": "user", "content": "What?"}
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> HintedPrompts:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer([]).save_pretrained(folder)
+    return HintedPrompts(
+        str(folder), DistillConfig(hint_template="\n{hint}", correction_template=" [{hint}]")
+    )
+
+
+def rendered(prompts: HintedPrompts, text: str, **body: Any) -> str:
+    ids = prompts.render(exchange("t", 0, [5], [6], request=msgspec.json.encode(body)), text)
+    return str(prompts._tokenizer.decode(ids))
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([USER], "<|user|>What?\nb2<|end|>"),
+        (
+            [{"role": "system", "content": "Be brief."}, USER, {"role": "tool", "content": "17"}],
+            "<|system|>Be brief.<|end|><|user|>What?\nb2<|end|><|tool|>17<|end|>",
+        ),
+        (
+            [USER, {"role": "assistant", "content": "a1"}, {"role": "user", "content": [TEXT]}],
+            "<|user|>What?<|end|><|assistant|>a1<|end|><|user|>No\nb2<|end|>",
+        ),
+        ([{"role": "system", "content": "Go."}], "<|system|>Go.<|end|><|user|>b2<|end|>"),
+    ],
+)  # fmt: skip
+def test_a_hint_stands_at_the_end_of_the_last_user_message(
+    prompts: HintedPrompts, messages: list[dict[str, Any]], expected: str
+) -> None:
+    assert rendered(prompts, prompts.text_of([Hint(call=0, text="b2")]), messages=messages) == (
+        expected + "<|assistant|>"
+    )
+
+
+def test_hints_and_corrections_have_templates_of_their_own(prompts: HintedPrompts) -> None:
+    hints = [Hint(call=0, text="the {hint}"), Hint(call=0, text="b2", kind="correction")]
+    assert prompts.text_of(hints) == "\nthe {hint} [b2]"
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"prompt": "What?"}, "no messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other than text"),
+        ({"messages": [USER], "chat_template_kwargs": {"tokenize": True}}, "template"),
+    ],
+)  # fmt: skip
+def test_a_call_that_can_t_be_rendered_says_why(
+    prompts: HintedPrompts, body: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(HintUnusableError, match=reason):
+        rendered(prompts, "b2", **body)
+
+
+def test_a_lesson_is_the_teachers_prompt_and_the_trained_tokens_of_the_call() -> None:
+    """Forced tokens are no lesson's, and context of the run is not read twice."""
+    (sequence,) = build("t", [
+        exchange("t", 0, [5, 6], [7, 8]), exchange("t", 1, [5, 6, 7, 8, 9], [10, 11, 12], forced=[0, 1, 0])
+    ])  # fmt: skip
+    lesson, = lessons_of(sequence, {1: np.array([20, 21, 22], np.int32), 4: np.array([20], np.int32)})  # fmt: skip
+    assert lesson.sequence.ids.tolist() == [20, 21, 22, 10, 11, 12]
+    assert lesson.sequence.loss_mask.tolist() == [False] * 3 + [True, False, True]
+    assert lesson.slots.tolist() == [2, 3]
+    everything = sequence.calls == 1
+    assert lessons_of(sequence.masking_out(everything), {1: np.array([20], np.int32)}) == ()

@@ -1,0 +1,153 @@
+"""A step with a teacher: its gradient against the literal formulas, and who teaches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config import TrainerConfig, with_values
+from tests.trainer.kit import VOCAB, exactly, exchange, stir
+from trainer.batches.groups import Example
+from trainer.batches.sequences import TokenSequence, build
+from trainer.checkpoints.checkpoint import adapter_files, state_bytes, state_of
+from trainer.distillation.lessons import lessons_of
+from trainer.engine.engine import Engine
+
+WEIGHT = 0.7
+PROMPT, HINTED = [5, 6, 9], np.array([5, 6, 17, 18, 9], np.int32)
+SETTINGS: dict[str, Any] = {
+    "dtype": "float64", "lora.rank": 4, "distill.weight": WEIGHT, "optimizer.learning_rate": 1e-2,
+    "logprob_bound": 1e9, "distill.divergence": "sampled",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    config = with_values(TrainerConfig(), SETTINGS)
+    engine = exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
+    stir(engine)
+    return engine
+
+
+def sequences() -> list[TokenSequence]:
+    """One of two calls, and one of a call with a temperature and a forced token."""
+    return [
+        *build("a", [exchange("a", 0, PROMPT, [7, 8]), exchange("a", 1, [*PROMPT, 7, 8, 4], [3, 2, 11])]),
+        *build("b", [
+            exchange("b", 0, PROMPT, [12, 13, 14], forced=[0, 1, 0], request=b'{"temperature": 0.5}')
+        ]),
+    ]  # fmt: skip
+
+
+def examples(advantage: float = 0.4) -> list[Example]:
+    """Call 1 of the first and call 0 of the second sequence have hints."""
+    first, second = sequences()
+    return [
+        Example(first, advantage, lessons=lessons_of(first, {1: HINTED})),
+        Example(second, -advantage, lessons=lessons_of(second, {0: HINTED})),
+    ]
+
+
+def logprobs(engine: Engine, prompt: Any, reply: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Logprobs of all tokens at each place of `reply`, by the model's own forward pass."""
+    ids = torch.tensor([[*prompt, *reply]])
+    logits = engine.model.peft(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)
+
+
+def literal_loss(engine: Engine, advantage: float, divergence: str, top_k: int) -> torch.Tensor:
+    """The loss of `examples` of on-policy tokens, token by token. An importance weight is a ratio to the recorded
+    logprob of -2."""
+    taught = [
+        ([*PROMPT, 7, 8, 4], [3, 2, 11], advantage, 1.0, True, [0, 1, 2]),
+        (PROMPT, [7, 8], advantage, 1.0, False, [0, 1]),
+        (PROMPT, [12, 13, 14], -advantage, 0.5, True, [0, 2]),
+    ]
+    terms = []
+    for prompt, reply, own, temperature, hinted, trained in taught:
+        policy = logprobs(engine, prompt, reply, temperature)
+        with torch.no_grad():
+            teacher = logprobs(engine, HINTED, reply, temperature)
+        for t in trained:
+            p, q = policy[t][reply[t]], teacher[t][reply[t]]
+            weight = min(float((p.detach() + 2.0).exp()), 3.0)
+            total = own
+            if hinted and divergence == "sampled":
+                total += WEIGHT * float(q - p.detach())
+            term = -weight * total * p
+            if hinted and divergence == "reverse_kl":
+                best = teacher[t].argsort(descending=True)[:top_k]
+                mine, its = policy[t][best].exp(), teacher[t][best].exp()
+                kl = (mine * (mine / its).log()).sum()
+                if top_k < VOCAB:
+                    kl = kl + (1 - mine.sum()) * ((1 - mine.sum()) / (1 - its.sum())).log()
+                term = term + WEIGHT * weight * kl
+            terms.append(term)
+    return sum(terms[1:], terms[0]) / len(terms)
+
+
+@pytest.mark.parametrize("packing", ["prefix", "padded"])
+@pytest.mark.parametrize(("divergence", "top_k"), [("sampled", 1), ("reverse_kl", 5), ("reverse_kl", 99)])
+@pytest.mark.parametrize("advantage", [0.4, 0.0])
+def test_the_gradient_is_that_of_the_literal_formula(
+    engine: Engine, divergence: str, top_k: int, advantage: float, packing: str
+) -> None:
+    """Of the rewards' and the teacher's advantage together, and of the teacher's alone."""
+    engine.configure(with_values(TrainerConfig(), SETTINGS | {
+        "distill.divergence": divergence, "distill.top_k": top_k, "memory.packing": packing,
+    }))  # fmt: skip
+    state = engine.initial_state()
+    batch = engine._taught(state, examples(advantage), [0, 0])
+    engine.model.peft.zero_grad(set_to_none=True)
+    engine.passes.gradients(batch, [0, 0])
+    ours = [p.grad.clone() for p in engine.model.parameters if p.grad is not None]
+    engine.model.peft.zero_grad(set_to_none=True)
+    literal_loss(engine, advantage, divergence, min(top_k, VOCAB)).backward()  # type: ignore[no-untyped-call]
+    theirs = [p.grad.clone() for p in engine.model.parameters if p.grad is not None]
+    assert ours
+    for mine, its in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-10, rtol=1e-7)
+
+
+def test_without_a_weight_hints_change_nothing(engine: Engine) -> None:
+    engine.configure(with_values(TrainerConfig(), SETTINGS | {"distill.weight": 0.0}))
+    state = engine.initial_state()
+    plain = [Example(s, a) for s, a in zip(sequences(), (0.4, -0.4), strict=True)]
+    steps = [engine.step(state, batch, [0, 0]) for batch in (examples(), plain)]
+    for name, weights in steps[0].state.weights.items():
+        assert torch.equal(weights, steps[1].state.weights[name])
+    assert "tokens_taught" not in steps[0].metrics
+
+
+def test_who_teaches(engine: Engine, tmp_path: Path) -> None:
+    """The policy, the average, which is exact after a restart, and the base model."""
+    engine.configure(with_values(TrainerConfig(), SETTINGS | {"distill.teacher": "average"}))
+    state = engine.initial_state()
+    first = engine.step(state, examples(), [0, 0])
+    assert first.state.average is not None
+    for name, weights in first.state.average.items():
+        expected = 0.95 * state.weights[name].float() + 0.05 * first.state.weights[name].float()
+        torch.testing.assert_close(weights, expected)
+    files = {"state.pt": state_bytes(first.state)} | adapter_files(
+        first.state.weights, engine.model.lora, "base"
+    )
+    resumed = engine.step(state_of(1, files), examples(), [0, 0])
+    second = engine.step(first.state, examples(), [0, 0])
+    gaps = {"average": second.metrics["teacher_gap"]}
+    assert resumed.metrics["teacher_gap"] == gaps["average"]
+    for teacher in ("policy", "base"):
+        engine.configure(with_values(TrainerConfig(), SETTINGS | {"distill.teacher": teacher}))
+        gaps[teacher] = engine.step(first.state, examples(), [0, 0]).metrics["teacher_gap"]
+    assert len(set(gaps.values())) == 3
+    assert second.metrics["tokens_taught"] == 5
+    engine.model.load_adapter(first.state.weights)
+    with torch.no_grad():
+        policy = logprobs(engine, [*PROMPT, 7, 8, 4], [3, 2, 11]), logprobs(engine, PROMPT, [12, 13, 14], 0.5)
+        teacher = logprobs(engine, HINTED, [3, 2, 11]), logprobs(engine, HINTED, [12, 13, 14], 0.5)
+    at = ((0, 0, 3), (0, 1, 2), (0, 2, 11), (1, 0, 12), (1, 2, 14))
+    literal = np.mean([float(policy[s][t, i] - teacher[s][t, i]) for s, t, i in at])
+    assert gaps["policy"] == pytest.approx(literal, abs=1e-10)

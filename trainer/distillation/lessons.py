@@ -1,0 +1,102 @@
+"""Which recorded tokens a teacher is asked about, and what it says of them.
+
+Shape letters: k trained tokens of a sequence, K most probable tokens of the teacher, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.batches.sequences import TokenSequence
+
+Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """What a teacher reads for one call: a prompt of its own, and the recorded tokens of the call."""
+
+    sequence: TokenSequence
+    """The tokens that it is asked about are those of the loss mask."""
+    slots: npt.NDArray[np.int64]
+    """Where they are among the k trained tokens of the sequence that is taught."""
+
+
+@dataclass(frozen=True, eq=False)
+class Teaching:
+    """A teacher's distribution at each of the k trained tokens of a sequence."""
+
+    logprobs_k: Floats
+    """Logprobs of the recorded tokens, in nats. NaN: the teacher was not asked."""
+    top_ids_kK: npt.NDArray[np.int64]
+    """The teacher's most probable tokens. K is 0 where only sampled tokens are compared."""
+    top_logprobs_kK: Floats
+
+    @classmethod
+    def blank(cls, tokens: int, top: int, dtype: npt.DTypeLike = np.float32) -> Teaching:
+        """Of a teacher that was asked nothing."""
+        unknown = np.full((tokens, top), np.nan, dtype)
+        return cls(np.full(tokens, np.nan, dtype), np.zeros((tokens, top), np.int64), unknown)
+
+
+def lessons_of(sequence: TokenSequence, prompts: Mapping[int, npt.NDArray[np.int32]]) -> tuple[Lesson, ...]:
+    """The lessons of those calls of a sequence that `prompts` has a teacher's prompt for, by call."""
+    if sequence.calls is None:
+        return ()
+    slots_T = np.cumsum(sequence.loss_mask) - 1
+    lessons = []
+    for call, prompt in prompts.items():
+        at = np.flatnonzero(sequence.calls == call)
+        taught = sequence.loss_mask[at]
+        if not taught.any():
+            continue
+        context = TokenSequence.made_up(sequence.trajectory, prompt, 1)
+        untrained = np.zeros(len(prompt), np.bool_)
+        cuts = None
+        if sequence.cuts is not None:
+            uncut = np.tile(np.array([0, 1, 0], np.float32), (len(prompt), 1))
+            cuts = np.concatenate([uncut, sequence.cuts[at]])
+        read = TokenSequence(
+            sequence.trajectory,
+            np.concatenate([context.ids, sequence.ids[at]]),
+            np.concatenate([untrained, taught]),
+            np.concatenate([context.logprobs, sequence.logprobs[at]]),
+            np.concatenate([context.steps, sequence.steps[at]]),
+            np.concatenate([context.temperatures, sequence.temperatures[at]]),
+            cuts,
+        )
+        lessons.append(Lesson(read, slots_T[at][taught]))
+    return tuple(lessons)
+
+
+def taught(tokens: int, parts: Sequence[tuple[Lesson, Teaching]]) -> Teaching | None:
+    """What the teacher said of a sequence's `tokens` trained tokens, from what it said of its lessons. `None` if there
+    were none."""
+    if not parts:
+        return None
+    first = parts[0][1]
+    whole = Teaching.blank(tokens, first.top_ids_kK.shape[1], first.logprobs_k.dtype)
+    for lesson, part in parts:
+        whole.logprobs_k[lesson.slots] = part.logprobs_k
+        whole.top_ids_kK[lesson.slots] = part.top_ids_kK
+        whole.top_logprobs_kK[lesson.slots] = part.top_logprobs_kK
+    return whole
+
+
+def metrics(teachings: Sequence[Teaching | None], logprobs: Sequence[Floats]) -> dict[str, float]:
+    """`tokens_taught`, and `teacher_gap`: the mean of log policy - log teacher over these tokens, which estimates the
+    reverse KL divergence in nats. `logprobs[i]` are the policy's of sequence i before the step."""
+    gaps = [
+        (mine - said.logprobs_k)[~np.isnan(said.logprobs_k)]
+        for said, mine in zip(teachings, logprobs, strict=True)
+        if said is not None
+    ]
+    if not gaps:
+        return {}
+    gap = np.concatenate(gaps)
+    return {"tokens_taught": float(len(gap)), "teacher_gap": float(gap.mean()) if len(gap) else 0.0}
