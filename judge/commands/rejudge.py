@@ -4,9 +4,9 @@
 
 Every scored group of one branch (`--from-branch`) is judged by the judge of the settings and published on another
 branch, with its origin. The trainer reads `main` only, so nothing trains twice. If a judge model is set, it is asked
-even if agents gave rewards. Groups that the judge discarded as unscored or too small are scored too if this judge
-can. A group that is on the branch already is skipped, so the command can be stopped and run again. A group that the
-log no longer holds is recorded as discarded.
+even if agents gave rewards. Feedback that came late counts, under rewards of kind `feedback`. Groups that the judge
+discarded as unscored or too small are scored too if this judge can. A group that is on the branch already is skipped,
+so the command can be stopped and run again. A group that the log no longer holds is recorded as discarded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import anyio
@@ -23,12 +23,13 @@ import msgspec
 from rich.console import Console
 
 from judge.commands.options import add_settings
+from judge.feedback import feedback_on
 from judge.groups import Arrival, Group, GroupKey
 from judge.labelled import measure_agreement
 from judge.rewards.compose import open_composer_on_log
 from judge.scoring import RewardComposer, UnscoredError, agent_rewards, judge_hash, make_member, score_closed
 from pipeline.config import Config, ConfigError
-from pipeline.events import GroupDiscarded, GroupScored, TrajectoryCompleted, now_us
+from pipeline.events import GroupDiscarded, GroupScored, SignalGiven, TrajectoryCompleted, now_us
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, BrokerError, HistoryGoneError, Recorded
 from pipeline.names import InvalidNameError, check_name
@@ -126,7 +127,7 @@ class Rejudge:
         key = GroupKey(event.project, event.model, event.group, event.split)
         completions = [await self._completed(event, trajectory) for trajectory in event.trajectories]
         members = sorted((Arrival(r.event, r.seq) for r in completions), key=lambda arrival: arrival.seq)
-        group = Group(key, tuple(members))
+        group = Group(key, tuple(members), signals=await self._signals(event))
         result = await score_closed(group, self._config.judge, self.report.judge, self._composer)
         if isinstance(result, GroupDiscarded):
             self.report.failed += result.reason == "unscored"
@@ -142,7 +143,9 @@ class Rejudge:
         members = {r.event.trajectory: r.event for r in found}
         scorable = [m for m in members.values() if m.outcome == "scored"]
         try:
-            rewards = await self._composer(scorable) if self._composer else agent_rewards(scorable)
+            signals = await self._signals(event)
+            rewards = await self._composer(scorable, signals) if self._composer else agent_rewards(scorable)
+            rewards = replace(rewards, feedback=feedback_on(scorable, signals, self._config.judge))
             needed = 1 if event.split == "val" else self._config.judge.min_size
             if len(rewards.final) < needed:
                 raise UnscoredError(
@@ -164,6 +167,11 @@ class Rejudge:
             if m.outcome == "scored" and m.trajectory in rewards.final
         }
         self.report.pairs.append((before, {t: rewards.final[t] for t in before}))
+
+    async def _signals(self, event: GroupEvent) -> tuple[SignalGiven, ...]:
+        """Return everything that was said about the group's runs, also after it was scored."""
+        names: dict[str, Any] = {"project": event.project, "model": event.model, "group": event.group}
+        return tuple(r.event for r in await self._broker.read(SignalGiven, **names))
 
     async def _completed(
         self, event: GroupEvent, trajectory: str, seq: int = 0

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from judge.commands import rejudge as command
 from judge.commands.rejudge import Rejudge
 from judge.group_log import GroupEnd, GroupLog
 from judge.groups import GroupKey
-from judge.rewards.compose import ConfiguredComposer
+from judge.rewards.compose import ConfiguredComposer, open_composer_on_log
 from judge.ruler.transcripts import load_transcript
-from pipeline.config import Config, ConfigError, JudgeConfig, NatsConfig
-from pipeline.events import GroupScored, TrajectoryCompleted
+from pipeline.config import Config, ConfigError, JudgeConfig, NatsConfig, RewardConfig
+from pipeline.events import GroupScored, SignalGiven, TrajectoryCompleted
 from pipeline.log.broker import Broker
 from tests.judge.kit import Model, completed, exchange, groups, judging, ruler
 from tests.kits.scoring_server import Scorer
@@ -64,6 +65,24 @@ async def test_verdicts_of_another_judge_are_published_on_their_own_branch(nats_
         await groups(broker, 4)
 
 
+async def test_late_labels_of_people_become_the_rewards_of_a_verdict_set(nats_config: NatsConfig) -> None:
+    labels = (RewardConfig(name="label", kind="feedback", default=0.5),)
+    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3))
+    async with Broker.connect(nats_config) as broker:
+        await history(broker, config)
+        about = {"project": "p", "model": "m", "group": "g1", "name": "label", "by": "ann"}
+        await broker.publish(SignalGiven(**about, signal="1", trajectory="g1-0", value=0.0))
+        await broker.publish(SignalGiven(**about, signal="2", trajectory="g1-2", value=1.0))
+        later = msgspec.structs.replace(config, judge=JudgeConfig(group_size=3, rewards=labels))
+        async with open_composer_on_log(later, broker) as judge:
+            report = await Rejudge(broker, later, judge, branch="labels").run()
+        assert report.rejudged == 2
+        found = {g.group: g for g in await groups(broker, 4) if g.branch == "labels"}
+    assert [m.reward for m in found["g1"].members] == [0.0, 0.5, 1.0]
+    assert [m.graders for m in found["g1"].members] == [{"ann": 1.0}, {}, {"ann": 1.0}]
+    assert {m.reward for m in found["g0"].members} == {0.5}
+
+
 async def test_a_running_judge_ignores_other_branches(nats_config: NatsConfig) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
     async with Broker.connect(nats_config) as broker:
@@ -72,7 +91,7 @@ async def test_a_running_judge_ignores_other_branches(nats_config: NatsConfig) -
         written = GroupLog(broker, config.judge)
         for group in ("g0", "g1"):
             end = await written.end_of(GroupKey("p", "m", group, "train"))
-            assert end == GroupEnd(True, frozenset(f"{group}-{i}" for i in range(3)))
+            assert end == GroupEnd(True, frozenset(f"{group}-{i}" for i in range(3)), scored=True)
 
 
 async def test_groups_whose_history_is_gone_are_recorded_as_discarded(nats_config: NatsConfig) -> None:
