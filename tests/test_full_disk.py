@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -63,11 +61,6 @@ def run_groups(url: str, name: str, count: int, finished: list[str]) -> None:
             finished.append(run["id"])
 
 
-def state(run: Up) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run.run_dir / "state.json").read_text())
-    return found
-
-
 def children(run: Up) -> set[int]:
     """Return the processes that the supervisor has started and that run now."""
     pid = run.process.pid
@@ -76,7 +69,7 @@ def children(run: Up) -> set[int]:
 
 def healthy(run: Up, before: set[int]) -> bool:
     """Return whether the supervisor has written, since the processes `before` ended, that all is well."""
-    told = state(run)
+    told = run.state
     pids = {service["pid"] for service in told["services"].values()}
     return bool(told["ready"]) and not told["alarms"] and not pids & before
 

@@ -2,87 +2,57 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import httpx
 import openai
 import pytest
 
+from tests.conftest import VllmServer
 from tests.kits.attacker import check_environments, check_files, check_stranger, environment
+from tests.kits.installation import Up, started
 
 pytestmark = [
     pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(590), pytest.mark.xdist_group("vllm of an installation")
 ]  # fmt: skip
 
-ROOT = Path(__file__).parent.parent
-JOURNEYWORK = str(Path(sys.executable).with_name("journeywork"))
 KILLED = ("gateway", "sampler", "judge", "trainer", "store", "nats", "vllm")
 GROUP = 4
 
 
-class Installation:
-    """`journeywork up` in a process of its own."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        settings = {
-            "models.0.name": "tictactoe",
-            "models.0.base": str(ROOT / "examples" / "tictactoe" / "model"),
-            "judge.group_size": GROUP,
-            "trainer.groups_per_step": 2,
-            "trainer.optimizer.learning_rate": 2e-3,  # the demo's model is small
-            "trainer.start_timeout_s": 60,
-            "vllm.max_model_len": 256,
-            "ui.port": 0,
-            "judge.api_key_env": "OPENAI_API_KEY",
-        }
-        flags = [f for k, v in settings.items() for f in ("--set", f"{k}={json.dumps(v)}")]
-        self.process = subprocess.Popen(
-            [JOURNEYWORK, "up", "--run-dir", str(run_dir), *flags], cwd=ROOT, stdout=subprocess.DEVNULL,
-            env=environment(),
-        )  # fmt: skip
-
-    def state(self) -> dict[str, Any]:
-        path = self.run_dir / "state.json"
-        return json.loads(path.read_text()) if path.exists() else {"ready": False, "services": {}}
-
-    async def until(self, condition: Any, what: str) -> None:
-        with anyio.move_on_after(180):
-            while self.process.poll() is None:
-                if condition(self.state()):
-                    return
-                await anyio.sleep(0.1)
-        logs = {p.name: p.read_text()[-1500:] for p in (self.run_dir / "logs").glob("*.log")}
-        raise AssertionError(
-            f"{what}; state {self.state()}; logs " + "\n".join(f"== {k}\n{v}" for k, v in logs.items())
-        )
-
-    def kill(self, name: str) -> int:
-        """kill -9; how often it had been restarted before."""
-        service = self.state()["services"][name]
-        os.kill(service["pid"], signal.SIGKILL)
-        return int(service["restarts"])
-
-    def sql(self, query: str) -> list[dict[str, Any]]:
-        out = subprocess.run(
-            [JOURNEYWORK, "sql", "--run-dir", str(self.run_dir), "--format", "json", query],
-            check=True, capture_output=True, text=True, cwd=ROOT,
-        )  # fmt: skip
-        rows: list[dict[str, Any]] = json.loads(out.stdout)
-        return rows
+SETTINGS = (
+    "models.0.name=tictactoe",
+    f"models.0.base={VllmServer.base}",
+    f"judge.group_size={GROUP}",
+    "trainer.groups_per_step=2",
+    "trainer.optimizer.learning_rate=2e-3",  # the demo's model is small
+    "trainer.start_timeout_s=60",
+    "vllm.max_model_len=256",
+    "judge.api_key_env=OPENAI_API_KEY",
+)
 
 
-def check_doors(installation: Installation) -> None:
+async def until(run: Up, condition: Callable[[], bool]) -> None:
+    await anyio.to_thread.run_sync(run.until, condition, 180)
+
+
+def kill(run: Up, name: str) -> int:
+    """kill -9; how often it had been restarted before."""
+    service = run.state["services"][name]
+    os.kill(service["pid"], signal.SIGKILL)
+    return int(service["restarts"])
+
+
+def check_doors(run: Up) -> None:
     """Nobody outside can use NATS or vLLM, and no process knows a secret that is not its own."""
-    state = installation.state()
-    check_environments(state, installation.run_dir)
+    state = run.state
+    check_environments(state, run.run_dir)
     check_stranger(state["urls"]["nats"])
     for path in ("/v1/models", "/v1/load_lora_adapter", "/invocations", "/metrics", "/tokenize"):
         reply = httpx.request(
@@ -129,51 +99,40 @@ class Fleet:
 
 
 async def test_every_process_is_killed_once_and_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
-    installation = Installation(tmp_path / "run")
-    try:
-        await installation.until(lambda s: s["ready"], "did not come up")
-        await anyio.to_thread.run_sync(check_doors, installation)
-        fleet = Fleet(installation.state()["urls"]["gateway"])
+    run_dir = tmp_path / "run"
+    flags = ("--run-dir", str(run_dir))
+    with started(tmp_path, run_dir, *flags, settings=SETTINGS, env=environment(), seconds=180) as run:
+        await anyio.to_thread.run_sync(check_doors, run)
+        fleet = Fleet(run.url)
         async with fleet.client, anyio.create_task_group() as tg:
             for lane in range(2):
                 tg.start_soon(fleet.work, lane)
             for name in KILLED:
                 enough = len(fleet.finished) + 2 * GROUP
-                await installation.until(
-                    lambda _, n=enough: len(fleet.finished) >= n, f"no progress before {name}"
-                )
-                before = installation.kill(name)
-                await installation.until(
-                    lambda s, n=name, b=before: s["ready"] and s["services"][n]["restarts"] > b,
-                    f"{name} did not come back",
+                await until(run, lambda n=enough: len(fleet.finished) >= n)
+                before = kill(run, name)
+                await until(
+                    run,
+                    lambda n=name, b=before: run.state["ready"] and run.state["services"][n]["restarts"] > b,
                 )
             enough = len(fleet.finished) + 4 * GROUP
-            await installation.until(
-                lambda _: len(fleet.finished) >= enough, "no progress after the last kill"
-            )
+            await until(run, lambda: len(fleet.finished) >= enough)
             fleet.stopping = True
-        installation.process.send_signal(signal.SIGINT)
-        with anyio.fail_after(120):
-            code = await anyio.to_thread.run_sync(installation.process.wait)
-        assert code == 0
-    finally:
-        if installation.process.poll() is None:
-            installation.process.kill()
-            installation.process.wait()
-    left = [s["pid"] for s in installation.state()["services"].values() if Path(f"/proc/{s['pid']}").exists()]
+    assert run.process.returncode == 0
+    left = [s["pid"] for s in run.state["services"].values() if Path(f"/proc/{s['pid']}").exists()]
     assert not left
-    check_files(installation.run_dir)
+    check_files(run_dir)
 
-    counted = installation.sql(
+    counted = run.query(
         "SELECT count(*) AS n, count(DISTINCT trajectory) AS different FROM trajectories WHERE completed_at IS NOT NULL"
     )
     assert counted == [{"n": len(fleet.finished), "different": len(fleet.finished)}]
-    calls = installation.sql(
+    calls = run.query(
         "SELECT count(*) AS n, count(DISTINCT (trajectory, seq, choice)) AS different FROM exchanges"
     )
     # A call repeated because its gateway died is answered from the log, not sampled again.
     assert calls == [{"n": 2 * len(fleet.finished), "different": 2 * len(fleet.finished)}]
-    trained = installation.sql("SELECT unnest(groups) AS g, step FROM checkpoints")
+    trained = run.query("SELECT unnest(groups) AS g, step FROM checkpoints")
     assert trained
     assert len({row["g"] for row in trained}) == len(trained), "a group trained twice"
     steps = sorted({row["step"] for row in trained})

@@ -1,4 +1,5 @@
-"""`journeywork up` before the inference double, for tests of programs that train: no vLLM, real everything else."""
+"""`journeywork up` as a process. For tests of programs that train it runs before the inference double: no vLLM, real
+everything else."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +41,14 @@ class Up:
     log: Path
 
     @property
-    def url(self) -> str:
-        return str(json.loads((self.run_dir / "state.json").read_text())["urls"]["gateway"])
+    def state(self) -> dict[str, Any]:
+        """What the supervisor has written; before it did, nothing is ready."""
+        path = self.run_dir / "state.json"
+        return json.loads(path.read_text()) if path.exists() else {"ready": False, "services": {}}
 
     @property
-    def ready(self) -> bool:
-        state = self.run_dir / "state.json"
-        return state.exists() and bool(json.loads(state.read_text())["ready"])
+    def url(self) -> str:
+        return str(self.state["urls"]["gateway"])
 
     def until(self, condition: Callable[[], bool], seconds: float = 120) -> None:
         """Wait until the condition holds. Fails with the ends of the logs if the installation ends or time is over."""
@@ -88,23 +90,43 @@ def program(command: Sequence[str], cwd: Path, **env: str) -> str:
 
 
 @contextmanager
-def up(
-    folder: Path, run_dir: Path, *flags: str, settings: Sequence[str] = SMALL, cwd: Path = ROOT
+def started(
+    folder: Path,
+    run_dir: Path,
+    *flags: str,
+    settings: Sequence[str],
+    cwd: Path = ROOT,
+    env: Mapping[str, str] = os.environ,
+    seconds: float = 120,
 ) -> Iterator[Up]:
-    """Run `journeywork up` before a double of its own. `folder` takes logs, `flags` are more of the command's flags."""
-    double = InferenceDouble(folder)
-    double.start()
+    """Run `journeywork up` within the block, which begins when it is ready. `folder` takes logs, `flags` are more of
+    the command's flags, `env` is the whole environment, `seconds` is the longest start."""
     # Tests run beside each other: each dashboard takes any port, so that none is tried twice.
-    command = [*JOURNEYWORK, "up", *flags, "--vllm-url", double.url, "--set", "ui.port=0"]
+    command = [*JOURNEYWORK, "up", *flags, "--set", "ui.port=0"]
     command += [part for setting in settings for part in ("--set", setting)]
     with (folder / "up.log").open("wb") as log:
         process = subprocess.Popen(
-            command, cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=log, stderr=log
+            command, cwd=cwd, env={**env, "PYTHONPATH": str(ROOT)}, stdout=log, stderr=log
         )
     running = Up(process, run_dir, folder / "up.log")
     try:
-        running.until(lambda: running.ready)
+        running.until(lambda: running.state["ready"], seconds)
         yield running
     finally:
         running.stop()
+
+
+@contextmanager
+def up(
+    folder: Path, run_dir: Path, *flags: str, settings: Sequence[str] = SMALL, cwd: Path = ROOT
+) -> Iterator[Up]:
+    """As `started`, before a double of its own."""
+    double = InferenceDouble(folder)
+    double.start()
+    try:
+        with started(
+            folder, run_dir, *flags, "--vllm-url", double.url, settings=settings, cwd=cwd
+        ) as running:
+            yield running
+    finally:
         double.stop()
