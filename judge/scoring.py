@@ -126,6 +126,9 @@ async def score_closed(
                 return _discarded(group.key, events, "unscored", str(error))
             rewards = GroupRewards({}, {}, ())
     rewards = replace(rewards, feedback=feedback_on(scorable, group.signals, config))
+    if not rewards.final and not config.rewards:  # nothing grades the group, so hints alone may train it
+        hinted = {name: 0.0 for name, said in rewards.feedback.items() if said.hints}
+        rewards = replace(rewards, final=hinted)
     # The trainer waits for every group of a batch, so it also gets those that it will discard.
     if len(rewards.final) < needed and batch is None:
         why = rewards.missing or _too_few(len(rewards.final), len(events), needed)

@@ -214,3 +214,18 @@ def test_the_last_number_of_each_key_counts_and_keys_are_averaged() -> None:
     assert found.hints == (Hint(call=1, text="Not there."), Hint(call=-1, text="b2", kind="correction"))
     assert found.graders == {"x": 0.5, "y": 0.5, "desk": 1.0}
     assert feedback_on([member], [], config) == {}
+
+
+async def test_a_run_with_hints_and_no_reward_is_scored_zero_for_its_teacher(nats_config: NatsConfig) -> None:
+    """Hints are a lesson (`trainer.distill`), whatever else is known. Without any, and without a reward, a run is
+    discarded."""
+    config = Config(project="p", nats=nats_config, judge=JudgeConfig(min_size=1))
+    async with Broker.connect(nats_config) as broker, judging(broker, config):
+        await broker.publish(signal("a", call=1, kind="text", text="play b2"))
+        await broker.publish(run("a"))
+        await broker.publish(run("b"))
+        (group,) = await groups(broker, 1)
+        await drained(broker)
+    (member,) = group.members
+    assert (member.trajectory, member.outcome, member.reward) == ("a", "scored", 0.0)
+    assert member.hints == (Hint(call=1, text="play b2"),)
