@@ -11,7 +11,7 @@ from pipeline.events.base import Event
 from pipeline.events.continuation import Continuation
 from pipeline.events.dead_letter import DeadLettered
 from pipeline.events.evaluation import PolicyEvaluated
-from pipeline.events.group import GroupAdmitted, GroupDiscarded, GroupLabeled, GroupScored, JudgeMeasured
+from pipeline.events.group import GroupAdmitted, GroupDiscarded, GroupScored, JudgeMeasured
 from pipeline.events.policy import (
     CheckpointPublished,
     PolicyLoaded,
@@ -53,7 +53,6 @@ AnyEvent = (
     | GroupScored
     | GroupDiscarded
     | GroupAdmitted
-    | GroupLabeled
     | JudgeMeasured
     | CheckpointPublished
     | PolicyLoaded

@@ -199,34 +199,6 @@ class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
         return f"{self.project}/{self.ruler}/measured/{self.kind}/{self.judge}/{self.at}"
 
 
-class Label(msgspec.Struct, frozen=True, kw_only=True):
-    """A person's score of one trajectory."""
-
-    trajectory: str
-    score: float
-    """Score from 0 to 1."""
-    comment: str = ""
-
-
-class GroupLabeled(Event, frozen=True, kw_only=True, tag="group.labeled"):
-    """A person's scores of trajectories of one group. It changes no reward: it measures the judge."""
-
-    subject_fields = ("project", "group")
-
-    group: str
-    model: str
-    labels: tuple[Label, ...]
-    by: str = ""
-    """Who labelled: the name of the API key, or what the caller said where there are no keys."""
-    source: str = ""
-    """Where the label was given, such as `dashboard`."""
-    request: str = ""
-    """Caller's idempotency id, or a fresh one."""
-
-    def message_id(self) -> str:
-        return f"{self.project}/{self.group}/labeled/{self.request}"
-
-
 class GroupAhead(msgspec.Struct, frozen=True, kw_only=True):
     """A group that is ahead of the trainer: admitted, and neither trained nor discarded."""
 

@@ -60,8 +60,7 @@ class User:
 USERS: tuple[User, ...] = (
     User(
         "gateway", "answers calls, records trajectories",
-        publishes=("rollout.>", "policy.promoted.>", "policy.evaluated.>", "group.labeled.>",
-                   "group.admitted.>"),
+        publishes=("rollout.>", "policy.promoted.>", "policy.evaluated.>", "group.admitted.>"),
         follows=("ROLLOUTS", "POLICY", "GROUPS"),
         reads=("ROLLOUTS", "POLICY", "GROUPS"),
         keeps=("gateway.>",),

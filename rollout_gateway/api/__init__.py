@@ -10,7 +10,7 @@
 | `demonstrations` | conversations that the model did not have, as calls |
 | `groups` | completing a group, making its runs of recorded calls, what became of it |
 | `feedback` | feedback on runs and answers, recorded as signals |
-| `records` | people's labels and evaluations, recorded |
+| `records` | evaluations, recorded |
 | `models` | models, versions, decisions, the state of the servers |
 | `tokens` | token counts |
 | `metrics` | metrics for Prometheus |

@@ -1,5 +1,4 @@
-"""Recording what others found out: people's labels, and evaluations, which an SDK client plays. Both raise
-`ApiError`."""
+"""Recording evaluations, which an SDK client plays. Raises `ApiError`."""
 
 from __future__ import annotations
 
@@ -7,47 +6,15 @@ from typing import Any
 
 import msgspec
 
-from pipeline.events import GroupLabeled, Label, PolicyEvaluated
-from pipeline.names import InvalidNameError, check_name, new_id, parse_version
+from pipeline.events import PolicyEvaluated
+from pipeline.names import InvalidNameError, check_name, parse_version
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.gateway import Gateway
-from rollout_gateway.api.groups import wrong_group
-from rollout_gateway.api.schemas import EvaluationBody, GroupLabels
+from rollout_gateway.api.schemas import EvaluationBody
 from rollout_gateway.http.body import check_numbers
-from rollout_gateway.http.errors import ApiError, unknown_trajectory
+from rollout_gateway.http.errors import ApiError
 from rollout_gateway.serving.idempotency import publish_once
-
-
-async def label_group(request: ControlRequest) -> dict[str, Any]:
-    """Record a person's scores of trajectories of a group."""
-    gateway, access, group = request.gateway, request.access, request.values[0]
-    body = request.read(GroupLabels)
-    if body.request:
-        check_name(body.request)
-    model = ""
-    for label in body.labels:
-        opened = await gateway.registry.opening(label.trajectory)
-        if opened is None:
-            raise unknown_trajectory(label.trajectory)
-        if opened.group != group:
-            raise wrong_group(label.trajectory, opened, group)
-        access.check_model(opened.model)
-        model = opened.model
-    if len({label.trajectory for label in body.labels}) < len(body.labels):
-        message = "`labels` names a trajectory twice: send one score for each."
-        raise ApiError(400, "invalid_body", message, param="labels")
-    event = GroupLabeled(
-        project=gateway.project,
-        group=group,
-        model=model,
-        labels=tuple(Label(**msgspec.structs.asdict(label)) for label in body.labels),
-        by=access.owner or body.by,
-        source=body.source,
-        request=body.request or new_id("l"),
-    )
-    await publish_once(gateway.broker, event, "request")
-    return {"group": group, "by": event.by, "request": event.request}
 
 
 async def record_evaluation(request: ControlRequest) -> dict[str, Any]:

@@ -65,7 +65,6 @@ ROUTES = (
     Route("POST", "/v1/feedback", feedback.on_answers, "feedback", status=201),
     Route("GET", "/v1/groups/{group}", groups.get_group),
     Route("POST", "/v1/groups/{group}/complete", groups.complete_group),
-    Route("POST", "/v1/groups/{group}/label", records.label_group, "operator"),
     Route("POST", "/v1/evaluations", records.record_evaluation, status=201),
     Route("POST", "/tokenize", tokens.tokenize, "call"),
     Route("POST", "/v1/messages/count_tokens", tokens.count_tokens, "call"),

@@ -11,7 +11,7 @@ from pipeline.events import PolicyEvaluated
 from pipeline.events.types import Number
 from pipeline.names import MAX_NAME
 from rollout_gateway.capture.registry import Completion
-from rollout_gateway.serving.promotion import By, RequestId
+from rollout_gateway.serving.promotion import RequestId
 
 _Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -61,23 +61,6 @@ class GroupCompletion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     model: str = ""
     task: str = ""
     split: Literal["train", "val"] = "train"
-
-
-class TrajectoryLabel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A person's score of a trajectory."""
-
-    trajectory: str
-    score: Annotated[float, Meta(ge=0, le=1)]
-    comment: Annotated[str, Meta(max_length=4096)] = ""
-
-
-class GroupLabels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /v1/groups/{group}/label`."""
-
-    labels: Annotated[list[TrajectoryLabel], Meta(min_length=1, max_length=1024)]
-    by: By = ""
-    source: Annotated[str, Meta(max_length=MAX_NAME)] = ""
-    request: RequestId = ""
 
 
 _Text = Annotated[str, Meta(max_length=65536)]

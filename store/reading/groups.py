@@ -38,7 +38,7 @@ def groups(history: History, query: Query) -> dict[str, Any]:
 
 
 def group(history: History, name: str, query: Query) -> dict[str, Any]:
-    """The members of a group: reward, components, the judge's words, the last reply, people's labels."""
+    """The members of a group: reward, components, the judge's words, the last reply, signals."""
     selection = {"group": name, "branch": branch_of(query)}
     scored = history.rows("SELECT * FROM groups WHERE group_id = $group AND branch = $branch", selection)
     members = history.rows(
@@ -63,18 +63,14 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
         "SELECT * FROM verdicts WHERE group_id = $group AND branch = $branch ORDER BY verdict, trajectory",
         selection,
     )
-    labels = history.rows(
-        'SELECT unnest(labels, recursive := true), "by", source, "at" FROM group_labeled '
-        'WHERE "group" = $group ORDER BY "at"',
-        selection,
-    )
+    signals = history.rows("SELECT * FROM signals WHERE group_id = $group ORDER BY given_at", selection)
     calls = _calls(history, [row["trajectory"] for row in members])
     for member in members:
         run_id = member["trajectory"]
         member["run"] = runs.get(run_id)
         member["reply"] = chat.reply(calls[run_id]["response"], 0) if run_id in calls else None
         member["verdicts"] = [v for v in verdicts if v["trajectory"] == run_id]
-        member["labels"] = [label for label in labels if label["trajectory"] == run_id]
+        member["signals"] = [signal for signal in signals if signal["trajectory"] == run_id]
     best, worst = _ends(members)
     return {
         **selection, "scored": scored, "members": members, **_conversations(calls, best, worst),

@@ -9,13 +9,13 @@ from store.reading.lists import Query
 
 _AGREEMENT = """
     WITH one AS (
-      SELECT *, row_number() OVER (PARTITION BY project, group_id, trajectory, labeled_by, judge_model
-        ORDER BY labeled_at DESC) AS newest
+      SELECT *, row_number() OVER (PARTITION BY project, group_id, trajectory, given_by, judge_model
+        ORDER BY given_at DESC) AS newest
       FROM labels WHERE judge_model IS NOT NULL
     )
-    SELECT a.judge_model, a.labeled_by, count(*) AS pairs,
+    SELECT a.judge_model, a.given_by, count(*) AS pairs,
       avg(CASE WHEN sign(a.score - b.score) = sign(a.judge_score - b.judge_score) THEN 1.0 ELSE 0.0 END) AS share
-    FROM one a JOIN one b USING (project, group_id, labeled_by, judge_model)
+    FROM one a JOIN one b USING (project, group_id, given_by, judge_model)
     WHERE a.newest = 1 AND b.newest = 1 AND a.trajectory < b.trajectory AND a.score <> b.score
     GROUP BY ALL ORDER BY ALL
 """

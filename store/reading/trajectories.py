@@ -80,6 +80,9 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
                ORDER BY scored_at, verdict""",
             {**selection, "group": run["group_id"]},
         ),
+        "signals": history.rows(
+            "SELECT * FROM signals WHERE trajectory = $trajectory ORDER BY given_at", selection
+        ),
         "rewards": history.rows(
             "SELECT * FROM rewards WHERE group_id = $group AND trajectory = $trajectory ORDER BY scored_at",
             {**selection, "group": run["group_id"]},

@@ -12,7 +12,7 @@ from judge.group_log import GroupEnd, GroupLog
 from judge.groups import GroupKey
 from judge.scoring import late_event
 from pipeline.config import JudgeConfig, NatsConfig
-from pipeline.events import GroupDiscarded, GroupLabeled, GroupScored, Label, Member
+from pipeline.events import GroupAdmitted, GroupDiscarded, GroupScored, Member
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place, StoredMessage
 from tests.conftest import NatsServer
@@ -89,7 +89,7 @@ async def test_a_group_ends_by_its_score_or_its_discard_and_by_nothing_else(nats
         log = GroupLog(broker, SETTINGS)
         assert await log.end_of(KEY) == GroupEnd()
         fields = {"project": "p", "model": "m", "group": "g"}
-        await broker.publish(GroupLabeled(**fields, labels=(Label(trajectory="a", score=1.0),)))
+        await broker.publish(GroupAdmitted(**fields))
         await broker.publish(late_event(completed("d")))
         await broker.publish(late_event(completed("v", split="val")))
         members = (Member(trajectory="a", reward=1.0),)

@@ -25,10 +25,8 @@ from pipeline.events import (
     Event,
     ExchangeRecorded,
     GroupDiscarded,
-    GroupLabeled,
     GroupScored,
     JudgeMeasured,
-    Label,
     Measure,
     Member,
     PolicyEvaluated,
@@ -121,12 +119,15 @@ def run_of_one_step() -> list[Event]:
         GroupDiscarded(
             project="p", group="g9", model="m", trajectories=("t8", "t9"), reason="stale", by="trainer", duration_s=4.0
         ),
-        GroupLabeled(
-            project="p", group="g0", model="m", by="me", request="l",
-            labels=(Label(trajectory="t0", score=1.0, comment="wins"), Label(trajectory="t1", score=0.0)),
-        ),
         SignalGiven(
-            project="p", signal="me/1", trajectory="t0", model="m", group="g0", call=1, value=1.0, by="me", source="api"
+            project="p", signal="me:1", trajectory="t0", model="m", group="g0", call=1, value=1.0, by="me", source="api"
+        ),
+        *(
+            SignalGiven(
+                project="p", signal="me:2", trajectory=trajectory, model="m", group="g0", name="label", value=value,
+                text=text, by="me", source="dashboard",
+            )
+            for trajectory, value, text in (("t0", 1.0, "wins"), ("t1", 0.0, ""))
         ),
         JudgeMeasured(project="p", kind="groups", judge="j", model="judge/1", ruler="default", position_bias=0.1),
         DeadLettered(

@@ -8,7 +8,7 @@ stored twice. `group` is a word of SQL, so the column is called `group_id`.
 | --- | --- |
 | `view` | what a view is |
 | `rollouts` | runs, calls, messages |
-| `groups` | groups, verdicts, rewards, people's labels, the cost of judging |
+| `groups` | groups, verdicts, rewards, signals, people's labels, the cost of judging |
 | `training` | checkpoints, delivery, lineage, staleness, steps |
 | `evaluations` | evaluations on held-out tasks |
 | `alarms` | alarms |
@@ -17,7 +17,7 @@ stored twice. `group` is a word of SQL, so the column is called `group_id`.
 
 from store.reading.views.alarms import ALARMS
 from store.reading.views.evaluations import EVALUATION_TASKS, EVALUATIONS
-from store.reading.views.groups import GROUPS, JUDGE_COST, LABELS, REWARDS, VERDICTS
+from store.reading.views.groups import GROUPS, JUDGE_COST, LABELS, REWARDS, SIGNALS, VERDICTS
 from store.reading.views.losses import DEAD, STARVATION
 from store.reading.views.rollouts import EXCHANGES, MESSAGES, TRAJECTORIES
 from store.reading.views.training import ADAPTERS, CHECKPOINTS, LINEAGE, STALENESS, STEPS
@@ -30,6 +30,7 @@ VIEWS: tuple[View, ...] = (  # each after the views that it reads
     GROUPS,
     VERDICTS,
     REWARDS,
+    SIGNALS,
     LABELS,
     CHECKPOINTS,
     ADAPTERS,

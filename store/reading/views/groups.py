@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from pipeline.events import GroupLabeled, GroupScored, Label, Member, Score, Verdict
+from pipeline.events import GroupScored, Member, Score, SignalGiven, Verdict
 from pipeline.events.types import REWARD_TOLERANCE
 from store.reading.views.view import View
 
@@ -128,27 +128,41 @@ JUDGE_COST = View(
     ),
 )
 
+SIGNALS = View(
+    "signals",
+    "One row per signal: what somebody said about a run or one of its calls.",
+    {
+        "call": "Number of the call that it is about; -1: the whole run.",
+        "given_by": "Name of the API key that gave it; empty where there are no keys.",
+        "given_at": "When, UTC.",
+        "stream_seq": "Sequence in ROLLOUTS.",
+    },
+    """
+        SELECT project, model, trajectory, "group" AS group_id, split, "call", name, kind, value, text,
+          "by" AS given_by, source, "at" AS given_at, log_seq AS stream_seq
+        FROM rollout_signal
+        """,
+    sources=(SignalGiven,),
+)
+
 LABELS = View(
     "labels",
-    "One row per trajectory that a person scored, with the judge's score of it.",
+    "One row per number that a person gave a run under the name `label`, with the judge's score of the run.",
     {
-        "labeled_by": "Who labelled.",
-        "labeled_at": "When, UTC.",
+        "score": "The person's.",
+        "given_by": "Name of the API key that gave it; empty where there are no keys.",
+        "given_at": "When, UTC.",
         "judge_model": "Model that judged; `agent` where the agents' rewards were used; null where no judge scored it.",
         "judge_score": "Mean score by that judge on branch `main`.",
     },
     """
-        WITH each AS (SELECT *, unnest(labels) AS l FROM group_labeled), judged AS (
+        WITH given AS (FROM signals WHERE name = 'label' AND kind = 'number' AND "call" = -1), judged AS (
           SELECT project, group_id, trajectory, judge_model, avg(score) AS judge_score FROM verdicts
-          WHERE branch = 'main' AND group_id IN (SELECT "group" FROM group_labeled) GROUP BY ALL
+          WHERE branch = 'main' AND group_id IN (SELECT group_id FROM given) GROUP BY ALL
         )
-        SELECT e.project, e.model, e."group" AS group_id, e.l.trajectory AS trajectory, e.l.score AS score,
-          e.l.comment AS comment, e."by" AS labeled_by, e.source, e."at" AS labeled_at, j.judge_model, j.judge_score
-        FROM each e LEFT JOIN judged j
-          ON j.project = e.project AND j.group_id = e."group" AND j.trajectory = e.l.trajectory
+        SELECT g.project, g.model, g.group_id, g.trajectory, g.value AS score, g.text, g.given_by, g.source,
+          g.given_at, j.judge_model, j.judge_score
+        FROM given g LEFT JOIN judged j USING (project, group_id, trajectory)
         """,
-    sources=(
-        GroupLabeled,
-        Label,
-    ),
+    sources=(SignalGiven,),
 )

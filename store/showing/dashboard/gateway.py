@@ -40,9 +40,9 @@ class Gateway:
         """Change what a model's name stands for. Raises `PageError` with the gateway's status and message."""
         await self._ask(key, "POST", f"/v1/policies/{quote(model, safe='')}/{action}", body)
 
-    async def label(self, key: str, group: str, body: dict[str, Any]) -> None:
-        """Record a person's scores of a group's members. Raises `PageError`."""
-        await self._ask(key, "POST", f"/v1/groups/{quote(group, safe='')}/label", body)
+    async def give_feedback(self, key: str, trajectory: str, body: dict[str, Any]) -> None:
+        """Record what a person says of a trajectory. Raises `PageError`."""
+        await self._ask(key, "POST", f"/v1/trajectories/{quote(trajectory, safe='')}/feedback", body)
 
     async def _ask(
         self, key: str, method: str, path: str, body: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""A person's scores of a group's members: the page's form to the body of the gateway's label route."""
+"""A person's scores of a group's members: the page's form to bodies of the gateway's feedback route."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from store.showing.dashboard.errors import PageError
 
 
-def body(form: Mapping[str, str]) -> dict[str, Any]:
-    """The body for a form with the fields `score:<trajectory>` and `comment:<trajectory>`. Raises `PageError` where no
-    score was given."""
+def bodies(form: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The feedback by trajectory, for a form with the fields `score:<trajectory>` and `comment:<trajectory>`. Raises
+    `PageError` where no score was given."""
     given: dict[str, dict[str, str]] = {"score": {}, "comment": {}}
     for field, text in form.items():
         what, _, trajectory = field.partition(":")
@@ -24,7 +24,5 @@ def body(form: Mapping[str, str]) -> dict[str, Any]:
         raise PageError(400, "Give at least one trajectory a score from 0 to 1, and none another one.")
     if stray := given["comment"].keys() - scores.keys():
         raise PageError(400, f"The comment on {min(stray)[:80]!r} needs a score beside it.")
-    labels = [
-        {"trajectory": t, "score": s, "comment": given["comment"].get(t, "")} for t, s in scores.items()
-    ]
-    return {"labels": labels, "by": form.get("by", "").strip(), "source": "dashboard"}
+    common = {"name": "label", "source": "dashboard"}
+    return {t: {**common, "value": s, "text": given["comment"].get(t, "")} for t, s in scores.items()}

@@ -246,14 +246,15 @@ class Dashboard:
         return RedirectResponse("/decisions?decided=1", 303)
 
     async def _label(self, request: Request) -> Response:
-        """Record the scores or the ranking of the form (`store.showing.dashboard.labels`)."""
+        """Record the scores of the form (`store.showing.dashboard.labels`)."""
         key = self._access.key(request)
         if key is None:
             return self._to_sign_in(request)
         group, form = request.path_params["group"], await self._form(request)
-        body = labels.body(form)
-        await self._gateway.label(key, group, body)
-        return RedirectResponse(f"/group/{quote(group, safe='')}?labeled={len(body['labels'])}", 303)
+        bodies = labels.bodies(form)
+        for trajectory, body in bodies.items():
+            await self._gateway.give_feedback(key, trajectory, body)
+        return RedirectResponse(f"/group/{quote(group, safe='')}?labeled={len(bodies)}", 303)
 
     # -- signing in --------------------------------------------------------------------------------------------------
 

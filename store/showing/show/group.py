@@ -1,4 +1,4 @@
-"""`journeywork group show`: the members of one group with rewards, the judge's words, last replies and people's labels.
+"""`journeywork group show`: the members of one group with rewards, the judge's words, last replies and signals.
 
 journeywork group show support-17
 journeywork group show support-17 --branch rejudged

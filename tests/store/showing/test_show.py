@@ -158,7 +158,8 @@ def test_a_group_is_shown_side_by_side(run: Path, capsys: pytest.CaptureFixture[
     assert told.startswith("group g0  branch main\nscored:\n- project p  model m  ")
     for part in (
         "reward_mean 0.500", "trajectory t0  reward 1.000", "judge_model judge/1", "explanation wins",
-        "score 1.000  comment wins  by me", "reply:\n    role assistant  content x\n", "trained_in:\n- version m@1",
+        "name label  kind number  value 1.000  text wins  given_by me",
+        "reply:\n    role assistant  content x\n", "trained_in:\n- version m@1",
     ):  # fmt: skip
         assert part in told, told
 

@@ -140,17 +140,16 @@ def test_a_group_is_scored(page: Page, run: Living) -> None:
     page.goto(f"/{where}")
     page.fill("input[name^='score:'] >> nth=0", "0.75")
     page.fill("input[name^='comment:'] >> nth=0", "a good opening")
-    page.fill("input[name=by]", "ada")
     page.click("text=Record the label")
     page.wait_for_url("**labeled=1")
     for number in range(MEMBERS):
         page.fill(f"input[name^='score:'] >> nth={number}", str(number / (MEMBERS - 1)))
     page.click("text=Record the label")
     page.wait_for_url(f"**labeled={MEMBERS}")
-    run.until(f"{where}.json", lambda data: sum(len(m["labels"]) for m in data["members"]) == 1 + MEMBERS)
+    run.until(f"{where}.json", lambda data: sum(len(m["signals"]) for m in data["members"]) == 1 + MEMBERS)
     page.goto(f"/{where}")
-    assert page.locator("text=ada: 0.75, a good opening").count() == 1
-    assert page.locator("text=a person: 1.00").count() == 1
+    assert page.locator("text=label: 0.75, a good opening").count() == 1
+    assert page.locator("text=somebody, label: 1.00").count() == 1
     rows = run.until("judge.json", lambda data: data["agreement"])["agreement"]
     assert [(row["judge_model"], row["pairs"], row["share"]) for row in rows] == [("judge/1", 3, 0.0)]
 

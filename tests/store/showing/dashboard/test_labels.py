@@ -5,18 +5,16 @@ from __future__ import annotations
 import pytest
 
 from store.showing.dashboard.errors import PageError
-from store.showing.dashboard.labels import body
+from store.showing.dashboard.labels import bodies
 
 
 def test_scores_with_comments() -> None:
-    made = body({"by": " ada ", "score:a": "1", "score:b:c": " 0.25", "score:d": "", "comment:a": "right"})
+    common = {"name": "label", "source": "dashboard"}
+    made = bodies({"score:a": "1", "score:b:c": " 0.25", "score:d": "", "comment:a": "right"})
     assert made == {
-        "labels": [
-            {"trajectory": "a", "score": 1.0, "comment": "right"},
-            {"trajectory": "b:c", "score": 0.25, "comment": ""},
-        ],
-        "by": "ada", "source": "dashboard",
-    }  # fmt: skip
+        "a": {**common, "value": 1.0, "text": "right"},
+        "b:c": {**common, "value": 0.25, "text": ""},
+    }
 
 
 @pytest.mark.parametrize(
@@ -31,5 +29,5 @@ def test_scores_with_comments() -> None:
 )
 def test_what_is_no_label_is_refused(form: dict[str, str], said: str) -> None:
     with pytest.raises(PageError, match=said) as caught:
-        body(form)
+        bodies(form)
     assert caught.value.status == 400

@@ -72,7 +72,10 @@ def test_a_group_shows_members_side_by_side_with_the_judges_words(client: TestCl
     page = client.get("/group/g0.json").json()
     assert [(m["trajectory"], m["reward"]) for m in page["members"]] == [("t0", 1.0), ("t1", 0.0)]
     assert page["members"][0]["verdicts"][0]["explanation"] == "wins"
-    assert page["members"][0]["labels"][0]["comment"] == "wins"
+    assert [(s["name"], s["text"]) for s in page["members"][0]["signals"]] == [
+        ("feedback", ""),
+        ("label", "wins"),
+    ]
     assert page["members"][0]["reply"]["content"] == "x"
     assert [m["content"] for m in page["prompt"]] == ["play", "go 0"]
     assert [(end["trajectory"], end["messages"][-1]["content"]) for end in (page["best"], page["worst"])] == [
