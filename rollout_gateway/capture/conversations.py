@@ -28,6 +28,8 @@ _LOOKED_UP = 32
 """Lines of a call, the longest first, that are looked up as quotations."""
 _NOT_QUOTED = re.compile(r"<analysis>.*?</analysis>", re.DOTALL)
 """Part of a summary that Claude Code leaves out when it goes on."""
+_REMINDERS = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
+"""What Claude Code adds to the user's texts."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Conversation:
         said = [m for m in found if m.get("role") == "assistant" and _canonical(m) != _EMPTY]
         return cls(
             owner, model, canonicals(found), tuple(sorted(names)), _call_ids(said[-1]) if said else (),
-            frozenset(text.strip() for content in users for text in _texts(content)),
+            frozenset(_REMINDERS.sub("", text).strip() for content in users for text in _texts(content)),
         )  # fmt: skip
 
     def with_answer(self, message: dict[str, Any]) -> Conversation:
@@ -109,10 +111,9 @@ class Conversation:
 
     def fingerprints(self) -> list[str]:
         """Fingerprints of the quotes that may be in these messages."""
-        if self.spoken:
-            return [self.digest("history", self.spoken[-2:])]
+        history = [self.digest("history", self.spoken[-2:])] if self.spoken else []
         longest = sorted(self.lines, key=len, reverse=True)[:_LOOKED_UP]
-        return [self.digest("line", line) for line in longest]
+        return [*history, *(self.digest("line", line) for line in longest)]
 
     def digest(self, *what: Any) -> str:
         data = msgspec.msgpack.encode((self.owner, self.model, what))
@@ -134,9 +135,14 @@ class Quote(msgspec.Struct, array_like=True):
     programs: list[str]
     """Hashes of the programs that made the run's calls."""
 
-    def match(self, call: Conversation) -> Match:
+    def match(self, call: Conversation, *, newest: bool) -> Match:
         """Whether a call with this quote's fingerprint goes on with the conversation, `certain`ly or `likely`, is a
-        `branch` of its run by an agent that the answer starts, or may be a `copy` of one of the two."""
+        `branch` of its run by an agent that the answer starts, or may be a `copy` of one of the two. `newest`: the run
+        has not gone on since. If it has, the ids of its tool calls tell that the call goes on from before that."""
+        match = self._match(call)
+        return match if newest or match in ("certain", "branch") else "none"
+
+    def _match(self, call: Conversation) -> Match:
         match self.kind:
             case "history":
                 return self._match_history(call)

@@ -117,8 +117,9 @@ class TrajectoryDetector:
         some run."""
         quoting: dict[Match, list[tuple[str, WaitingRun]]] = {}
         for fingerprint in conversation.fingerprints():
-            for quote, waiting in await self._waiting.quoted(fingerprint):
-                quoting.setdefault(quote.match(conversation), []).append((fingerprint, waiting))
+            for quote, waiting, newest in await self._waiting.quoted(fingerprint):
+                match = quote.match(conversation, newest=newest)
+                quoting.setdefault(match, []).append((fingerprint, waiting))
         rests = quoting.get("certain") or quoting.get("likely") or []
         branches = {waiting.token: waiting for _, waiting in quoting.get("branch", ())}
         if (

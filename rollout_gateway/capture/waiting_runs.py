@@ -88,7 +88,8 @@ class WaitingRuns:
         await self._broker.publish_raw(subject, state, {}, message_id=new_id("waits"))
 
     async def find(self, which: str) -> WaitingRun | None:
-        """The run that waits under `which`, a history or a `WaitingRun.token`; of several, the one that came last."""
+        """The run that waits under `which`, a history or a `WaitingRun.token`; of several, the one that came last. The
+        history in a token may be `*`."""
         subject = f"{self._prefix}.{which}" + ("" if "." in which else ".*")
         message = await self._broker.leader_get(streams.DETECTED.name, {"last_by_subj": subject})
         return _read(message) if message is not None else None
@@ -111,17 +112,24 @@ class WaitingRuns:
 
     # -- hints -----------------------------------------------------------------------------------------------------
 
-    async def quoted(self, fingerprint: str) -> list[tuple[Quote, WaitingRun]]:
-        """What may be quoted under this fingerprint, with the runs that still wait where it was said."""
-        out: list[tuple[Quote, WaitingRun]] = []
+    async def quoted(self, fingerprint: str) -> list[tuple[Quote, WaitingRun, bool]]:
+        """What may be quoted under this fingerprint, with the runs as they wait now, and whether that is where it was
+        said; a run may have gone on since."""
+        out: list[tuple[Quote, WaitingRun, bool]] = []
         request = {"seq": 1, "next_by_subj": f"{self._prefix}.quoted.{fingerprint}.*.*"}
         for _ in range(_MOST_QUOTED):
             message = await self._broker.leader_get(streams.DETECTED.name, request)
             if message is None:
                 return out
-            waiting = await self.find(message.subject.removeprefix(f"{self._prefix}.quoted.{fingerprint}."))
+            history, token = message.subject.split(".")[-2:]
+            waiting = await self.find(f"{history}.{token}")
+            if waiting is None and not token.endswith(
+                _BRANCH
+            ):  # another branch of the run may be anywhere else
+                waiting = await self.find(f"*.{token}")
             if waiting is not None:
-                out.append((msgspec.msgpack.decode(message.payload, type=Quote), waiting))
+                quote = msgspec.msgpack.decode(message.payload, type=Quote)
+                out.append((quote, waiting, waiting.history == history))
             request["seq"] = message.seq + 1
         return out
 

@@ -35,9 +35,17 @@ def package(path: str) -> Path:
     return next((_NODE / "node_modules").glob(path))
 
 
-def cli(kind: str, program: str) -> list[str]:
+def cli(kind: str, program: str, *turns: str) -> list[str]:
     python = str(compat_bin() / "python")
-    return [sys.executable, str(AGENTS / "cli_agent.py"), kind, str(node()), str(package(program)), python]
+    return [
+        sys.executable,
+        str(AGENTS / "cli_agent.py"),
+        kind,
+        str(node()),
+        str(package(program)),
+        python,
+        *turns,
+    ]
 
 
 def client_environment(opened: dict[str, Any]) -> dict[str, str]:

@@ -50,7 +50,7 @@ def _text(content: Any) -> str:
 class Thinker(FakeVllm):
     """Takes `steps` steps with the tool whose name ends with `move` after each message of the user, then answers."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int = 0) -> None:
         super().__init__()
         self.steps = steps
 
@@ -62,8 +62,7 @@ class Thinker(FakeVllm):
             return {**said, "content": "Done."}
         search = {"query": "select:mcp__games__move"}
         arguments = search if name == "ToolSearch" else {"cell": ("a1", "b2")[taken % 2]}
-        function = {"name": name, "arguments": json.dumps(arguments)}
-        calls = [{"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}]
+        calls = [_call(name, **arguments)]
         return {**said, "content": f"Step {taken}." if taken % 3 == 0 else None, "tool_calls": calls}
 
     def _tool(self, body: dict[str, Any]) -> str:
@@ -95,10 +94,12 @@ class Thinker(FakeVllm):
                 "prompt_token_ids": prompt,
             }
         ]
+        calls = enumerate(message.get("tool_calls") or ())
         for kind, ids in said:
-            delta = {kind: message[kind]} if kind in ("reasoning", "content") else {}
+            delta: dict[str, Any] = {kind: message[kind]} if kind in ("reasoning", "content") else {}
             if kind == "tool_calls":
-                delta = {kind: [{"index": 0, **message[kind][0]}]}
+                number, call = next(calls)
+                delta = {kind: [{"index": number, **call}]}
             chunks.append({"choices": [{"index": 0, "delta": delta, **_tokens(ids)}]})
         chunks[-1]["choices"][0]["finish_reason"] = reason
         chunks.append({"choices": [], "usage": usage})
@@ -107,6 +108,43 @@ class Thinker(FakeVllm):
             for chunk in chunks
         ]
         return 200, "".join([*events, "data: [DONE]\n\n"]).encode()
+
+
+class Delegator(Thinker):
+    """Starts two of Claude Code's agents, which run a command each, and writes summaries."""
+
+    def reply(self, body: dict[str, Any]) -> dict[str, Any]:
+        spoken = [m for m in body["messages"] if m["role"] != "system"]
+        asked, new = _text(spoken[_last_user(spoken)]["content"]), uuid.uuid4().hex
+        said: dict[str, Any] = {
+            "role": "assistant",
+            "reasoning": "Hm.",
+            "content": f"This is what came of it: {new}.",
+        }
+        if "<summary>" in asked:
+            return {
+                **said,
+                "content": f"<summary>\nThe parser was mended in three places, see {new}.\n</summary>",
+            }
+        if spoken[-1]["role"] != "user":
+            return said
+        if "Delegate" in asked:
+            task = f"Look for the cause of the failure {new} and report what you find"
+            told = {"description": "look", "subagent_type": "general-purpose", "run_in_background": False}
+            calls = [_call("Agent", prompt=f"{task}, {number}.", **told) for number in range(2)]
+            return {**said, "content": None, "tool_calls": calls}
+        if "Look for" in asked:
+            return {
+                **said,
+                "content": None,
+                "tool_calls": [_call("Bash", command="echo a", description="say")],
+            }
+        return said
+
+
+def _call(name: str, **arguments: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
 def _tokens(ids: list[int]) -> dict[str, Any]:

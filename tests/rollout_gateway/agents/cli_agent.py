@@ -1,7 +1,7 @@
 """Claude Code, Codex CLI and qwen-code as programs: two turns of one conversation, each of tool calls and a text,
 streamed.
 
-    cli_agent.py claude|codex|qwen NODE PROGRAM PYTHON
+    cli_agent.py claude|codex|qwen NODE PROGRAM PYTHON [TURN...]
 
 Both get their one tool from `game_server.py`, and a home of their own with nothing in it but these settings."""
 
@@ -12,7 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-kind, node, program, python = sys.argv[1:]
+kind, node, program, python, *turns = sys.argv[1:]
+turns = turns or ["a1=x", "b2=o"]
 home = Path(tempfile.mkdtemp(dir=os.environ["AGENT_FOLDER"]))
 work = home / "work"
 work.mkdir()
@@ -57,7 +58,7 @@ def claude(*arguments: str) -> str:
         "--output-format",
         "json",
         "--allowedTools",
-        "mcp__games__move",
+        "mcp__games__move,Bash(echo:*)",
         "--mcp-config",
         f"{home}/mcp.json",
     )
@@ -73,8 +74,7 @@ if kind == "claude":
     }  # fmt: skip
     games = {"command": python, "args": [server], "env": {"GAME_LOG": str(log)}}
     (home / "mcp.json").write_text(json.dumps({"mcpServers": {"games": games}}))
-    text = claude("a1=x")
-    text += claude("b2=o", "--continue")
+    text = "".join(claude(turn, *(["--continue"] if number else [])) for number, turn in enumerate(turns))
 elif kind == "codex":
     folder = home / ".codex"
     folder.mkdir()

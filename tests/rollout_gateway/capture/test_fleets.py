@@ -7,7 +7,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
@@ -159,14 +159,22 @@ def wholes(runs: list[TrajectoryCompleted]) -> set[str]:
 MAIN, SUB = ("Read", "Task"), ("Read",)
 
 
-async def claude_code(agent: Agent, compacts: bool) -> None:
-    """Two agents by its tool Task at once, then `/compact`, which has a system prompt of its own and no tools."""
+REMINDER = {
+    "type": "text",
+    "text": "<system-reminder>\nEnd commit messages with the usual lines, all of them.\n</system-reminder>",
+}
+
+
+async def claude_code(agent: Agent, compacts: Literal["", "all", "but the end"]) -> None:
+    """Two agents by its tool Task at once, then `/compact`, which has a system prompt of its own and no tools. Versions
+    from 2.1.3 leave the end of the conversation out of the summary and keep it, and remind agents, too."""
     system, messages = "You are Claude Code.", [user("Delegate: mend the parser.")]
     (task,) = await agent.claude(system, messages, MAIN)
     reports = []
 
     async def subagent() -> None:
-        said = [{"role": "user", "content": [{"type": "text", "text": task["input"]["prompt"]}]}]
+        reminders = [REMINDER] if compacts == "but the end" else []
+        said = [{"role": "user", "content": [*reminders, {"type": "text", "text": task["input"]["prompt"]}]}]
         (read,) = await agent.claude("You are an agent for Claude Code.", said, SUB)
         said.append(claude_result(read, "def parse(): ..."))
         reports.append((await agent.claude("You are an agent for Claude Code.", said, SUB))[0]["text"])
@@ -177,10 +185,15 @@ async def claude_code(agent: Agent, compacts: bool) -> None:
     messages.append(claude_result(task, reports[0]))
     await agent.claude(system, messages, MAIN)
     if compacts:
+        end = [messages.pop()] if compacts == "but the end" else []
         messages.append(user(SUMMARY))
         (summary,) = await agent.claude("You summarize conversations.", messages, ())
         kept = summary["text"].partition("<summary>")[2].removesuffix("</summary>").strip()
-        messages[:] = [user(f"This session continues an earlier one.\n\nSummary:\n{kept}"), user("Go on.")]
+        messages[:] = [
+            user(f"This session continues an earlier one.\n\nSummary:\n{kept}"),
+            *end,
+            user("Go on."),
+        ]
         await agent.claude(system, messages, MAIN)
     messages.append(user("Thank you."))
     await agent.claude(system, messages, MAIN)
@@ -190,10 +203,10 @@ async def test_claude_codes_agents_and_compactions_are_one_run(
     start_gateway_alone: StartGateway, nats_config: NatsConfig
 ) -> None:
     async with front(start_gateway_alone, Model()) as gateway, anyio.create_task_group() as tg:
-        for number in range(4):
-            tg.start_soon(claude_code, Agent(gateway.url), number % 2 == 0)
+        for compacts in ("", "all", "but the end") * 2:
+            tg.start_soon(claude_code, Agent(gateway.url), compacts)
     runs = await completed(nats_config)
-    assert [run.exchanges for run in runs] == [9, 9, 7, 7]
+    assert [run.exchanges for run in runs] == [9, 9, 9, 9, 7, 7]
     assert len(wholes(runs)) == 1
     assert {run.outcome for run in runs} == {"scored"}
 

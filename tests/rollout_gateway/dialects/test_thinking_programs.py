@@ -18,7 +18,7 @@ from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.frameworks import AGENTS, cli, client_environment, node
 from tests.rollout_gateway.kit import exchanges
-from tests.rollout_gateway.thinker import Thinker
+from tests.rollout_gateway.thinker import Delegator, Thinker
 from trainer.batches.sequences import build
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -30,17 +30,19 @@ def ai_sdk(major: int) -> list[str]:
     return [str(node()), str(AGENTS / "node" / "ai_sdk_steps.mjs"), str(major)]
 
 
+CLAUDE = ("claude", "@anthropic-ai/claude-code-*/claude")
 PROGRAMS: dict[str, Callable[[], Sequence[str]]] = {
-    "Claude Code": lambda: cli("claude", "@anthropic-ai/claude-code-*/claude"),
+    "Claude Code": lambda: cli(*CLAUDE),
     "Codex CLI": lambda: cli("codex", "@openai/codex/bin/codex.js"),
     "AI SDK 5": lambda: ai_sdk(5),
     "AI SDK 6": lambda: ai_sdk(6),
 }
 
 
-async def run(start: StartGateway, name: str, folder: Path, *, named: bool) -> dict[str, Any]:
-    """Run a program for two turns of one conversation, and return what it printed."""
-    model = Thinker(STEPS)
+async def run(
+    start: StartGateway, program: Sequence[str], folder: Path, model: Thinker, *, named: bool
+) -> dict[str, Any]:
+    """Run a program, and return what it printed."""
     await model.start()
     try:
         gateway = await anyio.to_thread.run_sync(
@@ -51,7 +53,7 @@ async def run(start: StartGateway, name: str, folder: Path, *, named: bool) -> d
             opened = await anyio.to_thread.run_sync(lambda: gateway.open(id="agent"))
         env = {**client_environment(opened), "AGENT_FOLDER": str(folder)}
         done = await anyio.to_thread.run_sync(
-            lambda: subprocess.run(PROGRAMS[name](), capture_output=True, text=True, timeout=300, env=env)
+            lambda: subprocess.run(program, capture_output=True, text=True, timeout=300, env=env)
         )
     finally:
         await model.stop()
@@ -65,7 +67,7 @@ async def test_the_tool_steps_of_a_turn_are_one_training_sequence(
     start_gateway_alone: StartGateway, nats_config: NatsConfig, name: str, tmp_path: Path
 ) -> None:
     """The template shows no thoughts before the last message of the user, so a new turn is a new sequence."""
-    said = await run(start_gateway_alone, name, tmp_path, named=True)
+    said = await run(start_gateway_alone, PROGRAMS[name](), tmp_path, Thinker(STEPS), named=True)
     assert said["cells"] == ["a1", "b2"] * STEPS
     assert said["text"].count("Done.") == 2
     async with Broker.connect(nats_config) as broker:
@@ -80,8 +82,19 @@ async def test_the_tool_steps_of_a_turn_are_one_training_sequence(
 async def test_a_session_that_names_no_run_is_found_whole(
     start_gateway_alone: StartGateway, nats_config: NatsConfig, name: str, tmp_path: Path
 ) -> None:
-    said = await run(start_gateway_alone, name, tmp_path, named=False)
+    said = await run(start_gateway_alone, PROGRAMS[name](), tmp_path, Thinker(STEPS), named=False)
     assert said["cells"] == ["a1", "b2"] * STEPS
     async with Broker.connect(nats_config) as broker:
         recorded = [r.event for r in await broker.read(ExchangeRecorded)]
+    assert len({event.trajectory for event in recorded}) == 1
+
+
+async def test_claude_codes_agents_and_its_compacted_session_are_one_run(
+    start_gateway_alone: StartGateway, nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    turns = ("Delegate: mend the parser of the nightly build.", "/compact", "Thank you, and go on.")
+    await run(start_gateway_alone, cli(*CLAUDE, *turns), tmp_path, Delegator(), named=False)
+    async with Broker.connect(nats_config) as broker:
+        recorded = [r.event for r in await broker.read(ExchangeRecorded)]
+    assert len(recorded) == 2 + 2 * 2 + 1 + 1  # its own, two of each agent, the summary, and what came after
     assert len({event.trajectory for event in recorded}) == 1
