@@ -1,4 +1,4 @@
-"""What the benchmarks share: they start the log, services and load, measure processes, and write their results.
+"""What the benchmarks share: they start the log and load, measure processes, and write their results.
 
 `Bench` has an instant inference server and a closed-loop client, which are one program in C (`gateway_load.c`).
 """
@@ -11,10 +11,8 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,11 @@ import anyio
 import psutil
 
 from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig, with_values
-from pipeline.config import save as save_config
 from pipeline.events import TrajectoryOpened
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, free_port
 from tests.kits.sampler import SamplerThread
+from tests.kits.services import on_core, running, service
 
 HERE = Path(__file__).parent
 CONNECTIONS = 32
@@ -36,55 +34,6 @@ PATH = "/v1/chat/completions"
 RESULTS = HERE / "results"
 TRIES = 5
 """Number of runs. The best one counts, because other work on the machine can only slow a run down."""
-
-
-@contextlib.contextmanager
-def on_core(core: int | None) -> Iterator[None]:
-    """Keep this thread, and the programs that it starts, on one core within the block, where there are two."""
-    before = os.sched_getaffinity(0)
-    if core in before:
-        os.sched_setaffinity(0, {core})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-@contextlib.contextmanager
-def running(
-    *command: str, log: Path, core: int | None = None, stdout: bool = False
-) -> Iterator[tuple[psutil.Process, str]]:
-    """Start a program, wait until it is ready, and end it after the block. Yields the process and the line with which
-    it said that it is ready: on standard output with `stdout`, else on `--ready-fd`, as services do.
-
-    Raises `RuntimeError` with the end of its log if it ends before."""
-    reading, writing = os.pipe()
-    more = [] if stdout else ["--ready-fd", str(writing)]
-    with log.open("ab") as sink, on_core(core):
-        process = subprocess.Popen(
-            [*command, *more], stdout=writing if stdout else sink, stderr=sink, pass_fds=(writing,),
-            env=os.environ | {"PYTHONPATH": str(HERE.parent)},
-        )  # fmt: skip
-    os.close(writing)
-    try:
-        with os.fdopen(reading) as pipe:
-            line = pipe.readline()
-            if not line:
-                raise RuntimeError(f"{' '.join(command)} did not start: {log.read_text()[-3000:]}")
-            yield psutil.Process(process.pid), line
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def service(
-    module: str, config: Config, core: int | None = None
-) -> AbstractContextManager[tuple[psutil.Process, str]]:
-    """Run a service of Journeywork with these settings, as `running` does."""
-    settings = config.path("config.toml")
-    save_config(config, settings)
-    log = config.path(f"{module.partition('.')[0]}.log")
-    return running(sys.executable, "-m", module, "--config", str(settings), log=log, core=core)
 
 
 @contextlib.contextmanager

@@ -21,9 +21,10 @@ from typing import Any
 
 import httpx
 
-from benchmarks.bench import RESULTS, machine, peak_mb, service, write_results
+from benchmarks.bench import RESULTS, machine, peak_mb, write_results
 from benchmarks.history import make_history
 from pipeline.config import Config
+from tests.kits.services import service
 
 
 def get(client: httpx.Client, path: str) -> float:

@@ -26,9 +26,10 @@ from typing import Any
 
 import anyio
 
-from benchmarks.bench import CONNECTIONS, RESULTS, STREAMS, Bench, Target, machine, on_core, write_results
+from benchmarks.bench import CONNECTIONS, RESULTS, STREAMS, Bench, Target, machine, write_results
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
+from tests.kits.services import on_core
 
 RATES = {"stream": 20.0, "stream_paced": 50.0}
 """Milliseconds between a stream's chunks."""

@@ -28,7 +28,7 @@ import anyio
 import numpy as np
 from deltalake import DeltaTable
 
-from benchmarks.bench import RESULTS, machine, nats_server, peak_mb, service, write_results
+from benchmarks.bench import RESULTS, machine, nats_server, peak_mb, write_results
 from benchmarks.history import make_history
 from pipeline import streams
 from pipeline.config import Config, NatsConfig, StoreConfig
@@ -39,6 +39,7 @@ from store.lake.commits import add_action
 from store.lake.lake import lake_in
 from store.lake.maintenance import Maintenance
 from store.reading import sql
+from tests.kits.services import service
 
 TAG = "rollout.exchange"
 

@@ -30,11 +30,12 @@ import torch
 from safetensors.numpy import load as load_tensors
 from transformers import AutoModelForCausalLM
 
-from benchmarks.bench import RESULTS, machine, nats_server, service, write_results
+from benchmarks.bench import RESULTS, machine, nats_server, write_results
 from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig, with_values
 from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer, free_port
+from tests.kits.services import service
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, adapter_tensors, publish_adapter
 
 TOKENS = 24

@@ -15,7 +15,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -268,9 +267,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # The first test that needs vLLM also waits for its start-up, so all of them may take longer.
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(400))
-    if seed := _shuffle_seed():
-        _shuffle_files(items, seed)
-    elif hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
         # Long tests come first, so that no worker begins one when the others have finished.
         items.sort(key=lambda item: not (item.get_closest_marker("slow") or item.get_closest_marker("vllm")))
 
@@ -302,36 +299,8 @@ def _worker_group(item: pytest.Item) -> str:
     return str(item.path.relative_to(item.config.rootpath)) if shared else ""
 
 
-def pytest_report_header() -> str | None:
-    seed = _shuffle_seed()
-    return f"files in the order of {SHUFFLE}={seed}" if seed else None
-
-
-SHUFFLE = "JOURNEYWORK_TEST_SHUFFLE"
-"""Environment variable: a seed for the order in which test files run; `random` draws one. Unset: the order of their
-names."""
-
-
-@cache
-def _shuffle_seed() -> str:
-    if os.environ.get(SHUFFLE) == "random":  # the workers of pytest-xdist inherit what is drawn
-        os.environ[SHUFFLE] = str(random.SystemRandom().randrange(10**6))
-    return os.environ.get(SHUFFLE, "")
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    _shuffle_seed()
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests of one worker, with pytest-xdist")
     if getattr(config.option, "loadgroup", False):  # a worker under `--dist loadgroup`
         config.pluginmanager.register(_GroupNames())
-
-
-def _shuffle_files(items: list[pytest.Item], seed: str) -> None:
-    """Put whole files into a random order, so that no file can rely on what another one left behind."""
-    places: dict[Path, float] = {}
-    source = random.Random(seed)
-    for item in items:
-        if item.path not in places:
-            places[item.path] = source.random()
-    items.sort(key=lambda item: places[item.path])

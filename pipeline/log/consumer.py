@@ -64,6 +64,24 @@ async def keep_alive(
             log.warning("deliveries not kept alive", consumer=spec.name, error=retry.reason(error))
 
 
+async def require_consumer(reader: StreamReader, spec: streams.ConsumerSpec, gone: ConsumerGoneError) -> None:
+    """Log that a consumer gave nothing: its server is away, or elects a leader. Raises `BrokerError` if the consumer
+    does not exist."""
+    why = str(gone)
+    try:
+        await reader.js.consumer_info(spec.stream, spec.name)
+    except nats.js.errors.NotFoundError:
+        raise BrokerError(
+            f"stream {spec.stream} has no consumer {spec.name} any more: if someone deleted the stream, "
+            "start the service again, which creates both"
+        ) from gone
+    except nats.errors.Error as error:
+        why = retry.reason(error)
+        if not retry.is_retryable(error):
+            raise BrokerError(f"consumer {spec.name}: {why}") from error
+    log.warning("consumer unavailable", consumer=spec.name, error=why)
+
+
 @dataclass(eq=False)
 class Delivery(Recorded[AnyEvent]):
     """An event that a consumer holds until it acknowledges it or gives it back."""
@@ -172,7 +190,8 @@ class Consumption:
             try:
                 messages = await self._puller.take(left, _TOGETHER_S if left < limit else wait_s)
             except ConsumerGoneError as gone:
-                await self._wait_for_leader(gone)
+                await require_consumer(self.reader, self.spec, gone)
+                await self._backoff.wait()
                 break
             if not messages:
                 break
@@ -245,23 +264,6 @@ class Consumption:
         )  # fmt: skip
         self.held.add(delivery)
         return delivery
-
-    async def _wait_for_leader(self, gone: ConsumerGoneError) -> None:
-        """Pause before the next request. Raises `BrokerError` if the consumer does not exist."""
-        why, spec = str(gone), self.spec
-        try:
-            await self.reader.js.consumer_info(spec.stream, spec.name)
-        except nats.js.errors.NotFoundError:
-            raise BrokerError(
-                f"stream {spec.stream} has no consumer {spec.name} any more: if someone deleted the stream, "
-                "start the service again, which creates both"
-            ) from gone
-        except nats.errors.Error as error:
-            why = retry.reason(error)
-            if not retry.is_retryable(error):
-                raise BrokerError(f"consumer {spec.name}: {why}") from error
-        log.warning("consumer unavailable", consumer=spec.name, error=why)
-        await self._backoff.wait()
 
     def replies(self) -> list[str]:
         """Return the reply subjects of everything that was delivered and not acknowledged."""

@@ -88,14 +88,21 @@ async def _stream(reader: StreamReader, spec: streams.StreamSpec) -> None:
         allow_direct=True,
         allow_msg_schedules=spec.timers,
     )
+    await _ensure_stream(reader, wanted, _STREAM_FIELDS, spec.share)
+
+
+async def _ensure_stream(
+    reader: StreamReader, wanted: api.StreamConfig, fields: tuple[str, ...], share: float = 0.0
+) -> None:
+    """Create a stream, or update it where one of `fields` differs. `share`: of `nats.max_bytes`; 0: it has none."""
     try:
-        info = await reader.js.stream_info(spec.name)
+        info = await reader.js.stream_info(str(wanted.name))
     except nats.js.errors.NotFoundError:
         await reader.js.add_stream(wanted)
         return
-    if spec.share:
-        wanted.max_bytes = _byte_limit(reader, spec.share, info)
-    if _differ(info.config, wanted, _STREAM_FIELDS):
+    if share:
+        wanted.max_bytes = _byte_limit(reader, share, info)
+    if _differ(info.config, wanted, fields):
         await reader.js.update_stream(wanted)
 
 
@@ -158,13 +165,7 @@ async def _key_value(reader: StreamReader, spec: streams.KeyValueSpec) -> None:
         subject_delete_marker_ttl=_MARKER_S,
         num_replicas=reader.config.replicas,
     )
-    try:
-        info = await reader.js.stream_info(wanted.name)
-    except nats.js.errors.NotFoundError:
-        await reader.js.add_stream(wanted)
-        return
-    if _differ(info.config, wanted, ("description", "num_replicas")):
-        await reader.js.update_stream(wanted)
+    await _ensure_stream(reader, wanted, ("description", "num_replicas"))
 
 
 def _byte_limit(reader: StreamReader, share: float, info: api.StreamInfo) -> int:

@@ -14,15 +14,13 @@ from dataclasses import dataclass, field
 
 import anyio
 import anyio.to_thread
-import nats.errors
-import nats.js.errors
 from anyio.abc import TaskStatus
 
 from pipeline import crash, streams
 from pipeline.config import StoreConfig
 from pipeline.events import AnyEvent, CheckpointPublished, encode, wire_name
 from pipeline.log.broker import Broker, BrokerError
-from pipeline.log.consumer import keep_alive
+from pipeline.log.consumer import keep_alive, require_consumer
 from pipeline.log.fast_client import Pulled
 from pipeline.log.messages import Place, parse_ack_subject
 from pipeline.log.pulling import ConsumerGoneError, Puller, pulling
@@ -130,23 +128,10 @@ class Writer:
         try:
             delivered = await puller.take(room, wait_s)
         except ConsumerGoneError as error:
-            await self._require_consumer(error)
+            await require_consumer(self._broker, self.spec, error)
+            await anyio.sleep(_RETRY_S)  # no event tells that the server is back
             return
         await self._accept(delivered)
-
-    async def _require_consumer(self, gone: ConsumerGoneError) -> None:
-        """Pause before the next fetch, because the consumer's server could not be reached. Raises `BrokerError` if the
-        consumer does not exist."""
-        try:
-            await self._broker.js.consumer_info(self.spec.stream, self.spec.name)
-        except nats.js.errors.NotFoundError as error:
-            raise BrokerError(
-                f"stream {self.spec.stream} has no consumer {self.spec.name} any more: if someone deleted the stream, "
-                "start the store again, which creates both"
-            ) from error
-        except (nats.errors.Error, nats.js.errors.Error, OSError, TimeoutError) as error:
-            log.warning("consumer unavailable", consumer=self.spec.name, why=str(error) or str(gone))
-        await anyio.sleep(_RETRY_S)  # no event tells that the server is back
 
     async def _accept(self, delivered: Sequence[Pulled]) -> None:
         """Add deliveries to the batch that is being filled."""

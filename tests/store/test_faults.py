@@ -69,7 +69,7 @@ async def test_a_stream_deleted_under_a_running_store_ends_it_and_its_next_start
     async with Broker.connect(nats_config) as broker:
         await publish(broker, [exchange("old", seq) for seq in range(4)])
         with pytest.RaisesGroup(
-            pytest.RaisesExc(BrokerError, match="start the store again"), flatten_subgroups=True
+            pytest.RaisesExc(BrokerError, match="start the service again"), flatten_subgroups=True
         ):
             async with running_store():
                 await until_acked(broker)

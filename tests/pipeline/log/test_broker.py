@@ -8,8 +8,6 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.events import DeadLettered, ExchangeRecorded, TrajectoryCompleted, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
-from tests.conftest import NatsServer
-from tests.kits.log import read_stream
 
 pytestmark = pytest.mark.anyio
 
@@ -124,23 +122,6 @@ async def test_what_is_held_is_kept_alive_and_given_back_at_once(nats_config: Na
             await again.ack(confirmed=True)
         async with broker.consume("judge") as messages:
             assert await messages.batch(1, wait_s=0.3) == []
-
-
-async def test_publishing_survives_a_killed_server(nats_server: NatsServer, nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(exchange(seq=0))
-        nats_server.kill()
-        async with anyio.create_task_group() as tg:
-            tg.start_soon(broker.publish, exchange(seq=1))
-            await anyio.to_thread.run_sync(nats_server.start)
-        assert len(await broker.read(ExchangeRecorded, project="p", trajectory="t1")) == 2
-
-
-async def test_provisioning_twice_keeps_data(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(exchange())
-        await broker.provision()
-        assert len(await read_stream(broker, "ROLLOUTS")) == 1
 
 
 async def test_objects_come_back_and_missing_ones_say_so(nats_config: NatsConfig) -> None:

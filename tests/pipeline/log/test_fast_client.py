@@ -9,7 +9,6 @@ import importlib.metadata
 import random
 import tomllib
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker, BrokerUnavailableError
 from pipeline.log.fast_client import FastClient, Pulled
 from pipeline.log.messages import parse_ack_subject
-from pipeline.log.pulling import ConsumerGoneError, pulling
+from pipeline.log.pulling import pulling
 from tests.conftest import NatsServer, free_port
 from tests.pipeline.log.test_broker import exchange
 
@@ -148,30 +147,6 @@ async def test_acknowledgements_in_any_portions(nats_config: NatsConfig) -> None
     await client.close()
 
 
-async def test_acknowledgements_are_taken_before_the_parser_sees_them(
-    nats_server: NatsServer, nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with Broker.connect(nats_config) as broker:
-        client, parsed = broker.client, bytearray()
-        parser = client._ps
-        parse = type(parser).parse
-
-        async def noted(self: Any, data: bytes = b"") -> None:
-            parsed.extend(data)
-            await parse(self, data)
-
-        monkeypatch.setattr(type(parser), "parse", noted)
-        for _ in range(2):
-            for number in range(20):
-                await client.publish_acked("rollout.opened.p.t", b"%d" % number, {}, 5)
-            assert client.ack_prefix not in parsed
-            nats_server.kill()
-            await anyio.to_thread.run_sync(nats_server.start)
-            # The new connection is listened to from the first thing on that its server says.
-            await broker._publish_until_acked("rollout.opened.p.t", b"again", {"Nats-Msg-Id": "again"})
-            parsed.clear()
-
-
 async def test_a_message_nobody_acknowledges_is_given_up(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker:
         sub = await broker.client.subscribe("deaf")  # else the server says that nobody listens
@@ -289,16 +264,6 @@ async def test_a_reset_forgets_what_was_half_there() -> None:
     assert (len(taken), len(client.seen)) == (1, 2)
 
 
-async def test_a_command_that_had_begun_before_is_finished_by_nats_py() -> None:
-    client = Listener()
-    parser, first = client._ps, delivery(1, 8, 100)
-    await parser.parse(first[:50])
-    taken = client.pull(7)
-    await parser.parse(first[50:])
-    await parser.parse(delivery(2, 7, 100))
-    assert (len(client.seen), [m.subject for m in taken]) == (1, ["s.2"])
-
-
 async def test_nats_py_and_the_short_way_give_the_same(nats_config: NatsConfig) -> None:
     """Against a real server: what is delivered, its headers, its metadata; and a reconnection in between."""
     spec = streams.consumer("store-rollouts")
@@ -325,32 +290,6 @@ async def test_nats_py_and_the_short_way_give_the_same(nats_config: NatsConfig) 
             with anyio.fail_after(10):
                 while await broker.lag("store-rollouts"):
                     await anyio.sleep(0.02)
-
-
-async def test_it_goes_on_after_the_server_died(
-    start_nats: Callable[..., NatsServer],
-) -> None:
-    server = start_nats()
-    spec = streams.consumer("store-rollouts")
-    config = NatsConfig(url=server.url, publish_deadline_s=20)
-    async with (
-        Broker.connect(config) as broker,
-        pulling(broker.client, spec.stream, spec.name, ahead=50) as puller,
-    ):
-        seen: set[str] = set()
-        for life in range(3):
-            for seq in range(120):
-                await broker.publish(exchange(f"life{life}", seq))
-            with anyio.fail_after(30):
-                while len(seen) < 120 * (life + 1):
-                    try:
-                        some = await puller.take(64, 1.0)
-                    except ConsumerGoneError:
-                        continue  # the request died with the server; the next take makes another
-                    seen |= {m.header(b"Nats-Msg-Id") for m in some}
-                    await broker.client.acknowledge([m.reply for m in some])
-            server.kill()
-            await anyio.to_thread.run_sync(server.start)
 
 
 # -- connections ---------------------------------------------------------------------------------------------------

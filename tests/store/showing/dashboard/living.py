@@ -4,9 +4,6 @@ calls made."""
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +18,7 @@ from pipeline.events import GroupScored, Measure, Member, PolicyEvaluated, Score
 from pipeline.log.broker import Broker
 from tests.conftest import InferenceDouble, NatsServer, free_port
 from tests.kits.sampler import SamplerThread
+from tests.kits.services import service
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, publish_adapter
 
 MODEL = "tictactoe"
@@ -72,7 +70,7 @@ def living(folder: Path) -> Iterator[Living]:
             process.start()
             stack.callback(process.stop)
         for module in ("store", "store.showing.dashboard"):
-            stack.enter_context(_service(module, config))
+            stack.enter_context(service(module, config))
         found = Living(f"http://127.0.0.1:{ports[1]}", gateway)
         anyio.run(_play, gateway, config.nats)
         found.until("checkpoints.json", lambda data: len(data["rows"]) == len(GROUPS))
@@ -83,32 +81,6 @@ def living(folder: Path) -> Iterator[Living]:
             f"checkpoint/{MODEL}@2.json", lambda data: any(row["replica"] for row in data["adapters"])
         )
         yield found
-
-
-@contextlib.contextmanager
-def _service(module: str, config: Config) -> Iterator[None]:
-    read_end, write_end = os.pipe()
-    command = [
-        sys.executable,
-        "-m",
-        module,
-        "--config",
-        str(config.path("config.toml")),
-        "--ready-fd",
-        str(write_end),
-    ]
-    with config.path(f"{module}.log").open("wb") as log:
-        process = subprocess.Popen(command, pass_fds=(write_end,), stdout=log, stderr=log)
-    os.close(write_end)
-    try:
-        with os.fdopen(read_end, "rb") as pipe:
-            assert pipe.readline(), config.path(f"{module}.log").read_text()
-            yield
-        process.terminate()
-        assert process.wait(60) == 0, config.path(f"{module}.log").read_text()
-    finally:
-        process.kill()
-        process.wait()
 
 
 async def _play(gateway: GatewayProcess, nats: NatsConfig) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +22,7 @@ from pipeline.running.plan import SERVICES, make_plan
 from pipeline.running.runs import SETTINGS
 from pipeline.running.supervisor import STOP_ORDER, Supervisor
 from store.showing.dashboard import command
+from tests.kits.services import service
 
 
 @contextmanager
@@ -39,41 +40,16 @@ def started(*args: str) -> Iterator[subprocess.Popen[str]]:
 def test_the_service_shows_an_empty_run_until_the_first_event(run_dir: Path) -> None:
     store = run_dir / "store"
     store.rename(run_dir / "later")
-    read_end, write_end = os.pipe()
-    os.set_inheritable(write_end, True)
-    settings = run_dir / SETTINGS
-    command = [
-        sys.executable,
-        "-m",
-        "store.showing.dashboard",
-        "--config",
-        str(settings),
-        "--ready-fd",
-        str(write_end),
-    ]
-    with subprocess.Popen(command, pass_fds=[write_end]) as process:
-        os.close(write_end)
-        try:
-            with os.fdopen(read_end, "rb") as said:
-                url = msgspec.json.decode(said.readline())["url"]
-                with httpx.Client(base_url=url, timeout=60) as client:
-                    assert client.get("/overview.json").json()["counts"]["opened"] == 0
-                    for page in (
-                        "overview",
-                        "groups",
-                        "judge",
-                        "compare",
-                        "decisions",
-                        "sql?query=FROM+groups",
-                    ):
-                        assert client.get(f"/{page}").status_code == 200
-                    (run_dir / "later").rename(store)
-                    while client.get("/overview.json").json()["counts"]["opened"] != 2:
-                        assert said.read(1)  # a heartbeat: the history is read again after a while
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+    with (
+        service("store.showing.dashboard", load(run_dir / SETTINGS)) as (_, line),
+        httpx.Client(base_url=msgspec.json.decode(line)["url"], timeout=60) as client,
+    ):
+        assert client.get("/overview.json").json()["counts"]["opened"] == 0
+        for page in ("overview", "groups", "judge", "compare", "decisions", "sql?query=FROM+groups"):
+            assert client.get(f"/{page}").status_code == 200
+        (run_dir / "later").rename(store)
+        while client.get("/overview.json").json()["counts"]["opened"] != 2:
+            time.sleep(0.2)  # the history is read again after a while
 
 
 def test_the_command_prints_where_it_is(run_dir: Path) -> None:
