@@ -87,6 +87,10 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """What is subtracted from a reward: the mean of its group, or the mean of the step's batch, as in REINFORCE++. With
     `batch`, runs without a group train, too (`judge.min_size` = 1), and so do groups with equal rewards;
     `advantage_scaling` must be `batch` or `none`."""
+    turn_discount: Share = 1.0
+    """Where rewards belong to calls: how much a reward counts for the call before the one that it follows. The
+    advantage of a call's tokens is its return (docs/training.md) less the mean return at the same position of the runs
+    that it is compared with. 1: a call is credited with everything that comes after it."""
     advantage_scaling: Literal["group", "batch", "none"] = "group"
     """Standard deviation that advantages are divided by: that of the group's rewards, that of the batch's, or none."""
     advantage_balance: Correlation = 0.0

@@ -3,6 +3,7 @@
 | module | what lives there |
 | --- | --- |
 | `groups` | a group from its event to the batch: who counts, advantages, why a group is refused |
+| `returns` | returns of calls, where rewards belong to single calls |
 | `histories` | reads a group's exchanges from the log |
 | `sequences` | exchanges to exact token sequences and loss masks |
 | `sampling` | a server's sampling defaults, and the sampler's distribution from the trainer's logits |

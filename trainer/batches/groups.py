@@ -21,6 +21,7 @@ from pipeline.events import GroupScored, Member
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.log.broker import Delivery
 from pipeline.log.messages import Place
+from trainer.batches.returns import baseline, by_token, group_returns
 from trainer.batches.sequences import TokenSequence
 from trainer.distillation.lessons import Lesson, Teaching, lessons_of
 
@@ -41,10 +42,12 @@ class Refusal:
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One sequence with the advantage of its trajectory."""
+    """One sequence with the advantage of its trajectory, or of the calls in it."""
 
     sequence: TokenSequence
     advantage: float
+    call_advantages: npt.NDArray[np.float64] | None = None
+    """In place of `advantage`, that of the call that sampled each trained token, [k]. `None`: all have the same."""
     weight: float = 1.0
     """Factor on the advantage that evens out long and short trajectories (`trainer.loss.weighting`)."""
     old_logprobs: np.ndarray[Any, np.dtype[np.floating[Any]]] | None = None
@@ -103,7 +106,8 @@ class TrainingGroup:
                 f"{len(members)} scored member(s) in the training split; at least {1 + compared} are needed",
             )
         rewards = [m.reward for m in members]
-        if compared and max(rewards) - min(rewards) <= REWARD_TOLERANCE:
+        alike = all(m.call_rewards == members[0].call_rewards for m in members)
+        if compared and alike and max(rewards) - min(rewards) <= REWARD_TOLERANCE:
             return Refusal("no_variance", f"all {len(members)} rewards are {rewards[0]:.6g}")
         newest = max(m.last_step for m in members)
         if step - newest > bound:
@@ -148,45 +152,68 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
     """Every sequence of the batch with its scaled advantage, in the order of the groups.
 
     The advantage is the reward minus the mean reward of the group or of the batch (`trainer.loss.baseline`), divided as
-    `trainer.loss.advantage_scaling` says, then balanced and normalised by the settings after it. With loss type `sft`
-    it is the reward."""
-    everything = [m.reward for g in groups for m in g.members]
-    batch_std = float(np.std(everything, ddof=1)) if len(everything) > 1 else 0.0
-    batch_mean = float(np.mean(everything)) if everything else 0.0
+    `trainer.loss.advantage_scaling` says, then balanced and normalised by the settings after it. Where rewards belong
+    to calls, it is their returns that are compared (`trainer.batches.returns`). With loss type `sft` it is the
+    reward."""
     weights = _weights(groups, config)
     if config.loss.type == "sft":
         reward_of = {m.trajectory: m.reward for g in groups for m in g.members}
         return [
-            Example(s, reward_of[s.trajectory], weights.get(s.trajectory, 1.0))
+            Example(s, reward_of[s.trajectory], weight=weights.get(s.trajectory, 1.0))
             for g in groups
             for s in g.sequences or ()
         ]
+    returns = {g: group_returns(g.members, g.sequences or (), config.loss.turn_discount) for g in groups}
+    batch = [r for of_group in returns.values() for r in of_group]
+    batch_std = _std(batch)
     out = []
     for group in groups:
-        rewards = np.array([m.reward for m in group.members], np.float64)
         match config.loss.advantage_scaling:
             case "group":
-                divisor = (float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0) + _STD_FLOOR
+                divisor = _std(returns[group]) + _STD_FLOOR
             case "batch":
                 divisor = batch_std + _STD_FLOOR
             case "none":
                 divisor = 1.0
-        advantages = (rewards - (rewards.mean() if config.loss.baseline == "group" else batch_mean)) / divisor
-        balance = config.loss.advantage_balance
-        advantages = np.where((advantages < 0) == (balance > 0), advantages * (1 - abs(balance)), advantages)
-        advantage_of = dict(zip((m.trajectory for m in group.members), advantages.tolist(), strict=True))
+        longest = max((len(r) for r in returns[group]), default=0)
+        means = baseline(returns[group] if config.loss.baseline == "group" else batch, longest)
+        advantage_of = {}
+        for member, of_calls in zip(group.members, returns[group], strict=True):
+            advantages = (of_calls - means[: len(of_calls)]) / divisor
+            balance = config.loss.advantage_balance
+            advantage_of[member.trajectory] = np.where(
+                (advantages < 0) == (balance > 0), advantages * (1 - abs(balance)), advantages
+            )
         out += [
             Example(
-                s, advantage_of[s.trajectory], weights.get(s.trajectory, 1.0),
-                lessons=lessons_of(s, group.hinted.get(s.trajectory, {})),
+                s, float(advantage_of[s.trajectory][0]), by_token(advantage_of[s.trajectory], s),
+                weight=weights.get(s.trajectory, 1.0), lessons=lessons_of(s, group.hinted.get(s.trajectory, {})),
             )
             for s in group.sequences or ()
         ]  # fmt: skip
     if config.loss.advantage_normalization == "none":
         return out
     shares = np.array([e.weight * _units(e.sequence, config) for e in out])
-    mean = float(np.average(np.abs([e.advantage for e in out]), weights=shares)) if shares.sum() else 0.0
-    return [dataclasses.replace(e, advantage=e.advantage / mean) for e in out] if mean else out
+    sizes = [
+        abs(e.advantage) if e.call_advantages is None else float(np.abs(e.call_advantages).mean())
+        for e in out
+    ]
+    mean = float(np.average(sizes, weights=shares)) if shares.sum() else 0.0
+    if not mean:
+        return out
+    return [
+        dataclasses.replace(
+            e, advantage=e.advantage / mean,
+            call_advantages=None if e.call_advantages is None else e.call_advantages / mean,
+        )
+        for e in out
+    ]  # fmt: skip
+
+
+def _std(returns: Sequence[npt.NDArray[np.float64]]) -> float:
+    """The standard deviation of the returns of all calls of some runs."""
+    numbers = np.concatenate(returns) if returns else np.zeros(0)
+    return float(np.std(numbers, ddof=1)) if len(numbers) > 1 else 0.0
 
 
 def _units(sequence: TokenSequence, config: TrainerConfig) -> int:

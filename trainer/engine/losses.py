@@ -287,16 +287,21 @@ def distillation_loss(
 
 
 def _advantages(examples: Sequence[Example], old_SK: torch.Tensor, config: TrainerConfig) -> torch.Tensor:
-    """Return the weighted advantages: of each sequence, [S], or of each token, [S, K], with a KL penalty or a teacher.
+    """Return the weighted advantages: of each sequence, [S], or of each token, [S, K], with rewards of calls,
+    a KL penalty or a teacher.
 
     `old_SK`: logprobs of the policy before the step."""
     dtype = torch.promote_types(old_SK.dtype, torch.float32)
     weighted = torch.tensor([e.advantage * e.weight for e in examples], dtype=dtype, device=old_SK.device)
     teaches = config.distill.divergence == "sampled" and any(e.teaching for e in examples)
-    if examples[0].kl_penalty is None and not teaches:
+    of_calls = any(e.call_advantages is not None for e in examples)
+    if examples[0].kl_penalty is None and not teaches and not of_calls:
         return weighted
     advantages_SK = weighted[:, None].repeat(1, old_SK.shape[1])
     for row, example in enumerate(examples):
+        if example.call_advantages is not None:
+            calls = torch.from_numpy(example.call_advantages * example.weight).to(advantages_SK)
+            advantages_SK[row, : len(calls)] = calls
         if example.kl_penalty is not None:
             penalty = torch.from_numpy(example.kl_penalty * example.weight).to(advantages_SK)
             advantages_SK[row, : len(penalty)] += penalty
