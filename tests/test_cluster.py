@@ -35,10 +35,10 @@ from tests.judge.matrix import expected_groups
 from tests.kits.crash.agents import SEED
 from tests.kits.crash.fork_server import ACK_WAIT_S
 from tests.kits.crash.matrix import run_matrix, server_users, settings, violations
+from tests.kits.events import completed, exchange
 from tests.kits.log import read_stream
 from tests.kits.quick_service import quick_consumers
 from tests.nats_cluster import NatsCluster, copied, leader_of
-from tests.pipeline.log.test_broker import completed, exchange
 from tests.pipeline.log.test_undecodable import checkpoint
 from tests.rollout_gateway.kit import StubCall
 from tests.trainer import kit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -15,6 +16,7 @@ from pipeline.running.plan import make_plan
 from pipeline.running.status import read_log
 from pipeline.security import nkey, signing
 from rollout_gateway.serving.policies import Policies
+from tests.kits.events import checkpoint as checkpoint_of
 from tests.trainer import kit
 from tests.trainer.conftest import tiny_base as tiny_base
 from tests.trainer.kit import running, steps_reach
@@ -24,14 +26,8 @@ from trainer.commands.export import fetch_adapter
 pytestmark = pytest.mark.anyio
 
 
-def event(**fields: object) -> CheckpointPublished:
-    known: dict[str, object] = {
-        "project": "p", "model": kit.MODEL, "step": 1, "version": f"{kit.MODEL}@1", "parent": f"{kit.MODEL}@0",
-        "batch_id": "b",
-        "groups": ("g",), "config_hash": "c", "adapter": "a", "adapter_sha256": "s", "adapter_bytes": 1,
-        "metrics": {"loss": 0.1},
-    }  # fmt: skip
-    return CheckpointPublished(**(known | fields))  # type: ignore[arg-type]
+def event(step: int = 1, **more: Any) -> CheckpointPublished:
+    return checkpoint_of(step, kit.MODEL, **{"groups": ("g",), "metrics": {"loss": 0.1}} | more)
 
 
 @pytest.fixture
@@ -94,7 +90,7 @@ async def test_forged_checkpoints_at_a_reused_sequence_get_separate_dead_letters
 ) -> None:
     async with Broker.connect(nats_config) as broker:
         for step in (1, 2):
-            await broker.publish(event(step=step, version=f"{kit.MODEL}@{step}"))
+            await broker.publish(event(step))
             await Policies("p", [kit.MODEL], signing.Trust(SigningConfig(keys=(pair.public,)))).rebuild(
                 broker
             )
@@ -122,9 +118,9 @@ async def test_forged_checkpoints_are_skipped(
         stranger = signing.Signer(nkey.KeyPair(nkey.new_seed()))
         altered = msgspec.structs.replace(true, adapter="evil", adapter_sha256="0", step=8, version="tiny@8")
         for forged in (
-            event(step=7, version="tiny@7"),
+            event(7),
             altered,
-            stranger.sign(event(step=9, version="tiny@9")),
+            stranger.sign(event(9)),
         ):
             await broker.publish(forged)
 
@@ -146,7 +142,7 @@ async def test_forged_checkpoints_are_skipped(
         changed: list[int] = []
         async with anyio.create_task_group() as tg:
             tg.start_soon(policies.follow, broker, lambda r: changed.append(r.event.step))  # type: ignore[union-attr]
-            await broker.publish(event(step=6, version="tiny@6"))
+            await broker.publish(event(6))
             # A trainer that starts again goes on from its own last step, and signs with the same key.
             async with running(config) as facts:
                 assert facts == {"step": 1}

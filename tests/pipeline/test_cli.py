@@ -17,9 +17,10 @@ import pytest
 from pipeline import cli
 from pipeline.cli import OWN, SUBCOMMANDS, main
 from pipeline.config import NatsConfig
-from pipeline.events import AlarmChanged, CheckpointPublished
+from pipeline.events import AlarmChanged
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running.state import ProcessState, RunState, write_state
+from tests.kits.events import checkpoint
 
 
 def test_every_command_that_lives_elsewhere_has_its_module() -> None:
@@ -116,12 +117,7 @@ GONE = 2**22 + 1
 
 async def provision(config: NatsConfig) -> None:
     async with Broker.connect(config) as broker:
-        await broker.publish(
-            CheckpointPublished(
-                project="p", model="m", step=3, version="m@3", parent="m@2", batch_id="b", groups=(), config_hash="c",
-                adapter="a", adapter_sha256="s", adapter_bytes=1,
-            )
-        )  # fmt: skip
+        await broker.publish(checkpoint(3))
         for model, state in (("m", "raised"), ("n", "raised"), ("n", "cleared")):
             told: Any = {"state": state, "detail": "it is far", "action": "Lower `it`."}
             await broker.publish(AlarmChanged(project="p", alarm="kl_rise", model=model, **told))

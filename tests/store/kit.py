@@ -20,7 +20,6 @@ from pipeline import streams
 from pipeline.config import Config
 from pipeline.events import (
     AlarmChanged,
-    CheckpointPublished,
     DeadLettered,
     Event,
     ExchangeRecorded,
@@ -49,6 +48,7 @@ from pipeline.log.broker import Broker
 from store.lake import columns
 from store.lake.commits import transaction_id
 from store.lake.lake import Lake, lake_in
+from tests.kits.events import checkpoint as checkpoint
 
 StoreProcess = Callable[..., AbstractAsyncContextManager[Config]]
 
@@ -74,15 +74,6 @@ def exchange(trajectory: str, seq: int = 0, step: int = 0, **more: Any) -> Excha
         "started_at": 1_000_000,
     }
     return ExchangeRecorded(**(values | more))
-
-
-def checkpoint(step: int, **more: Any) -> CheckpointPublished:
-    """The checkpoint of a step of model `m`."""
-    values: dict[str, Any] = {
-        "project": "p", "model": "m", "step": step, "version": f"m@{step}", "parent": f"m@{step - 1}", "batch_id": "b",
-        "groups": (), "config_hash": "c", "adapter": "a", "adapter_sha256": "s", "adapter_bytes": 3,
-    }  # fmt: skip
-    return CheckpointPublished(**(values | more))
 
 
 def run_of_one_step() -> list[Event]:

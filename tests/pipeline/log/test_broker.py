@@ -6,21 +6,11 @@ import anyio
 import pytest
 
 from pipeline.config import NatsConfig
-from pipeline.events import DeadLettered, ExchangeRecorded, TrajectoryCompleted, pack_ids, pack_logprobs
+from pipeline.events import DeadLettered, ExchangeRecorded
 from pipeline.log.broker import Broker
+from tests.kits.events import completed, exchange
 
 pytestmark = pytest.mark.anyio
-
-
-def exchange(trajectory: str = "t1", seq: int = 0, request: bytes = b"{}") -> ExchangeRecorded:
-    return ExchangeRecorded(
-        project="p", trajectory=trajectory, seq=seq, model="m", policy_version="m@0", step=0, request=request,
-        response=b"{}", prompt_ids=pack_ids([1, 2]), sampled_ids=pack_ids([3]), logprobs=pack_logprobs([-0.5]),
-    )  # fmt: skip
-
-
-def completed(trajectory: str = "t1") -> TrajectoryCompleted:
-    return TrajectoryCompleted(project="p", trajectory=trajectory, model="m", group="g")
 
 
 async def test_a_retry_is_one_event(nats_config: NatsConfig) -> None:

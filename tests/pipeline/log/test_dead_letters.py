@@ -15,7 +15,7 @@ from pipeline.config import NatsConfig
 from pipeline.events import DeadLettered, Event, GroupScored, TrajectoryCompleted, encode
 from pipeline.log import dead_letters as dead
 from pipeline.log.broker import Broker
-from tests.pipeline.log.test_broker import completed
+from tests.kits.events import completed
 
 pytestmark = pytest.mark.anyio
 

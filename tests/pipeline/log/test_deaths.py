@@ -15,9 +15,9 @@ from pipeline.events import DeadLettered, TrajectoryCompleted
 from pipeline.log import dead_letters
 from pipeline.log.broker import Broker
 from pipeline.log.consumer import is_own_fault
+from tests.kits.events import completed
 from tests.kits.quick_service import quick_consumers
 from tests.pipeline.log import deaths_child
-from tests.pipeline.log.test_broker import completed
 
 pytestmark = pytest.mark.anyio
 

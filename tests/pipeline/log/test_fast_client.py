@@ -29,7 +29,7 @@ from pipeline.log.fast_client import FastClient, Pulled
 from pipeline.log.messages import parse_ack_subject
 from pipeline.log.pulling import pulling
 from tests.conftest import NatsServer, free_port
-from tests.pipeline.log.test_broker import exchange
+from tests.kits.events import exchange
 
 pytestmark = pytest.mark.anyio
 

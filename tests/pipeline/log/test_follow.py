@@ -10,22 +10,16 @@ import nats.errors
 import pytest
 
 from pipeline.config import NatsConfig
-from pipeline.events import CheckpointPublished, PolicyPromoted
+from pipeline.events import PolicyPromoted
 from pipeline.log import follow
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
 from rollout_gateway.serving.policies import Policies
 from tests.conftest import NatsServer
+from tests.kits.events import checkpoint
 from tests.kits.power import Power
 
 pytestmark = pytest.mark.anyio
-
-
-def checkpoint(step: int, content: str = "") -> CheckpointPublished:
-    return CheckpointPublished(
-        project="p", model="m", step=step, version=f"m@{step}", parent=f"m@{step - 1}", batch_id="b", groups=(),
-        config_hash="", adapter="a", adapter_sha256=content or f"{step}", adapter_bytes=1,
-    )  # fmt: skip
 
 
 def promoted(version: str) -> PolicyPromoted:
@@ -59,7 +53,7 @@ async def test_a_gateway_that_lives_on_follows_what_comes_under_numbers_it_knows
         # The trainer publishes again what its disk holds; one step it trained anew. Then people decide anew.
         for step in range(2, 5):
             await broker.publish(checkpoint(step))
-        await broker.publish(checkpoint(5, "another"))
+        await broker.publish(checkpoint(5, adapter_sha256="another"))
         await broker.publish(promoted("m@3"))
         info = await broker.js.stream_info("POLICY")
         assert info.state.last_seq == 6  # the very number of the decision that was lost

@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
-from tests.pipeline.log.test_broker import exchange
+from tests.kits.events import exchange
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ from pipeline.config import NatsConfig
 from pipeline.events import TrajectoryOpened
 from pipeline.log import memory
 from pipeline.log.broker import Broker
-from tests.pipeline.log.test_broker import exchange
+from tests.kits.events import exchange
 
 pytestmark = pytest.mark.anyio
 

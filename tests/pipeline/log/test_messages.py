@@ -13,13 +13,10 @@ from pipeline.events import TrajectoryCompleted
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place, parse_ack_subject
 from tests.conftest import NatsServer
+from tests.kits.events import completed
 from tests.kits.power import Power
 
 pytestmark = pytest.mark.anyio
-
-
-def completed(name: str) -> TrajectoryCompleted:
-    return TrajectoryCompleted(project="p", trajectory=name, model="m", group="g")
 
 
 async def test_a_delivery_and_a_read_agree(nats_config: NatsConfig) -> None:

@@ -13,7 +13,7 @@ from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
-from tests.pipeline.log.test_broker import completed, exchange
+from tests.kits.events import completed, exchange
 
 pytestmark = pytest.mark.anyio
 

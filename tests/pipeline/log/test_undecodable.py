@@ -33,19 +33,12 @@ from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Completion, Registry
 from rollout_gateway.serving import pacing
 from rollout_gateway.serving.policies import Policies
-from tests.pipeline.log.test_broker import completed, exchange
+from tests.kits.events import checkpoint, completed, exchange
 from tests.rollout_gateway.kit import StubCall
 
 pytestmark = pytest.mark.anyio
 
 GARBAGE = b"\xc1garbage"
-
-
-def checkpoint(step: int) -> CheckpointPublished:
-    return CheckpointPublished(
-        project="p", model="m", step=step, version=f"m@{step}", parent=f"m@{step - 1}", batch_id=f"b{step}",
-        groups=(), config_hash="c", adapter=f"a{step}", adapter_sha256="0", adapter_bytes=1,
-    )  # fmt: skip
 
 
 async def throw(broker: Broker, subject: str, payload: bytes = GARBAGE) -> int:

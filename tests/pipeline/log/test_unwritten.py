@@ -10,7 +10,7 @@ from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from pipeline.log.unwritten import Unwritten, UnwrittenEvents
-from tests.pipeline.log.test_broker import exchange
+from tests.kits.events import exchange
 
 pytestmark = pytest.mark.anyio
 

@@ -27,6 +27,7 @@ from pipeline.running.plan import ProcessSpec, make_plan
 from pipeline.running.supervisor import Supervisor
 from tests.conftest import NatsServer, free_port
 from tests.kits.disk import small_disk
+from tests.kits.events import opened
 
 pytestmark = pytest.mark.anyio
 
@@ -56,10 +57,8 @@ def settings(run_dir: Path) -> Config:
     return msgspec.structs.replace(config, supervisor=QUICK)
 
 
-def opened(name: str, size: int = 0) -> TrajectoryOpened:
-    return TrajectoryOpened(
-        project="p", trajectory=name, model="m", group="g", task=os.urandom(size // 2).hex()
-    )
+def large(name: str, size: int) -> TrajectoryOpened:
+    return opened(name, task=os.urandom(size // 2).hex())
 
 
 class Changes:
@@ -138,7 +137,7 @@ async def fill(broker: Broker) -> None:
     """Until the disk is full and ROLLOUTS is frozen."""
     for i in range(200):
         try:
-            await broker.publish(opened(f"t{i}", 400_000))
+            await broker.publish(large(f"t{i}", 400_000))
         except BrokerUnavailableError:
             return
     raise AssertionError("8 MB took 80")
@@ -193,16 +192,16 @@ async def test_a_stream_refuses_at_its_limit_and_an_alarm_comes_before(nats_serv
 
         assert (await fills()).alarm(0.8) == ""
         while not (alarm := (await fills()).alarm(0.8)):
-            await broker.publish(opened(f"t{count}", 100_000))
+            await broker.publish(large(f"t{count}", 100_000))
             count += 1
         assert "ROLLOUTS" in alarm
         assert "refuses new events" in alarm
         assert (await fills()).bytes < limit
         with contextlib.suppress(BrokerUnavailableError):
             for i in range(100):
-                await broker.publish(opened(f"u{i}", 100_000))
+                await broker.publish(large(f"u{i}", 100_000))
         with pytest.raises(BrokerUnavailableError):
-            await broker.publish(opened("one more", 100_000))
+            await broker.publish(large("one more", 100_000))
         first = await broker.js.stream_info("ROLLOUTS")
         assert first.state.first_seq == 1  # nothing that somebody may still have to read was dropped
         # What a limit below the present size would drop stays too.

@@ -14,7 +14,7 @@ from pipeline.events import TrajectoryCompleted
 from pipeline.log.broker import Broker
 from pipeline.running.plan import nats_command
 from tests.conftest import free_port
-from tests.pipeline.log.test_broker import completed
+from tests.kits.events import completed
 
 pytestmark = pytest.mark.anyio
 

@@ -30,6 +30,7 @@ from pipeline.log.credentials import make_client, options
 from pipeline.log.follow import follow_events, follow_messages
 from pipeline.log.pulling import pulling
 from pipeline.security import users
+from tests.kits.events import checkpoint, completed, opened
 
 pytestmark = pytest.mark.anyio
 
@@ -167,25 +168,8 @@ async def test_who_has_no_key_gets_no_connection(guarded: NatsConfig) -> None:
             pass
 
 
-def opened(trajectory: str, size: int = 0) -> TrajectoryOpened:
-    return TrajectoryOpened(
-        project="p", trajectory=trajectory, group="g", model="m", metadata=b'{"text": "%s"}' % (b"x" * size)
-    )
-
-
-def completed(trajectory: str) -> TrajectoryCompleted:
-    return TrajectoryCompleted(project="p", trajectory=trajectory, model="m", group="g")
-
-
 def discarded(by: Any) -> GroupDiscarded:
     return GroupDiscarded(project="p", group=f"g-{by}", model="m", trajectories=("t",), reason="stale", by=by)
-
-
-def checkpoint(branch: str = "main") -> CheckpointPublished:
-    return CheckpointPublished(
-        project="p", model="m", step=1, version="m@1", parent="m@0", batch_id="b", groups=(), config_hash="c",
-        adapter="a", adapter_sha256="s", adapter_bytes=1, branch=branch,
-    )  # fmt: skip
 
 
 async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
@@ -193,7 +177,7 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
         msgspec.structs.replace(guarded, provision=True), name="supervisor"
     ) as operator:
         async with Broker.connect(guarded, name="gateway") as gateway:
-            await gateway.publish(opened("big", 2_000_000))
+            await gateway.publish(opened("big", metadata=b'"%s"' % bytes(2_000_000).hex().encode()))
             await gateway.publish(completed("t"))
             assert (await gateway.publish(completed("t"))).duplicate
             with anyio.fail_after(10):
@@ -232,7 +216,7 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
         spec = streams.trainer_consumer("trial")
         async with Broker.connect(guarded, name="experiment") as trial, trial.consume(spec) as taking:
             assert await taking.batch(1, wait_s=0.2) == []
-            await trial.publish(checkpoint("trial"))
+            await trial.publish(checkpoint(branch="trial"))
         async with Broker.connect(guarded, name="store") as store:
             for name in users.user("store").consumes:
                 async with pulling(store.client, streams.consumer(name).stream, name) as puller:

@@ -12,9 +12,10 @@ import openai
 import pytest
 
 from pipeline.config import NatsConfig
-from pipeline.events import CheckpointPublished, GroupDiscarded, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events import GroupDiscarded, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
+from tests.kits.events import checkpoint
 from tests.kits.log import read_stream
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.kit import ASK, exchanges, key_config
@@ -168,12 +169,7 @@ async def test_groups_beyond_the_bound_are_told_to_wait(
     assert refused.headers["retry-after"] == "1"
     gateway.open(group="g3", split="val")
     async with Broker.connect(nats_config) as broker:
-        await broker.publish(
-            CheckpointPublished(
-                project=PROJECT, model="tictactoe", step=1, version="tictactoe@1", parent="tictactoe@0", batch_id="b",
-                groups=("g1",), config_hash="", adapter="none", adapter_sha256="0", adapter_bytes=0,
-            )
-        )  # fmt: skip
+        await broker.publish(checkpoint(1, "tictactoe", project=PROJECT, groups=("g1",)))
     with anyio.fail_after(20):
         async with httpx.AsyncClient() as client:
             while True:
