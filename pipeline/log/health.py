@@ -61,30 +61,19 @@ class Fill:
     bytes: int
     limit: int
     """0: no limit."""
-    at_limit: str = ""
-    """What happens at the limit."""
 
-    def alarm(self, share: float) -> str:
-        """Return the alarm for the operator if it is filled to `share` of its limit, for a disk to half of the rest
-        more; empty if nothing is wrong."""
-        least = (1 + share) / 2 if self.kind == "disk" else share
-        if not self.limit or self.bytes / self.limit < least:
-            return ""
-        what = f"{self.name} holds {self.bytes:,} of at most {self.limit:,} bytes ({self.bytes / self.limit:.0%})"
-        if self.kind == "disk":
-            return f"{what}: make room, or the log stops"
-        return (
-            f"{what}; at the limit {self.at_limit}. Raise nats.max_bytes, or wait for the store to catch up and "
-            "shorten the retention"
-        )
+    @property
+    def share(self) -> float:
+        """The part of its limit that is filled; 0 without a limit."""
+        return self.bytes / self.limit if self.limit else 0.0
 
 
 async def fills(broker: Broker) -> list[Fill]:
     """Return the size of every stream and bucket that exists. Raises `BrokerError` if the server does not answer."""
     out = []
-    at_limit = {s.name: s.at_limit for s in streams.STREAMS}
-    at_limit |= {streams.bucket_stream(b.name): "the server refuses new objects" for b in streams.buckets()}
-    for name, happens in at_limit.items():
+    names = [spec.name for spec in streams.STREAMS]
+    names += [streams.bucket_stream(bucket.name) for bucket in streams.buckets()]
+    for name in names:
         try:
             info = await broker.js.stream_info(name)
         except nats.js.errors.NotFoundError:
@@ -92,7 +81,7 @@ async def fills(broker: Broker) -> list[Fill]:
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             why = str(error) or type(error).__name__
             raise BrokerError(f"{name} was not described: {why}") from error
-        out.append(Fill(name, "stream", info.state.bytes, max(0, info.config.max_bytes or 0), happens))
+        out.append(Fill(name, "stream", info.state.bytes, max(0, info.config.max_bytes or 0)))
     return out
 
 

@@ -154,8 +154,13 @@ class LogProbe:
         """Find the present alarms, log those that begin or end, and report a change. `reason`: why writes fail."""
         present = {"the log": f"the log takes no writes: {reason}"} if reason else {}
         if self._folder.exists():
-            present["the disk"] = health.disk_fill(self._folder).alarm(self._config.alarms.full_share)
-        present = {about: alarm for about, alarm in (present | at_limit).items() if alarm}
+            disk = health.disk_fill(self._folder)
+            if disk.share >= (1 + self._config.alarms.full_share) / 2:  # as `log_full` of the store
+                present["the disk"] = (
+                    f"{disk.name} holds {disk.bytes:,} of at most {disk.limit:,} bytes ({disk.share:.0%}): make room, "
+                    "or the log stops"
+                )
+        present |= at_limit
         for about in present.keys() - self._present.keys():
             log.error("alarm", detail=present[about])
         for about in self._present.keys() - present.keys():
