@@ -22,7 +22,7 @@
 | `art` | programs that were written for openpipe-art |
 | `looping`, `attempts` | playing while the trainer trains; what the gateway has of it, for a resume |
 | `scenarios` | `journeywork scenarios`: tasks that a model writes |
-| `feedback_file` | `journeywork feedback` |
+| `feedback_file`, `langfuse_scores` | `journeywork feedback` |
 | `environments` | `journeywork run-env` |
 | `evaluation/` | `journeywork eval` |
 | `starter/` | `journeywork init` |

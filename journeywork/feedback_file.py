@@ -1,4 +1,7 @@
-"""Give the feedback in a CSV or Parquet file: `journeywork feedback FILE`.
+"""Give the feedback in a CSV or Parquet file, or what people said in Langfuse: `journeywork feedback`.
+
+    journeywork feedback answers.csv
+    journeywork feedback --langfuse 7                 the scores that people gave there in the last seven days
 
     answer,thumb,text
     chatcmpl-t-20261122T093012Z-5f1c.8d0a3bd1c2f4e596,down,the other account
@@ -22,9 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 
+from journeywork import langfuse_scores
 from journeywork.client import AsyncJourneywork
-from journeywork.command_line import add_connection, client_of, exit_status, gateway_of
+from journeywork.command_line import add_connection, client_of, exit_status, gateway_of, not_negative
 from journeywork.transport import GatewayUnavailableError, JourneyworkError, plain_errors
 
 COLUMNS = (
@@ -41,11 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="journeywork feedback", description=inspect.cleandoc(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("file", type=Path, help="its name ends in .csv or .parquet")
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("file", type=Path, nargs="?", help="its name ends in .csv or .parquet")
+    given.add_argument(
+        "--langfuse", type=not_negative, metavar="DAYS", help="scores of the project that LANGFUSE_* name"
+    )
     add_connection(parser)
     args = parser.parse_args(argv)
-    with exit_status((ValueError, OSError, csv.Error), (JourneyworkError,)):
-        report = anyio.run(_give_all, client_of(gateway_of(args), args), list(rows(args.file)))
+    with exit_status((ValueError, OSError, csv.Error), (JourneyworkError, httpx.HTTPError)):
+        client = client_of(gateway_of(args), args)
+        found = rows(args.file) if args.file else langfuse_scores.rows(args.langfuse)
+        report = anyio.run(_give_all, client, list(found))
     if args.json:
         sys.stdout.write(json.dumps(report) + "\n")
     else:

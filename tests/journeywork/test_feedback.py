@@ -8,13 +8,14 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import httpx
 import numpy as np
 import openai
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from journeywork import AsyncJourneywork, Journeywork, JourneyworkError
+from journeywork import AsyncJourneywork, Journeywork, JourneyworkError, langfuse_scores
 from journeywork.feedback_file import main
 from journeywork.trajectory import Trajectory, answer_id
 from pipeline.config import NatsConfig
@@ -129,3 +130,76 @@ def test_a_file_that_can_t_be_read_is_refused(tmp_path: Path, capsys: pytest.Cap
         assert ended.value.code == 2
     said = capsys.readouterr().err
     assert all(part in said for part in ("has the column 'score'", "ends in '.txt'", "No such file"))
+
+
+class _Langfuse:
+    """The API of Langfuse, as far as people's scores are read."""
+
+    def __init__(self) -> None:
+        numbers = {"minValue": 1, "maxValue": 5}
+        categories = {"categories": [{"label": "bad", "value": 0}, {"label": "good", "value": 2}]}
+        self.configs = {"stars": numbers, "words": categories}
+        self.scores = [
+            self.score("quality", 0.5, comment="well"), self.score("stars", 4, configId="stars"),
+            self.score("words", "good", "CATEGORICAL", configId="words"), self.score("ok", True, "BOOLEAN"),
+            self.score("fix", "b2", "CORRECTION", subject={"kind": "observation", "id": "call-0", "traceId": "t"}),
+            self.score("gone", "other", "CATEGORICAL", configId="words"),
+            self.score("session", 1, subject={"kind": "session", "id": "s"}),
+            self.score("foreign", 1, subject={"kind": "trace", "id": "other"}),
+        ]  # fmt: skip
+
+    @staticmethod
+    def score(name: str, value: Any, kind: str = "NUMERIC", **more: Any) -> dict[str, Any]:
+        subject = {"kind": "trace", "id": "t"}
+        return {"id": f"s-{name}", "name": name, "value": value, "dataType": kind, "subject": subject, **more}
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        assert request.headers["authorization"].startswith("Basic ")
+        asked = dict(request.url.params)
+        match request.url.path.removeprefix("/api/public/").split("/"):
+            case ["v3", "scores"]:
+                begin = int(asked.get("cursor", 0))
+                more = {"cursor": str(begin + 3)} if begin + 3 < len(self.scores) else {}
+                return httpx.Response(200, json={"data": self.scores[begin : begin + 3], "meta": more})
+            case ["v2", "observations"]:
+                run = {"id": "run", "metadata": {"trajectory": "a"}}
+                call = {"id": "call-0", "metadata": {"trajectory": "a", "seq": 0}}
+                return httpx.Response(
+                    200, json={"data": [run, call] if asked["traceId"] == "t" else [], "meta": {}}
+                )
+            case ["score-configs", name]:
+                return httpx.Response(200, json=self.configs[name])
+        return httpx.Response(404)
+
+
+def test_peoples_scores_in_langfuse_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    langfuse = _Langfuse()
+    for name in ("BASE_URL", "PUBLIC_KEY", "SECRET_KEY"):
+        monkeypatch.setenv(f"LANGFUSE_{name}", "http://langfuse")
+    transport = httpx.MockTransport(langfuse.answer)
+    client = httpx.Client
+    monkeypatch.setattr(
+        langfuse_scores.httpx, "Client", lambda **options: client(**options, transport=transport)
+    )
+    given = {row["name"]: row for row in langfuse_scores.rows(7)}
+    keys = [row.pop("key") for row in given.values()]
+    about = {"trajectory": "a", "source": "langfuse"}
+    assert given == {
+        "quality": {**about, "name": "quality", "value": 0.5, "text": "well"},
+        "stars": {**about, "name": "stars", "value": 4.0, "scale": [1, 5]},
+        "words": {**about, "name": "words", "value": 2.0, "scale": [0, 2]},
+        "ok": {**about, "name": "ok", "value": 1.0},
+        "fix": {**about, "name": "fix", "call": "0", "correction": "b2"},
+    }
+    langfuse.scores[0]["value"] = 0.75
+    again = [row["key"] for row in langfuse_scores.rows(7)]
+    assert [before == after for before, after in zip(keys, again, strict=True)] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
+    monkeypatch.delenv("LANGFUSE_SECRET_KEY")
+    with pytest.raises(ValueError, match="set LANGFUSE_BASE_URL"):
+        next(langfuse_scores.rows(7))
