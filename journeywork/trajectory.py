@@ -127,8 +127,9 @@ class Trajectory:
             raise RuntimeError("no client opened this trajectory: use `feedback` of a client of the gateway")
         return self._give(answer, trajectory=self.id, **options)
 
-    def reward_call(self, answer: Any, reward: float, name: str = "feedback") -> Any:
-        """Reward one call of the run: feedback with a `value` on it."""
+    def reward_call(self, answer: Any, reward: float, name: str = "reward") -> Any:
+        """Reward one call of the run: feedback with a `value` on it. Under the name `reward` it counts without any
+        setting, as the run's own `reward` does."""
         return self.feedback(answer, value=reward, name=name)
 
     @property

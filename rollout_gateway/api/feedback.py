@@ -122,16 +122,16 @@ async def _give(request: ControlRequest, body: Feedback, targets: list[_Target])
     """Record the signals, all of them or, if one is refused, none."""
     gateway, access = request.gateway, request.access
     key = body.key or new_id("f")
-    # The owner's `:` is escaped, so no two keys' names make the same id.
-    signal = check_name(f"{quote(access.owner, safe='')}:{key}")
     check_name(body.name)
     await gateway.registry.log.check_end()
     events, told = [], []
     for target in targets:
         opened = await _opened(gateway, target.trajectory, access)
+        by = opened.owner if access.trajectory else access.owner
         event = SignalGiven(
             project=gateway.project,
-            signal=signal,
+            # The `:` of a key's name is escaped, so no two names make the same id.
+            signal=check_name(f"{quote(by, safe='')}:{key}"),
             trajectory=opened.trajectory,
             model=opened.model,
             group=group_key(opened.group, opened.trajectory),
@@ -139,7 +139,7 @@ async def _give(request: ControlRequest, body: Feedback, targets: list[_Target])
             call=await _call(gateway, opened, target.call),
             name=body.name,
             **target.grade._asdict(),
-            by=access.owner,
+            by=by,
             source=body.source,
         )
         if body.key and len(targets) > 1:

@@ -290,7 +290,7 @@ async def test_who_may_give_feedback(start_front: StartGateway, nats_config: Nat
         assert error(caller.ask("POST", "/v1/feedback", answer)) == expected, key
     assert Caller(gateway, completing["api_key"]).status("POST", "/v1/trajectories/s/feedback", body) == 201
     assert error(Caller(gateway, "bob").ask("POST", "/v1/feedback", {"ranking": ["r", "s"]})) == refused
-    assert [s.by for s in await signals(nats_config)] == ["alice", "boss", "fan", ""]
+    assert [s.by for s in await signals(nats_config)] == ["alice", "boss", "fan", "alice"]
 
 
 async def test_a_feedback_key_can_do_nothing_else(start_front: StartGateway) -> None:
