@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import anthropic
@@ -122,6 +123,32 @@ async def test_feedback_on_a_run_that_names_itself_nowhere(
     async with Broker.connect(nats_config) as broker:
         (opened,) = [r.event for r in await broker.read(TrajectoryOpened, project=PROJECT)]
     assert (signal.trajectory, signal.group, signal.call) == (opened.trajectory, opened.group, 0)
+
+
+@pytest.mark.inference
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_retried_call_keeps_its_answers_id(
+    gateway: GatewayProcess, nats_config: NatsConfig, stream: bool
+) -> None:
+    """Also at a gateway that was killed meanwhile; without the mark of a retry it is another call."""
+    opened = gateway.open(id="r")
+
+    def ask(**headers: str) -> str:
+        reply = httpx.post(
+            f"{opened['base_url']}/chat/completions", json={**ASK, "stream": stream}, timeout=60,
+            headers={"authorization": f"Bearer {opened['api_key']}", **headers},
+        )  # fmt: skip
+        (name,) = set(re.findall(r'"id": ?"(chatcmpl[^"]*)"', reply.text))
+        return str(name)
+
+    first = ask()
+    gateway.kill()
+    gateway.start()
+    assert ask(**{"x-stainless-retry-count": "1"}) == first
+    assert ask() != first
+    for number, name in enumerate((first, ask(**{"x-stainless-retry-count": "1"}))):
+        assert give(gateway, answer=name, thumb="up", key=str(number)).status_code == 201
+    assert [s.call for s in await signals(nats_config)] == [0, 1]
 
 
 # -- bodies -----------------------------------------------------------------------------------------------------------
