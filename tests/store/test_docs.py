@@ -59,8 +59,12 @@ def test_the_commands_of_the_pages_are_found() -> None:
 
 @pytest.mark.parametrize("arguments", COMMANDS)
 def test_each_command_of_the_pages_works(
-    arguments: list[str], tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfdbinary: pytest.CaptureFixture[bytes],
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     fill(tmp_path, run_of_one_step())
     status = sql.main([*arguments, "--run-dir", str(tmp_path)])
     assert (status, capfdbinary.readouterr().err) == (0, b"")
