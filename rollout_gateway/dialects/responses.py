@@ -129,11 +129,9 @@ class ResponsesTranslation(Translation):
             kind = "message"
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item = {"role": "assistant", "content": [part]}
-        prefix = _PREFIXES[kind]
-        number = sum(block["id"].startswith(prefix) for block in self.blocks)
-        if kind in ("function_call", "custom_tool_call"):
-            number = sum("call_id" in block for block in self.blocks)
-        item = {"type": kind, "id": f"{prefix}_{number}-{self.id}", **item}
+        # Calls of both kinds are one list in the chat completion.
+        alike = [b for b in self.blocks if b["type"] == kind or ("call_id" in b and "call_id" in item)]
+        item = {"type": kind, "id": f"{_PREFIXES[kind]}_{len(alike)}-{self.id}", **item}
         unfinished: dict[str, Any] = {}
         if kind != "reasoning":
             item["status"], unfinished["status"] = "completed", "in_progress"
@@ -243,8 +241,6 @@ class ResponsesTranslation(Translation):
     def _response(self, status: str, **changed: Any) -> dict[str, Any]:
         """The response as it is now. `changed` are fields with other values."""
         request = self.request
-        if status == "incomplete" and self.blocks:
-            _mark_incomplete(self.blocks[-1])
         return {
             "id": f"{self._prefix}{self.id}",
             "object": "response",
@@ -301,15 +297,16 @@ def _previous(name: str, exchanges: Mapping[str, ExchangeRecorded]) -> list[dict
     messages: list[dict[str, Any]] = msgspec.json.decode(exchange.request)["messages"]
     messages = messages[1:] if instructed == "i" else messages
     answer = _answer(exchange)
-    said: dict[str, Any] = {"role": "assistant", "content": answer.get("content")}
-    if answer.get("reasoning"):
-        said["reasoning"] = answer["reasoning"]
-    if answer.get("tool_calls"):
-        said["tool_calls"] = [
-            {"id": call["id"], "type": "function", "function": call["function"]}
-            for call in answer["tool_calls"]
-        ]
-    return [*messages, said]
+    add_reasoning(messages, answer.get("reasoning") or "")
+    if (text := answer.get("content")) is not None:
+        add_text(messages, text)
+    for call in answer.get("tool_calls") or ():
+        _add_recorded_call(messages, call)
+    return messages
+
+
+def _add_recorded_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
+    add_call(messages, call["id"], call["function"]["name"], call["function"]["arguments"])
 
 
 def _add_reference(
@@ -328,8 +325,7 @@ def _add_reference(
             calls = answer.get("tool_calls") or []
             if index >= len(calls):
                 raise not_recorded(name)
-            function = calls[index]["function"]
-            add_call(messages, calls[index]["id"], function["name"], function["arguments"])
+            _add_recorded_call(messages, calls[index])
 
 
 def _mark_incomplete(item: dict[str, Any]) -> None:
