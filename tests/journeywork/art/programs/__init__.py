@@ -47,7 +47,7 @@ def moves(squares: str) -> tuple[str, ...]:
 
 BASE = (r'^BASE_MODEL = ".*?"', 'import os\n\nBASE_MODEL = os.environ["BASE_MODEL"]')
 NO_GPU = (r"torch\.cuda\.get_device_properties\(0\)\.major", "8")
-TRAIN_GAMES = ((r"WINNING_VALUE = \d+", "WINNING_VALUE = 16"), (r"range\(18\)", "range(4)"))
+TRAIN_GAMES = ((r"WINNING_VALUE = \d+", "WINNING_VALUE = 16"), (r"range\(18\)", "range(8)"))
 ANSWERS = ("yes", "no", "maybe")
 SQUARES = moves("A1 A2 A3 B1 B2 B3 C1 C2 C3")
 PROGRAMS = {

@@ -1,0 +1,102 @@
+"""Training that a judge alone directs: scenarios that a model writes, RULER's scores, and a comparison with the base.
+
+It uses `journeywork.art`, so a rollout is a function from a scenario to an `art.Trajectory`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import journeywork.art as art
+from examples.common import running, stand_in
+from journeywork.art.rewards import ruler_score_group
+from journeywork.art.utils import iterate_dataset
+from journeywork.scenarios import Writer, write_scenarios
+from journeywork.statistics import Estimate, paired_difference
+
+Rollout = Callable[[str, str], Awaitable[art.Trajectory]]
+"""Takes a scenario and the name of the version that plays it."""
+
+
+@dataclass(frozen=True)
+class Helper:
+    """A model that writes scenarios and judges runs."""
+
+    model: str
+    url: str
+    """Of an OpenAI-compatible server."""
+    key: str
+
+    async def scenarios(self, description: str, count: int) -> list[str]:
+        """Return tasks for an agent that `description` describes. Raises `ScenarioError`."""
+        written = await write_scenarios(Writer(self.model, self.url, self.key), description, count)
+        return [scenario.task for scenario in written]
+
+    async def score(self, group: art.TrajectoryGroup) -> art.TrajectoryGroup | None:
+        """Return the group with RULER's scores as rewards; `None` if the judge gave none."""
+        asked = {"api_base": self.url, "api_key": self.key}
+        return await ruler_score_group(group, f"openai/{self.model}", asked, swallow_exceptions=True)
+
+
+@contextlib.contextmanager
+def helper(score: stand_in.Score, tasks: Sequence[str]) -> Iterator[Helper]:
+    """Yield the model $HELPER_MODEL at $OPENAI_BASE_URL if there is an OPENAI_API_KEY; else a stand-in, which writes
+    `tasks` and judges by `score`."""
+    if key := os.environ.get("OPENAI_API_KEY"):
+        url = os.environ.get("OPENAI_BASE_URL", "https://api.openai.com/v1")
+        yield Helper(os.environ.get("HELPER_MODEL", "gpt-5-mini"), url, key)
+        return
+    with stand_in.serving(score, tasks) as url:
+        yield Helper("stand-in", url, "none")
+
+
+def backend(args: argparse.Namespace) -> art.LocalBackend:
+    """Return a backend whose installation has the example's settings (`examples.common.running.arguments`)."""
+    config = args.config or (running.GPU if args.base else running.TWO_CORES)
+    options = ["--config", str(config), *(part for given in args.set for part in ("--set", given))]
+    options += ["--vllm-url", args.vllm_url] if args.vllm_url else []
+    return art.LocalBackend(path=str(args.run_dir), up_options=options)
+
+
+async def train(
+    model: art.TrainableModel[Any],
+    scenarios: Sequence[str],
+    rollout: Rollout,
+    helper: Helper,
+    *,
+    steps: int,
+    groups: int = 8,
+    size: int = 8,
+    learning_rate: float = 1e-5,
+) -> None:
+    """Train `steps` steps of `groups` scenarios, each of them played `size` times and judged."""
+    epochs = -(-steps * groups // len(scenarios))
+    for batch in iterate_dataset(scenarios, groups_per_step=groups, num_epochs=epochs, use_tqdm=False):
+        if batch.step >= steps:
+            return
+        played = await art.gather_trajectory_groups(
+            (art.TrajectoryGroup(rollout(task, model.name) for _ in range(size)) for task in batch.items),
+            after_each=helper.score,
+            max_exceptions=groups * size // 4,
+        )
+        await model.train(played, config=art.TrainConfig(learning_rate=learning_rate))
+        rewards = [trajectory.reward for group in played for trajectory in group]
+        print(f"step {batch.step + 1}: mean score {sum(rewards) / len(rewards):.3f}", flush=True)
+
+
+async def compare(
+    model: art.TrainableModel[Any], scenarios: Sequence[str], rollout: Rollout, helper: Helper
+) -> Estimate:
+    """Play held-out scenarios once with the base model and once with the newest version. Returns the difference of the
+    judge's scores, who sees both runs of a scenario together, in two orders."""
+    versions = [model.get_inference_name(step) for step in (0, await model.get_step())]
+    pairs = await art.gather_trajectory_groups(
+        (art.TrajectoryGroup(rollout(task, version) for version in versions) for task in scenarios),
+        after_each=helper.score,
+    )
+    before, after = zip(*([t.reward for t in pair] for pair in pairs), strict=True)
+    return paired_difference(before, after)
