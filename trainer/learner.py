@@ -7,6 +7,7 @@ folder, which recovery publishes or the next step overwrites.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ from pipeline.events import (
 from pipeline.names import version_name
 from pipeline.sampling import sampling_of
 from pipeline.telemetry.logs import get_logger
+from trainer.batches.graders import limit_graders
 from trainer.batches.groups import TrainingGroup, examples
 from trainer.batches.sampling import defaults_of
 from trainer.batches.sequences import TokenSequence
@@ -282,7 +284,9 @@ class Learner:
             raise UntrainableError(f"the trainer died {max_attempts} times while it computed this batch")
         self.engine.configure(settings)
         group_of = [i for i, g in enumerate(batch) for _ in g.sequences or ()]
-        return self.engine.step(self.state, examples(batch, settings), group_of)
+        made, metrics = limit_graders(batch, examples(batch, settings), self.config.feedback.max_share)
+        result = self.engine.step(self.state, made, group_of)
+        return dataclasses.replace(result, metrics=result.metrics | metrics)
 
     def commit(self, pending: PendingStep) -> None:
         """Make the step current, after its event is on the log. Deletes checkpoints that are no longer needed."""

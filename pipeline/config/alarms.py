@@ -36,6 +36,8 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     """`starvation`: share of the longest quarter of the runs that is not trained."""
     stale_share: Share = 0.2
     """`stale_discards`: share of the newest groups that were discarded because they were too old."""
+    limited_graders: Natural = 0
+    """`feedback_share`: API keys in one step, of the newest ones, whose feedback was above `feedback.max_share`."""
     dead_letters: Natural = 0
     """`dead_letters`: dead letters of one consumer."""
     full_share: Share = 0.8

@@ -12,6 +12,7 @@ from pipeline.config.types import (
     Positive,
     Prompt,
     Section,
+    Share,
     Weight,
 )
 
@@ -78,6 +79,10 @@ class FeedbackConfig(Section, frozen=True, kw_only=True):
     wait_s: NotNegative = 0.0
     """How long a group whose runs are complete waits until each has the feedback that `judge.rewards` names. It is
     scored as soon as all is there. 0: with the feedback that came before."""
+    max_share: Share = 1.0
+    """Largest share of a step's absolute advantages that feedback of one API key may decide. Beyond it the advantages
+    that the key decided are made smaller, and the alarm `feedback_share` is raised. 1: no limit, for installations
+    where one program reports all results. Hints, which change no reward, are not limited."""
     late: Literal["record", "train"] = "train"
     """What feedback does that comes later. `record`: it stays in the history, and `journeywork rejudge` uses it.
     `train`: also, a run that was discarded for want of a reward is scored, once, when its reward comes."""

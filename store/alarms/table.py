@@ -240,6 +240,19 @@ FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING count(*) >= $steps AND 
         "older version. Otherwise set `trainer.loss.beta`, lower the learning rate, or raise the threshold.",
     ),
     Alarm(
+        "feedback_share",
+        "Feedback of one key decides much",
+        "Feedback of one API key decided more of a step than `feedback.max_share`, so its weight was lowered.",
+        "alarms.limited_graders",
+        f"""{_NUMBERED_STEPS}
+SELECT project, model, '' AS about, max(metrics['graders_limited']) AS value,
+  format('in {{}} of the newest steps feedback of a key was limited; it decided up to {{:.0f}}%',
+    count(*) FILTER (metrics['graders_limited'] > 0), 100 * coalesce(max(metrics['grader_share']), 0)) AS detail
+FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING value > $threshold""",
+        "`SELECT by, count(*) FROM signals GROUP BY by` says whose it is. Revoke a key that is abused (`journeywork "
+        "keys revoke`); raise `feedback.max_share` if one program is to report most results.",
+    ),
+    Alarm(
         "store_behind",
         "Store behind",
         "The store has not written events that the log will delete soon, or the log has deleted events that no store "

@@ -4,6 +4,7 @@
 | --- | --- |
 | `groups` | a group from its event to the batch: who counts, advantages, why a group is refused |
 | `returns` | returns of calls, where rewards belong to single calls |
+| `graders` | how much of a step feedback of one API key may decide |
 | `histories` | reads a group's exchanges from the log |
 | `sequences` | exchanges to exact token sequences and loss masks |
 | `sampling` | a server's sampling defaults, and the sampler's distribution from the trainer's logits |

@@ -165,7 +165,7 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
         ]
     returns = {g: group_returns(g.members, g.sequences or (), config.loss.turn_discount) for g in groups}
     batch = [r for of_group in returns.values() for r in of_group]
-    batch_std = _std(batch)
+    batch_std, batch_means = _std(batch), baseline(batch, max((len(r) for r in batch), default=0))
     out = []
     for group in groups:
         match config.loss.advantage_scaling:
@@ -176,7 +176,7 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
             case "none":
                 divisor = 1.0
         longest = max((len(r) for r in returns[group]), default=0)
-        means = baseline(returns[group] if config.loss.baseline == "group" else batch, longest)
+        means = baseline(returns[group], longest) if config.loss.baseline == "group" else batch_means
         advantage_of = {}
         for member, of_calls in zip(group.members, returns[group], strict=True):
             advantages = (of_calls - means[: len(of_calls)]) / divisor

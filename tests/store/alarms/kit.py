@@ -127,6 +127,7 @@ def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
     queries look at the last minutes only."""
     return {
         "entropy_collapse": (steps("entropy", FALLEN), steps("entropy", LEVEL)),
+        "feedback_share": (steps("graders_limited", [0.0, 1.0]), steps("graders_limited", [0.0, 0.0])),
         "kl_rise": (steps("kl", [0.1, 5.0, 5.0, 5.0, 5.0]), steps("kl", [9.0, 0.1, 0.1, 0.1, 0.1])),
         "sampler_mismatch": (
             steps("sampler_logprob_diff", [1e-6, 0.2]),
