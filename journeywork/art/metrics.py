@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -303,6 +304,9 @@ def _cost(response: Any, prices: Mapping[str, float | None]) -> float | None:
 
 def _litellm_prices(provider: str, model_name: str) -> dict[str, float | None]:
     """Return litellm's prices of a model; empty if litellm is not installed or does not know it."""
+    os.environ.setdefault(
+        "LITELLM_LOCAL_MODEL_COST_MAP", "True"
+    )  # else its import asks the network for prices
     try:
         from litellm import model_cost
     except ModuleNotFoundError:
