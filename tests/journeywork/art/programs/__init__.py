@@ -73,10 +73,6 @@ PROGRAMS = {
         (("TRAIN_STEPS = 40", "TRAIN_STEPS = 2"), ("SIMULTANEOUS_GAMES = 18", "SIMULTANEOUS_GAMES = 4"),
          ("WINNING_VALUE = 128", "WINNING_VALUE = 16")),
     ),
-    "2048-notebook": Program(
-        NOTEBOOKS, ("examples/2048/2048.ipynb",), "agent-001", "2048", moves("left right up down"),
-        (*TRAIN_GAMES, (", 20\\):", ", 2):"), (r'WANDB_API_KEY"\] = ""', 'WANDB_API_KEY"] = "none"')),
-    ),
     "2048-ruler-notebook": Program(
         NOTEBOOKS, ("examples/2048/2048-ruler.ipynb",), "agent-002", "2048", moves("left right up down"),
         (*TRAIN_GAMES, (", 10\\):", ", 2):"), ('OPENAI_API_KEY = ""', 'OPENAI_API_KEY = "none"')),
