@@ -59,8 +59,13 @@ async def on_answers(request: ControlRequest) -> dict[str, Any]:
         if trajectory is None:
             raise _unknown_answer(body.answer)
         grade = _grade(body, request.gateway.config.gateway.max_reward)
-        return await _give(request, body, [_Target(trajectory, body.answer, grade)])
+        return await _give(request, body, [_Target(trajectory, _about(body, body.answer), grade)])
     return await _give(request, body, _ranked(body))
+
+
+def _about(body: AnswerFeedback, answer: str) -> int | str:
+    """Return what feedback by the id of an answer is about, as `_Target.call` says it."""
+    return answer if body.about == "call" else -1
 
 
 def _grade(body: Feedback, limit: float) -> _Grade:
@@ -109,7 +114,7 @@ def _ranked(body: AnswerFeedback) -> list[_Target]:
     targets = []
     for place, name in enumerate(body.ranking):
         trajectory = trajectory_of(name)
-        call: int | str = -1 if trajectory is None else name
+        call = -1 if trajectory is None else _about(body, name)
         targets.append(_Target(trajectory or name, call, _Grade("number", 1 - place / last, body.text)))
     run, times = Counter(target.trajectory for target in targets).most_common(1)[0]
     if times > 1:

@@ -97,6 +97,8 @@ class AnswerFeedback(Feedback, frozen=True, kw_only=True, forbid_unknown_fields=
     answer: Annotated[str, Meta(max_length=1024)] = ""
     ranking: Annotated[list[str], Meta(max_length=1024)] = []
     """Ids of runs or answers, best first."""
+    about: Literal["call", "run"] = "call"
+    """What the id of an answer stands for: the call that gave it, or the whole run that the call belongs to."""
 
 
 EvaluationBody = msgspec.defstruct(

@@ -109,7 +109,9 @@ async def test_feedback_on_the_answers_of_each_api(
         assert reply.json()["signals"] == [
             {"trajectory": "run/1", "call": number, "run": "open", "repeated": False}
         ], (api, name, reply.text)
-    assert [s.call for s in await signals(nats_config)] == list(range(7))
+        assert give(gateway, answer=name, about="run", value=1).json()["signals"][0]["call"] == -1
+    given = [s.call for s in await signals(nats_config)]
+    assert given == [call for number in range(7) for call in (number, -1)]
 
 
 @pytest.mark.inference

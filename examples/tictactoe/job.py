@@ -1,0 +1,255 @@
+"""Learning on the job: every game is played once, and another program tells its result a minute later.
+
+    python -m examples.tictactoe.job --seed 0 --run-dir runs/job
+
+The agent is an unmodified OpenAI client with a base URL and a key. It opens no run and no group and reports nothing.
+The gateway finds its games by their messages. `late_results`, a process with a key of role `feedback`, reports each
+result `--delay` seconds after the game, by the id of the game's last answer. The trainer compares each game with the
+others of its step. The held-out games are played with the base model and with the last version, and
+`<run-dir>/report.json` is written. Exits with 1 if the run failed, or if its history holds what it must not."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import itertools
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import openai
+from anyio.abc import Process
+from openai.types.chat import ChatCompletionMessageParam
+
+from examples.common.running import ROOT, ExampleError, Installation, make_room, served_step
+from examples.tictactoe.agent import MAX_TOKENS
+from examples.tictactoe.demo import SETTINGS, Progress, console, evaluate
+from examples.tictactoe.game import Game, describe, opening_seed
+from examples.tictactoe.late_results import NAME
+from examples.tictactoe.report import MODEL, conclude, difference, win_rate
+from journeywork import AsyncJourneywork
+from journeywork.transport import plain_errors
+
+ROLES = {"agent": "agent", "results": "feedback", "operator": "operator"}
+IDLE_S = 10.0
+"""Time without a call after which a game is over for the gateway."""
+LOOK_EVERY_S = 1.0
+
+
+class Player:
+    """The agent: what any program with an OpenAI client does."""
+
+    def __init__(self, gateway: str, key: str) -> None:
+        self.client = openai.AsyncOpenAI(base_url=f"{gateway}/v1", api_key=key, max_retries=12, timeout=120)
+        self.calls = self.failed = 0
+
+    async def play(self, seed: str) -> tuple[Game, str]:
+        """Play a game. Returns it with the id of its last answer."""
+        game, answer = Game(seed), ""
+        messages: list[ChatCompletionMessageParam] = []
+        while game.result is None:
+            messages.append({"role": "user", "content": describe(game.board)})
+            try:
+                reply = await self.client.chat.completions.create(
+                    model=MODEL, messages=messages, max_tokens=MAX_TOKENS, temperature=1.0
+                )
+            except openai.APIError:
+                self.failed += 1
+                raise
+            self.calls += 1
+            answer, text = reply.id, reply.choices[0].message.content or ""
+            messages.append({"role": "assistant", "content": text})
+            game.play(text)
+        return game, answer
+
+
+async def work(player: Player, seeds: Iterator[str], desk: Process, progress: Progress, at_once: int) -> None:
+    """Play games for ever, each opening once, and hand the results to `desk`."""
+    assert desk.stdin is not None
+    sending = anyio.Lock()
+
+    async def worker() -> None:
+        for seed in seeds:
+            game, answer = await player.play(seed)
+            progress.games += 1
+            progress.recent.append(game.result == "win")
+            line = json.dumps({"answer": answer, "result": game.reward, "ended": time.time()})
+            async with sending:
+                await desk.stdin.send(f"{line}\n".encode())
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(at_once):
+            tasks.start_soon(worker)
+
+
+async def learn(
+    player: Player,
+    client: AsyncJourneywork,
+    progress: Progress,
+    args: argparse.Namespace,
+    installation: Installation,
+    desk: Process,
+) -> None:
+    """Play until the last step is served or the time is over. Raises `ExampleError` if the installation ends."""
+    began = time.monotonic()
+    seeds = (opening_seed("train", number, args.seed) for number in itertools.count())
+    with anyio.move_on_after(args.seconds):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(work, player, seeds, desk, progress, args.concurrency)
+            while progress.step < args.steps:
+                installation.check()
+                step = await served_step(client, MODEL)
+                if step > progress.step:
+                    progress.advance(step, time.monotonic() - began)
+                await anyio.sleep(LOOK_EVERY_S)
+            tasks.cancel_scope.cancel()
+
+
+async def play(
+    args: argparse.Namespace, installation: Installation, progress: Progress, keys: dict[str, str]
+) -> dict[str, Any]:
+    print("starting", flush=True)
+    gateway = await installation.ready()
+    player = Player(gateway, keys["agent"])
+    desk_of = [sys.executable, "-m", "examples.tictactoe.late_results"]
+    environment = {**os.environ, "JOURNEYWORK_API_KEY": keys["results"]}
+    async with (
+        player.client,
+        AsyncJourneywork(gateway, api_key=keys["operator"]) as client,
+        await anyio.open_process(
+            [*desk_of, "--gateway", gateway, "--delay", str(args.delay)],
+            env=environment,
+            cwd=ROOT,
+            stderr=None,
+        ) as desk,
+        anyio.create_task_group() as showing,
+    ):
+        showing.start_soon(show, progress, player)
+        before = await evaluate(client, progress, f"{MODEL}@0", args.eval_games)
+        progress.phase, progress.games = "on the job", 0
+        progress.recent.clear()
+        await learn(player, client, progress, args, installation, desk)
+        games = progress.games
+        report = await evaluate(client, progress, f"{MODEL}@{progress.step}", args.eval_games, before)
+        progress.phase = "the last results are reported"
+        assert desk.stdin is not None
+        assert desk.stdout is not None
+        await desk.stdin.aclose()
+        results = b"".join([part async for part in desk.stdout])
+        showing.cancel_scope.cancel()
+    entrants = report.entrants
+    return {
+        "win_rate_before": win_rate(entrants[0]),
+        "win_rate_after": win_rate(entrants[1]),
+        "win_rate_difference": difference(report),
+        "evaluation": report.id,
+        "steps": progress.step,
+        "games": games,
+        "results": json.loads(results),
+        "calls": player.calls + sum(entrant.usage.calls for entrant in entrants),
+        "failed_requests": player.failed + sum(entrant.failed for entrant in entrants),
+        "completed_by_agents": games + sum(len(task.trajectories) for e in entrants for task in e.tasks),
+        "restarts": installation.restarts(),
+        "final_checkpoint": f"{MODEL}@{progress.step}",
+        "time_to_0_70": progress.goal_s,
+        "curve": progress.curve,
+    }
+
+
+async def show(progress: Progress, player: Player) -> None:
+    while True:
+        print(
+            f"{time.monotonic() - progress.began:.0f} s  {progress.phase}  step {progress.step}/{progress.steps}  "
+            f"games {progress.games:,}  win rate {progress.rate:.2f}  calls {player.calls:,}  failed {player.failed}",
+            flush=True,
+        )
+        await asyncio.sleep(10)
+
+
+def settings(args: argparse.Namespace, keys: dict[str, str]) -> dict[str, Any]:
+    """What this run sets beside the demo's settings."""
+    return {
+        "gateway.keys": [
+            {"name": name, "role": ROLES[name], "sha256": hashlib.sha256(key.encode()).hexdigest()}
+            for name, key in keys.items()
+        ],
+        # A run begins and ends where its messages say so, and is a group of one.
+        "gateway.detection.enabled": True,
+        "gateway.detection.grouped": False,
+        "gateway.detection.idle_s": IDLE_S,
+        "judge.group_size": 1,
+        "judge.min_size": 1,
+        # The reward is what somebody reports; a run waits for it.
+        "judge.rewards": [{"name": NAME, "kind": "feedback"}],
+        "feedback.wait_s": 10 * args.delay + 60,
+        # A run is compared with the others of its step, and was played by a version of a minute ago.
+        "trainer.loss.baseline": "batch",
+        "trainer.loss.importance_sampling": "sequence_truncate",
+        "trainer.max_staleness": args.max_staleness,
+        "vllm.max_loras": args.max_staleness + 2,
+        "trainer.groups_per_step": args.games,
+        "trainer.max_steps": args.steps,
+        "trainer.optimizer.schedule": "linear",
+        "trainer.seed": args.seed,
+    }
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m examples.tictactoe.job")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/job"))
+    parser.add_argument(
+        "--delay", type=float, default=60.0, help="seconds from the end of a game to its result"
+    )
+    parser.add_argument("--steps", type=int, default=58, help="optimizer steps")
+    parser.add_argument("--games", type=int, default=144, help="games a step")
+    parser.add_argument(
+        "--max-staleness", type=int, default=24, help="steps after which a game is too old to learn from"
+    )
+    parser.add_argument("--seconds", type=float, default=440, help="time to play and learn in, at most")
+    parser.add_argument(
+        "--eval-games", type=int, default=2000, help="held-out games, the same before and after"
+    )
+    parser.add_argument("--concurrency", type=int, default=24, help="games at once")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    run_dir: Path = args.run_dir.absolute()
+    make_room(run_dir)
+    progress = Progress(steps=args.steps)
+    keys = {name: secrets.token_urlsafe(24) for name in ROLES}
+    installation = Installation(run_dir, SETTINGS, settings(args, keys))
+    try:
+        try:
+            with plain_errors(Exception):
+                report = asyncio.run(play(args, installation, progress, keys))
+        finally:
+            installation.stop()
+        given = {name: value for name, value in vars(args).items() if name != "run_dir"}
+        report = {
+            "seed": args.seed,
+            "settings": given,
+            **report,
+            "wall_s": round(time.monotonic() - progress.began, 1),
+        }
+        if findings := conclude(report, run_dir, console):
+            raise ExampleError("the history holds what it must not: " + "; ".join(findings))
+    except KeyboardInterrupt:
+        console.print(f"stopped; what was played so far is in {run_dir}")
+        raise SystemExit(130) from None
+    except ExampleError as error:
+        console.print(f"[red]{error}[/]")
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()
