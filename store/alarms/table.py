@@ -249,8 +249,8 @@ SELECT project, model, '' AS about, max(metrics['graders_limited']) AS value,
   format('in {{}} of the newest steps feedback of a key was limited; it decided up to {{:.0f}}%',
     count(*) FILTER (metrics['graders_limited'] > 0), 100 * coalesce(max(metrics['grader_share']), 0)) AS detail
 FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING value > $threshold""",
-        '`SELECT "by", count(*) FROM signals GROUP BY ALL` says whose it is. Revoke a key that is abused (`journeywork '
-        "keys revoke`); raise `feedback.max_share` if one program is to report most results.",
+        "`SELECT given_by, count(*) FROM signals GROUP BY ALL` says whose it is. Revoke a key that is abused "
+        "(`journeywork keys revoke`); raise `feedback.max_share` if one program is to report most results.",
     ),
     Alarm(
         "store_behind",

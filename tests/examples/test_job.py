@@ -30,6 +30,6 @@ def test_results_that_come_late_by_an_answers_id_train_each_game_once(tmp_path: 
     (counts,) = rows(
         run_dir,
         "SELECT (SELECT count(DISTINCT group_id) FROM lineage) AS trained, "
-        '(SELECT count(*) FROM signals) AS signals, (SELECT count(DISTINCT "by") FROM signals) AS keys',
+        "(SELECT count(*) FROM signals) AS signals, (SELECT count(DISTINCT given_by) FROM signals) AS keys",
     )
     assert counts == {"trained": 32, "signals": report["results"]["taken"], "keys": 1}
