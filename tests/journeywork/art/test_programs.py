@@ -69,7 +69,11 @@ def inference(program: Program, base: Path, vllm: VllmServer | None, folder: Pat
         double.stop()
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+FEW = ("yes-no-maybe", "sft-warmup", "tic-tac-toe")
+"""Run with all other tests. The rest takes a minute each: JOURNEYWORK_TEST_PROGRAMS=all runs them too."""
+
+
+@pytest.mark.parametrize("name", PROGRAMS if os.environ.get("JOURNEYWORK_TEST_PROGRAMS") == "all" else FEW)
 async def test_a_program_trains_two_steps(
     name: str, base: Path, vllm: VllmServer | None, tmp_path: Path
 ) -> None:
