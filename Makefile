@@ -44,11 +44,11 @@ gpu-proof:
 	$(PY) -m benchmarks.gpu
 	$(PY) -m examples.tictactoe.demo
 
-# The trainer's tests in the environment of the GPU lock (9.6 GB, about 3 minutes to make), on any machine: torch's CUDA build computes on a
+# The tests of the engine and its losses in the environment of the GPU lock (9.6 GB, about 3 minutes to make), on any machine: torch's CUDA build computes on a
 # CPU, and the losses are tested after Unsloth's patches of TRL.
 GPU_LOCK ?= .venv-gpu-lock
 gpu-lock-test: $(GPU_LOCK)/.ready-gpu
-	$(GPU_LOCK)/bin/python -m pytest -q -W default -m "not vllm and not slow" tests/trainer
+	$(GPU_LOCK)/bin/python -m pytest -q -W default -m "not vllm and not slow" tests/trainer/engine tests/trainer/distillation
 
 $(GPU_LOCK)/.ready-gpu: requirements/gpu.txt requirements/source.txt pyproject.toml deploy/make-venv.sh
 	deploy/make-venv.sh gpu $(GPU_LOCK)
