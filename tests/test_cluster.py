@@ -161,7 +161,7 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
             body = b'{"replica": %d, "call": %d}' % (number, call)
 
             def make(seq: int, body: bytes = body) -> list[ExchangeRecorded]:
-                return [exchange(f"run{run}", seq, body)]
+                return [exchange(f"run{run}", seq, request=body)]
 
             await found.record(StubCall(make))
 
