@@ -61,7 +61,7 @@ class Upstream(ScoringServer):
         assert asked["model"] == "tiny@0" or asked["model"] in self.adapters
         prompt = [2 + ord(c) % 30 for m in asked["messages"] for c in m["content"]]
         sampled = [self._rng.randrange(2, self._vocabulary) for _ in range(3)]
-        name = f"chatcmpl-{len(self.said)}"
+        name = f"chatcmpl-{asked['request_id']}"
         self.said[name] = sampled
         text = "".join(chr(60 + t - 2) for t in sampled)
         return {

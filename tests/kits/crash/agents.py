@@ -25,7 +25,10 @@ class Agents:
         self.rng = random.Random(SEED + 1)
         self.replies: dict[tuple[str, int], str] = {}
         """(trajectory, turn) to the id of the reply that the agent got."""
-        self.finished: set[str] = set()
+        self.finished: dict[str, float] = {}
+        """Reward that was reported with each finished run."""
+        self.signals: dict[tuple[str, int], float] = {}
+        """(trajectory, call) to the number that was given as feedback; call -1: on the whole run."""
         self.stopping = False
         self.repeated = 0
 
@@ -70,8 +73,23 @@ class Agents:
             messages += [reply["choices"][0]["message"], {"role": "user", "content": "and?"}]
         # One group in eight has equal rewards: it is discarded.
         reward = 0.5 if self.rng.random() < 0.1 else attempt + self.rng.random()
+        early = self.rng.random() < 0.5
+        if early:
+            await self.grade(name, reward)
         await self.post(f"/v1/trajectories/{name}/complete", {"reward": reward})
-        self.finished.add(name)
+        self.finished[name] = reward
+        if not early:
+            await self.grade(name, reward)
+
+    async def grade(self, name: str, reward: float) -> None:
+        """Give feedback on a run by the id of its last answer, and on the first call of some runs."""
+        about = {-1: reward} | ({0: reward / 2} if reward > 1.5 else {})
+        for call, value in about.items():
+            self.signals[name, call] = value
+            answer = {"answer": self.replies[name, max(call, 0)], "about": "run" if call < 0 else "call"}
+            await self.post(
+                "/v1/feedback", {**answer, "name": "grade", "value": value, "key": f"{name}.{call}"}
+            )
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 
 import anyio
+import pytest
 
 from pipeline import streams
 from pipeline.config import Config
@@ -13,9 +14,11 @@ from pipeline.events import (
     CheckpointPublished,
     DeadLettered,
     ExchangeRecorded,
+    FeedbackTimedOut,
     GroupDiscarded,
     GroupScored,
     PolicyLoaded,
+    SignalGiven,
     TrajectoryCompleted,
     decode,
     unpack_ids,
@@ -84,8 +87,20 @@ async def check(
         assert json.loads(e.response)["id"] == reply
         assert unpack_ids(e.sampled_ids).tolist() == upstream.said[reply]
     completed = Counter(e.trajectory for e in events if isinstance(e, TrajectoryCompleted))
-    assert completed == Counter(agents.finished)
+    assert completed == Counter(agents.finished.keys())
     assert len(agents.finished) > least[0]
+
+    # Each signal is on the log once, and has its effect on a run that did not stop waiting for it.
+    signals = [e for e in events if isinstance(e, SignalGiven)]
+    assert Counter((e.trajectory, e.call, e.value) for e in signals) == Counter(
+        (run, call, value) for (run, call), value in agents.signals.items()
+    )
+    overdue = {e.group for e in events if isinstance(e, FeedbackTimedOut)}
+    for e in (e for e in events if isinstance(e, GroupScored) and e.group not in overdue):
+        for m in e.members:
+            assert m.reward == pytest.approx(
+                (agents.finished[m.trajectory] + agents.signals[m.trajectory, -1]) / 2
+            )
 
     # Each group is scored once with all its members; it is trained once, discarded once, or waits for another.
     scored = [e for e in events if isinstance(e, GroupScored)]

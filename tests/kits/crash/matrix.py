@@ -26,6 +26,7 @@ from pipeline import config as configuration
 from pipeline import crash
 from pipeline.config import (
     Config,
+    FeedbackConfig,
     GatewayConfig,
     JudgeConfig,
     LoraConfig,
@@ -34,6 +35,7 @@ from pipeline.config import (
     NatsConfig,
     OptimizerConfig,
     ReplicasConfig,
+    RewardConfig,
     SigningConfig,
     StoreConfig,
     TrainerConfig,
@@ -52,6 +54,9 @@ from tests.trainer import kit
 PATIENCE_S = 12.0
 MISSES = 3
 """Number of processes of a service that may miss a stop point before the point is skipped."""
+
+REWARDS = (RewardConfig(name="agent"), RewardConfig(name="grade", kind="feedback", default=0.0))
+"""The mean of what an agent reports and of the feedback, for which a group waits."""
 
 _PUBLISHES = ("broker.before_publish", "broker.after_publish")
 _ACKS = ("broker.before_ack", "broker.after_ack")
@@ -185,7 +190,7 @@ def settings(nats: NatsConfig, base: str, folder: Path) -> Config:
         signing=SigningConfig(seed=str(keys / "checkpoints.nk")),
         vllm=VllmConfig(max_loras=10),
         gateway=GatewayConfig(port=free_port(), max_groups_ahead=16, replicas=ReplicasConfig(health_interval_s=0.5)),
-        judge=JudgeConfig(group_size=GROUP),
+        judge=JudgeConfig(group_size=GROUP, rewards=REWARDS), feedback=FeedbackConfig(wait_s=30.0),
         trainer=TrainerConfig(
             groups_per_step=2, max_staleness=8, check_share=0.0, logprob_bound=1e9, lora=LoraConfig(rank=4),
             optimizer=OptimizerConfig(learning_rate=1e-3), memory=MemoryConfig(tokens_per_batch=1024),
