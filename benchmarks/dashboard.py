@@ -53,7 +53,6 @@ def page_addresses(trajectories: int) -> dict[str, list[str]]:
         "checkpoints": ["checkpoints"] * 6, "checkpoint": [f"checkpoint/m@{s}" for s in steps],
         "judge": ["judge"] * 6, "compare": ["compare"] * 6, "decisions": ["decisions"] * 6,
         "event": [f"event/group.scored/{i // 8 + 1}" for i in at],
-        "sql": [f"sql?query=SELECT outcome, count(*) FROM trajectories GROUP BY {g}" for g in ("ALL", "outcome") * 3],
     }  # fmt: skip
 
 
@@ -69,9 +68,8 @@ def measure(run_dir: Path, trajectories: int) -> dict[str, Any]:
             first, *again = (get(client, path) for path in paths)
             timed[page] = {"first": round(first, 3), "again": round(median(again), 3)}
         with ThreadPoolExecutor(3) as pool:
-            for page, paths in addresses.items():
-                if page != "sql":
-                    list(pool.map(lambda path: get(client, path), paths[:3]))
+            for paths in addresses.values():
+                list(pool.map(lambda path: get(client, path), paths[:3]))
         return {"ready_s": round(ready_s, 2), "pages": timed, "peak_rss_mb": round(peak_mb(process), 1)}
 
 

@@ -37,28 +37,6 @@ _LONG = ("varchar", "blob", "list", "array", "struct", "map")
 """Types whose values are cut: DuckDB prints a long value on many lines."""
 
 
-EXAMPLES = (
-    ("How did reward and staleness go, step by step?",
-     "SELECT step, round(reward_mean_all, 3) AS reward, groups, round(mean_staleness, 2) AS staleness,\n"
-     "  round(duration_s, 1) AS seconds\nFROM steps WHERE branch = 'main' ORDER BY step DESC LIMIT 50"),
-    ("Which tasks are always solved, or never?",
-     "SELECT task, count(*) AS groups, round(avg(reward_mean), 3) AS reward\nFROM groups\n"
-     "WHERE split = 'train' AND has_signal = false GROUP BY task ORDER BY groups DESC LIMIT 50"),
-    ("What did the best runs say last?",
-     "SELECT r.reward, r.trajectory, m.content\nFROM rewards r JOIN messages m USING (trajectory)\n"
-     "WHERE m.is_reply AND r.branch = 'main'\n"
-     "QUALIFY row_number() OVER (PARTITION BY r.trajectory ORDER BY m.seq DESC) = 1\n"
-     "ORDER BY r.reward DESC NULLS LAST LIMIT 20"),
-    ("How do the agents' metrics go with the reward?",
-     "SELECT m.key AS metric, round(corr(m.value, reward), 3) AS correlation, count(*) AS runs\n"
-     "FROM (SELECT reward, unnest(map_entries(metrics)) AS m FROM trajectories WHERE reward IS NOT NULL)\n"
-     "GROUP BY 1 ORDER BY abs(correlation) DESC NULLS LAST"),
-    ("Why were runs not trained?",
-     "SELECT reason, dropped_by, duration, count(*) AS runs FROM starvation GROUP BY ALL ORDER BY runs DESC"),
-)  # fmt: skip
-"""Questions with the query that answers each."""
-
-
 class NoStoreError(StoreError):
     """There is no store at the place that was asked for."""
 

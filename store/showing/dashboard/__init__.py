@@ -6,7 +6,6 @@ of a page comes from `store.reading`.
 | `service`, `command` | how it runs: started by `journeywork up`, or by `journeywork ui` |
 | `server` | the application |
 | `labels` | a person's scores, from the form of a group's page, as feedback |
-| `sandbox` | the SQL box: a query of a user in a process without files, network, writes or settings |
 | `gateway` | calls to the gateway's API in the name of the user |
 | `access` | who may see the pages: keys, sessions, host names, headers |
 | `errors` | the error that a user sees |

@@ -24,14 +24,12 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.config import Config
-from pipeline.running.runs import SETTINGS, run_settings, runs_under
+from pipeline.running.runs import run_settings, runs_under
 from store.lake.storage import StoreError
 from store.reading import checkpoints, events, groups, judge, overview, texts, trajectories
 from store.reading.errors import InvalidQueryError, NotFoundError, ReadingError
 from store.reading.history import History
-from store.reading.sql import EXAMPLES, view_columns
-from store.reading.views import VIEWS
-from store.showing.dashboard import labels, sandbox
+from store.showing.dashboard import labels
 from store.showing.dashboard.access import COOKIE, HEADERS, Access
 from store.showing.dashboard.errors import PageError
 from store.showing.dashboard.gateway import ACTIONS, Gateway
@@ -95,11 +93,7 @@ class Dashboard:
                 for end in (".json", "")
             ]
         routes += [
-            Route(f"/{name}{end}", answer)
-            for name, answer in (("sql", self._sql), ("compare", self._compare))
-            for end in ("", ".json")
-        ]
-        routes += [
+            *(Route(f"/compare{end}", self._compare) for end in ("", ".json")),
             Route("/label/{group:path}", self._label, methods=["POST"]),
             Route("/policies/{model:path}", self._decide, methods=["POST"]),
             Route("/sign-in", self._sign_in, methods=["GET", "POST"]),
@@ -174,27 +168,6 @@ class Dashboard:
             return await self._answer(request, page, lambda: load(self._history, *what, request.query_params))
 
         return answer
-
-    async def _sql(self, request: Request) -> Response:
-        query = request.query_params.get("query", "")
-
-        def load() -> Data:
-            data: Data = {
-                "query": query,
-                "result": None,
-                "error": "",
-                "examples": EXAMPLES,
-                "views": [{"name": view.name, "purpose": view.purpose} for view in VIEWS],
-                "columns": view_columns(),
-            }
-            if query.strip():
-                try:
-                    data["result"] = sandbox.run(self._history.config.path(SETTINGS), query)
-                except sandbox.SandboxError as error:
-                    data["error"] = str(error)
-            return data
-
-        return await self._answer(request, "sql", load)
 
     async def _compare(self, request: Request) -> Response:
         query = request.query_params

@@ -25,10 +25,9 @@ pytestmark = [
 AXE = (Path(__file__).parent / "axe" / "axe.min.js").read_text("utf-8")
 TRAJECTORY = f"{GROUPS[0].replace('/', '-')} run 2"
 PAGES = (
-    "overview", "groups", "trajectories", "checkpoints", "judge", "compare", "decisions", "sql",
-    "sql?query=FROM+trajectories", "sql?query=nonsense", f"group/{quote(GROUPS[0], safe='')}",
-    f"trajectory/{quote(TRAJECTORY)}", f"checkpoint/{MODEL}@1", f"checkpoint/{MODEL}@0", "event/group.scored/1",
-    "sign-in", "nothing",
+    "overview", "groups", "trajectories", "checkpoints", "judge", "compare", "decisions",
+    f"group/{quote(GROUPS[0], safe='')}", f"trajectory/{quote(TRAJECTORY)}", f"checkpoint/{MODEL}@1",
+    f"checkpoint/{MODEL}@0", "event/group.scored/1", "sign-in", "nothing",
 )  # fmt: skip
 
 
@@ -154,20 +153,6 @@ def test_a_group_is_scored(page: Page, run: Living) -> None:
     assert [(row["judge_model"], row["pairs"], row["share"]) for row in rows] == [("judge/1", 3, 0.0)]
 
 
-def test_a_query_is_answered_or_refused_and_can_be_shared(page: Page, run: Living) -> None:
-    page.goto("/sql")
-    page.fill("textarea", "SELECT version, len(groups) AS n FROM checkpoints ORDER BY step")
-    page.click("button >> text=Run")
-    page.wait_for_selector("tbody tr")
-    assert page.locator("tbody tr").all_inner_texts() == [f"{MODEL}@1\t1", f"{MODEL}@2\t1"]
-    shared = page.url
-    page.fill("textarea", "FROM read_text('/etc/hostname')")
-    page.click("button >> text=Run")
-    assert "Permission Error" in page.locator("[role=alert]").inner_text(timeout=60_000)
-    page.goto(shared)
-    assert page.locator("tbody tr").count() == 2
-
-
 def test_a_version_is_promoted_with_its_reason(page: Page, run: Living) -> None:
     run.until("decisions.json", lambda data: data["policies"][0]["version"] == f"{MODEL}@2")
     page.goto("/decisions")
@@ -219,7 +204,7 @@ def test_the_keyboard_does_everything(page: Page) -> None:
         seen.append(focused("e.innerText || e.name || ''"))
         if seen[-1] == GROUPS[1]:
             break
-    assert {"Overview", "SQL", "task", "Show", GROUPS[1]} <= set(seen)
+    assert {"Overview", "Decisions", "task", "Show", GROUPS[1]} <= set(seen)
     page.keyboard.press("Enter")
     page.wait_for_url("**/group/**")
     page.locator("input[name^='score:']").first.focus()

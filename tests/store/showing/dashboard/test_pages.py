@@ -17,15 +17,13 @@ from pipeline.events import GroupDiscarded, GroupScored, now_us, pack_mask
 from pipeline.running.runs import SETTINGS, run_settings
 from store.lake.lake import open_lake
 from store.reading.history import History
-from store.reading.sql import EXAMPLES
-from store.reading.views import VIEWS
 from store.showing.dashboard.server import _LISTS, _SINGLE
 from tests.store.kit import exchange, fill, run_of_one_step
 from tests.store.showing.dashboard import test_browser
 from tests.store.showing.dashboard.conftest import URL, Open
 
 PAGES = (
-    "overview", "groups", "trajectories", "checkpoints", "judge", "compare", "decisions", "sql", "group/g0", "group/g9",
+    "overview", "groups", "trajectories", "checkpoints", "judge", "compare", "decisions", "group/g0", "group/g9",
     "trajectory/t0", "checkpoint/m@1", "sign-in", "event/group.scored/1",
 )  # fmt: skip
 
@@ -36,7 +34,7 @@ def test_the_pages_that_are_tested_are_those_of_the_navigation(client: TestClien
     linked = set(re.findall(r'href="/(\w+)"', navigation[0]))
     assert linked == {page for page in PAGES if "/" not in page} - {"sign-in"}
     assert linked == {page for page in test_browser.PAGES if page.isidentifier()} - {"nothing"}
-    assert linked == {*_LISTS, "sql", "compare"} - {"numbers"}
+    assert linked == {*_LISTS, "compare"} - {"numbers"}
     assert {page.partition("/")[0] for page in PAGES if "/" in page} == set(_SINGLE)
 
 
@@ -199,14 +197,6 @@ def test_training_groups_come_first(open_dashboard: Open, run_dir: Path) -> None
     client = open_dashboard()
     assert [row["split"] for row in client.get("/groups.json").json()["rows"]] == ["train", "train", "val"]
     assert client.get("/groups.json?sort=-when").json()["rows"][0]["group_id"] == "held"
-
-
-@pytest.mark.parametrize(("question", "query"), EXAMPLES)
-def test_an_example_of_the_sql_page_has_an_answer(client: TestClient, question: str, query: str) -> None:
-    page = client.get("/sql.json", params={"query": query}).json()
-    assert page["error"] == ""
-    assert page["result"]["columns"]
-    assert [view["name"] for view in page["views"]] == [view.name for view in VIEWS]
 
 
 def test_an_event_is_shown_as_it_is_stored(client: TestClient) -> None:
