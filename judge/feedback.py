@@ -23,12 +23,25 @@ OWN_REWARD = "reward"
 
 @dataclass(frozen=True)
 class RunFeedback:
-    """What signals say about one run."""
+    """What signals, reward functions or a judge of what happened next say about one run and its calls."""
 
     call_rewards: Mapping[str, float] = field(default_factory=dict)
     """As in `Member`."""
     hints: tuple[Hint, ...] = ()
     graders: Mapping[str, float] = field(default_factory=dict)
+
+
+def merge(parts: Iterable[RunFeedback]) -> RunFeedback:
+    """Return what several sources say about one run: the sum of a call's rewards, and all hints in this order."""
+    call_rewards: dict[str, float] = defaultdict(float)
+    graders: dict[str, float] = {}
+    hints: list[Hint] = []
+    for part in parts:
+        for call, reward in part.call_rewards.items():
+            call_rewards[call] += reward
+        hints += part.hints
+        graders.update(part.graders)
+    return RunFeedback(dict(call_rewards), tuple(hints), graders)
 
 
 def graded(signals: Iterable[SignalGiven], name: str, call: int = -1) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from judge.ruler.aggregation import sign
-from judge.ruler.conversations import Conversation
+from judge.ruler.conversations import Conversation, Reply
 from judge.ruler.transcripts import Transcript
 from pipeline.config import ConfigError
 
@@ -23,6 +23,7 @@ class GroupMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str = ""
     """Its number in the group, counted from 1, if empty."""
     messages: list[dict[str, Any]] = []
+    """Each of role `assistant` is the reply to one call. Calls are counted from 0."""
     conversations: list[list[dict[str, Any]]] = []
     """Instead of `messages`, if there were several: sub-agents, or one before and one after the history was
     shortened."""
@@ -53,11 +54,15 @@ class GroupFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if attempt.messages and attempt.conversations:
                 raise ConfigError(f"trajectory {name}: give messages or conversations, not both")
             first, *others = attempt.conversations or [attempt.messages]
-            parts = tuple(
-                Conversation(tuple(messages), tools, f"part {i}")
-                for i, messages in enumerate([[*self.messages, *first], *others], 1)
-            )
-            found[name] = Transcript(name, parts)
+            parts, call = list[Conversation](), 0
+            for number, messages in enumerate([[*self.messages, *first], *others], 1):
+                start = len(self.messages) if number == 1 else 0
+                places = [i for i in range(start, len(messages)) if messages[i].get("role") == "assistant"]
+                stops = [*places[1:], len(messages)]
+                replies = (Reply(call + n, *ends) for n, ends in enumerate(zip(places, stops, strict=False)))
+                parts.append(Conversation(tuple(messages), tools, f"part {number}", tuple(replies)))
+                call += len(places)
+            found[name] = Transcript(name, tuple(parts))
         if not found:
             raise ConfigError("a group needs at least one trajectory")
         return found

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from judge.feedback import RunFeedback, feedback_on
+from judge.feedback import RunFeedback, feedback_on, merge
 from judge.groups import Group, GroupKey, key_of
 from judge.models.params import scoring_params
 from judge.ruler.rubrics import load_rubric
@@ -56,7 +56,7 @@ class GroupRewards:
     missing: str = ""
     """Why some trajectories have no reward."""
     feedback: Mapping[str, RunFeedback] = field(default_factory=dict)
-    """What signals said about a run's calls, by trajectory."""
+    """What else is known of a run: rewards of its calls, hints, and who graded it; by trajectory."""
 
 
 class RewardComposer(Protocol):
@@ -125,7 +125,7 @@ async def score_closed(
             if batch is None:
                 return _discarded(group.key, events, "unscored", str(error))
             rewards = GroupRewards({}, {}, ())
-    rewards = replace(rewards, feedback=feedback_on(scorable, group.signals, config))
+    rewards = with_feedback(rewards, scorable, group.signals, config)
     if not rewards.final and not config.rewards:  # nothing grades the group, so hints alone may train it
         hinted = {name: 0.0 for name, said in rewards.feedback.items() if said.hints}
         rewards = replace(rewards, final=hinted)
@@ -143,6 +143,19 @@ async def score_closed(
         batch=batch,
         owner=events[0].owner if events else "",
     )
+
+
+def with_feedback(
+    rewards: GroupRewards,
+    members: Sequence[TrajectoryCompleted],
+    signals: Sequence[SignalGiven],
+    config: JudgeConfig,
+) -> GroupRewards:
+    """Add to `rewards` what signals say about calls of `members`."""
+    said = feedback_on(members, signals, config)
+    known = rewards.feedback
+    both = {name: merge(by[name] for by in (known, said) if name in by) for name in {**known, **said}}
+    return replace(rewards, feedback=both)
 
 
 def batch_of(group: Group) -> TrainingBatch | None:

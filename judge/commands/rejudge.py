@@ -15,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import anyio
@@ -23,11 +23,18 @@ import msgspec
 from rich.console import Console
 
 from judge.commands.options import add_settings
-from judge.feedback import feedback_on
 from judge.groups import Arrival, Group, GroupKey
 from judge.labelled import measure_agreement
 from judge.rewards.compose import open_composer_on_log
-from judge.scoring import RewardComposer, UnscoredError, agent_rewards, judge_hash, make_member, score_closed
+from judge.scoring import (
+    RewardComposer,
+    UnscoredError,
+    agent_rewards,
+    judge_hash,
+    make_member,
+    score_closed,
+    with_feedback,
+)
 from pipeline.config import Config, ConfigError
 from pipeline.events import GroupDiscarded, GroupScored, SignalGiven, TrajectoryCompleted, now_us
 from pipeline.gather import gather
@@ -145,7 +152,7 @@ class Rejudge:
         try:
             signals = await self._signals(event)
             rewards = await self._composer(scorable, signals) if self._composer else agent_rewards(scorable)
-            rewards = replace(rewards, feedback=feedback_on(scorable, signals, self._config.judge))
+            rewards = with_feedback(rewards, scorable, signals, self._config.judge)
             needed = 1 if event.split == "val" else self._config.judge.min_size
             if len(rewards.final) < needed:
                 raise UnscoredError(

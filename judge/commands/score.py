@@ -50,6 +50,8 @@ class ScoredGroup:
             "scores": self.scores,
             "explanations": explanations,
             "components": self.rewards.components,
+            "calls": {t: f.call_rewards for t, f in self.rewards.feedback.items() if f.call_rewards},
+            "hints": {t: f.hints for t, f in self.rewards.feedback.items() if f.hints},
             "missing": self.rewards.missing,
             "cost_usd": sum(v.cost_usd for v in verdicts),
             "prompt_tokens": sum(v.prompt_tokens for v in verdicts),

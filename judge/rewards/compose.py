@@ -7,15 +7,17 @@ none, the function failed) has no reward: a failure never counts as a low score.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 
-from judge.feedback import by_run, graded
+from judge.feedback import RunFeedback, by_run, graded, merge
 from judge.models.judge_model import open_judge_model
-from judge.rewards.sandbox import RewardFunction, RewardFunctionError
+from judge.rewards.sandbox import FunctionReward, RewardFunction, RewardFunctionError
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler, LoadTranscript
 from judge.ruler.transcripts import Transcript, load_transcript
@@ -35,8 +37,16 @@ _RECENT = 1000
 _AT_LEAST, _AT_MOST = 8, 256
 """Groups that a process scores at once. Few with a judge model: what one process holds, the others can't score."""
 
-Component = tuple[Mapping[str, float], tuple[Verdict, ...]]
-"""One part of the rewards: its value by trajectory, and the verdicts behind it."""
+
+class Component(NamedTuple):
+    """One part of the rewards."""
+
+    values: Mapping[str, float]
+    """Its value by trajectory."""
+    verdicts: tuple[Verdict, ...]
+    """The verdicts behind it."""
+    calls: Mapping[str, RunFeedback] = {}
+    """Rewards of single calls and hints, by trajectory."""
 
 
 class ConfiguredComposer:
@@ -75,11 +85,15 @@ class ConfiguredComposer:
     async def _component(
         self, reward: RewardConfig, members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven]
     ) -> Component:
+        calls: dict[str, RunFeedback] = {}
+        values: dict[str, float | None]
         match reward.kind:
             case "ruler":
-                return await self.rulers[reward.name](members)
+                return Component(*await self.rulers[reward.name](members))
             case "python":
-                source, values = f"python:{reward.entry}", await self._call_function(reward, members)
+                source, returned = f"python:{reward.entry}", await self._call_function(reward, members)
+                values = {t: r.reward for t, r in returned.items()}
+                calls = {t: RunFeedback(r.calls) for t, r in returned.items() if r.calls}
             case "metric":
                 source = f"metric:{reward.name}"
                 values = {m.trajectory: m.metrics.get(reward.name) for m in members}
@@ -94,21 +108,29 @@ class ConfiguredComposer:
                 values = {m.trajectory: m.rewards.get(reward.name, agent_reward(m)) for m in members}
         found = {t: v for t, v in values.items() if v is not None and is_usable(v)}
         scores = tuple(Score(trajectory=t, score=v) for t, v in found.items())
-        return found, (Verdict(judge_model=source, rubric=reward.name, scores=scores),)
+        return Component(found, (Verdict(judge_model=source, rubric=reward.name, scores=scores),), calls)
 
     async def _call_function(
         self, reward: RewardConfig, members: Sequence[TrajectoryCompleted]
-    ) -> dict[str, float | None]:
-        async def call(member: TrajectoryCompleted) -> float | None:
+    ) -> dict[str, FunctionReward]:
+        async def call(member: TrajectoryCompleted) -> FunctionReward | None:
             try:
-                argument = _function_argument(member, await self._load(member))
-                return await self._functions[reward.name](argument)
+                transcript = await self._load(member)
+                returned = await self._functions[reward.name](_function_argument(member, transcript))
+                known = {str(reply.call) for c in transcript.conversations for reply in c.replies}
+                if unknown := sorted(returned.calls.keys() - known):
+                    raise RewardFunctionError(
+                        f"{reward.entry} gave a reward to call {unknown[0]!r:.40}, which is none of the trajectory's "
+                        "`calls`"
+                    )
+                return returned
             except (RewardFunctionError, HistoryGoneError, msgspec.DecodeError) as error:
                 reason = f"reward function {reward.name} failed: {error}"
                 log.error(reason, trajectory=member.trajectory)
                 return None
 
-        return dict(zip((m.trajectory for m in members), await gather(call, members), strict=True))
+        found = zip((m.trajectory for m in members), await gather(call, members), strict=True)
+        return {trajectory: returned for trajectory, returned in found if returned is not None}
 
     def _compose(
         self, members: Sequence[TrajectoryCompleted], found: Mapping[str, Component]
@@ -116,9 +138,11 @@ class ConfiguredComposer:
         names = [r.name for r in self._config.rewards]
         final: dict[str, float] = {}
         components: dict[str, dict[str, float]] = {}
-        lacking = {f"reward {n} is missing": len(members) - len(found[n][0]) for n in names}
+        lacking = {f"reward {n} is missing": len(members) - len(found[n].values) for n in names}
         for member in members:
-            own = {n: found[n][0][member.trajectory] for n in names if member.trajectory in found[n][0]}
+            own = {
+                n: found[n].values[member.trajectory] for n in names if member.trajectory in found[n].values
+            }
             components[member.trajectory] = {**_reported(member), **own}
             if len(own) < len(names):
                 continue
@@ -128,7 +152,16 @@ class ConfiguredComposer:
                 too_large = f"the {self._config.combine} of the rewards is too large"
                 lacking[too_large] = lacking.get(too_large, 0) + 1
         missing = "; ".join(f"{what} for {c} of {len(members)}" for what, c in lacking.items() if c)
-        return GroupRewards(final, components, tuple(v for n in names for v in found[n][1]), missing)
+        verdicts = tuple(v for n in names for v in found[n].verdicts)
+        calls = {m.trajectory: merge(self._of_calls(m.trajectory, found)) for m in members}
+        return GroupRewards(final, components, verdicts, missing, calls)
+
+    def _of_calls(self, trajectory: str, found: Mapping[str, Component]) -> Iterator[RunFeedback]:
+        """Return what each part says about a run's calls, its numbers times the part's weight."""
+        for reward in self._config.rewards:
+            if said := found[reward.name].calls.get(trajectory):
+                weighted = {call: reward.weight * number for call, number in said.call_rewards.items()}
+                yield replace(said, call_rewards=weighted)
 
 
 def _function_argument(member: TrajectoryCompleted, transcript: Transcript) -> dict[str, object]:
@@ -139,6 +172,11 @@ def _function_argument(member: TrajectoryCompleted, transcript: Transcript) -> d
         "task": member.task,
         "messages": transcript.last_conversation.messages,
         "conversations": [c.messages for c in transcript.conversations],
+        "calls": [
+            {"call": r.call, "conversation": n, "message": r.place, "follow_up": c.follow_up(r)}
+            for n, c in enumerate(transcript.conversations)
+            for r in c.replies
+        ],
         "tools": transcript.last_conversation.tools,
         "reward": member.reward,
         "rewards": member.rewards,

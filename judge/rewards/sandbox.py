@@ -10,10 +10,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.abc
@@ -57,6 +57,14 @@ class RewardFunctionError(Exception):
 
 class RewardImportError(RewardFunctionError):
     """The module or the function of `judge.rewards` can't be imported. The message names both and says why."""
+
+
+class FunctionReward(NamedTuple):
+    """What a reward function returned."""
+
+    reward: float
+    calls: Mapping[str, float]
+    """Rewards of single calls, by `seq` as the function wrote it."""
 
 
 class _WorkerMessage(msgspec.Struct):
@@ -110,7 +118,7 @@ class RewardFunction:
             except RewardFunctionError as error:
                 log.warning("reward function did not start", entry=self._config.entry, reason=str(error))
 
-    async def __call__(self, trajectory: dict[str, Any]) -> float:
+    async def __call__(self, trajectory: dict[str, Any]) -> FunctionReward:
         """Return the reward of a trajectory. Raises `RewardFunctionError`."""
         entry = self._config.entry
         async with self._turn:
@@ -130,11 +138,26 @@ class RewardFunction:
             answer = {"reward": answer}
         if "error" in answer:
             raise RewardFunctionError(f"{entry}: {answer['error']}")
-        value = answer.get("reward")
+        value, calls = answer.get("reward"), {}
+        if isinstance(value, dict):
+            if not value.keys() <= {"reward", "calls"} or not isinstance(
+                calls := value.get("calls", {}), dict
+            ):
+                raise RewardFunctionError(
+                    f'{entry} returned {value!r:.200}, not a number or {{"reward": number, "calls": {{call: number}}}}'
+                )
+            value = value.get("reward")
+        numbers = {call: self._number(number, f" for call {call}") for call, number in calls.items()}
+        return FunctionReward(self._number(value), numbers)
+
+    def _number(self, value: object, where: str = "") -> float:
+        """Return what a function returned as a reward. Raises `RewardFunctionError`."""
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise RewardFunctionError(f"{entry} returned {value!r}, not a number")
+            raise RewardFunctionError(f"{self._config.entry} returned {value!r:.200}{where}, not a number")
         if not is_usable(value):
-            raise RewardFunctionError(f"{entry} returned a number that is not from -1e15 to 1e15")
+            raise RewardFunctionError(
+                f"{self._config.entry} returned a number{where} that is not from -1e15 to 1e15"
+            )
         return float(value)
 
     @asynccontextmanager

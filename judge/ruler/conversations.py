@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,8 +23,21 @@ from pipeline.events import ExchangeRecorded
 Message = dict[str, Any]
 _PROMPT = "prompt"
 """Role under which a plain completion's prompt is shown."""
+_OWN = ("assistant", "system", "developer")
+"""Roles of messages that no follow-up consists of alone: they say nothing about what a reply led to."""
 _raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _raw_list = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class Reply(NamedTuple):
+    """A whole reply of the model in a conversation, to a call that had no other."""
+
+    call: int
+    """`seq` of the call."""
+    place: int
+    """Place of its message in the conversation."""
+    stop: int = 0
+    """Place behind the messages that the conversation's next call sent after it; 0 if there was none."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,14 @@ class Conversation:
     calls: str = ""
     """The model calls of the trajectory that it holds, counted from 1: `calls 1 to 3`, or `call 2, choice 2 of call
     2`."""
+    replies: tuple[Reply, ...] = ()
+    """In the order of the messages."""
+
+    def follow_up(self, reply: Reply) -> tuple[Message, ...]:
+        """Return the messages that the conversation's next call sent behind a reply. It is empty unless a user, a tool
+        or another source than the agent's own program wrote one of them."""
+        after = self.messages[reply.place + 1 : reply.stop]
+        return after if any(m.get("role") not in _OWN for m in after) else ()
 
 
 @dataclass(frozen=True)
@@ -53,6 +74,7 @@ class _OpenConversation:
     keys: list[int] = field(default_factory=list)
     tools: tuple[dict[str, Any], ...] = ()
     calls: list[int] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
     partial: int = 0
     """Messages at the end from a reply that broke off: the agent may have continued without them."""
 
@@ -69,11 +91,17 @@ class _OpenConversation:
         del self.messages[firm:], self.keys[firm:]
         self.partial = 0
 
+    def end_follow_up(self) -> None:
+        """Note that what follows the last reply has come to its end."""
+        if self.replies and not self.replies[-1].stop:
+            self.replies[-1] = self.replies[-1]._replace(stop=len(self.messages))
+
     def close(self, calls_with_choices: set[int]) -> Conversation:
         calls = f"call{'s' if len(self.calls) > 1 else ''} {_ranges(sorted(self.calls))}"
         if self.calls[0] in calls_with_choices:
             calls += f", choice {self.choice + 1} of call {self.calls[0] + 1}"
-        return Conversation(tuple(self.messages), self.tools, calls)
+        replies = tuple(r for r in self.replies if r.call not in calls_with_choices)
+        return Conversation(tuple(self.messages), self.tools, calls, replies)
 
 
 def build_conversations(exchanges: Iterable[ExchangeRecorded]) -> tuple[tuple[Conversation, ...], int]:
@@ -117,7 +145,10 @@ class _ConversationBuilder:
         conversation.add(request[len(conversation.keys) :])
         conversation.tools = tools or conversation.tools
         conversation.calls.append(exchange.seq)
+        conversation.end_follow_up()
         reply = [_Keyed(m, _content_key(m)) for m in _reply_messages(exchange)]
+        if reply and exchange.status == "complete" and not exchange.side_call:
+            conversation.replies.append(Reply(exchange.seq, len(conversation.messages)))
         conversation.add(reply)
         conversation.partial = len(reply) if exchange.status != "complete" else 0
         return conversation.number

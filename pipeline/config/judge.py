@@ -30,7 +30,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """Weight in `judge.combine`."""
     entry: str = ""
     """Kind `python`: the function as `package.module:function`. It takes the trajectory as a dict and returns a
-    number."""
+    number, or `{"reward": number, "calls": {call: number}}`."""
     rubric: str = ""
     """Kind `ruler`: the rubric, as in `judge.rubric`."""
     default: Weight | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import mmap
 import os
 import pathlib
@@ -26,6 +27,14 @@ def parts(trajectory: dict[str, Any]) -> float:
 
 def won(trajectory: dict[str, Any]) -> float:
     return 1.0 if "win" in str(trajectory["messages"][-1]["content"]) else 0.0
+
+
+def followed(trajectory: dict[str, Any]) -> Any:
+    """A reward for each call that something followed: what that says. The task may name another answer."""
+    if trajectory.get("task"):
+        return {"reward": 0.5, **json.loads(trajectory["task"])}
+    calls = {c["call"]: float(c["follow_up"][0]["content"]) for c in trajectory["calls"] if c["follow_up"]}
+    return {"reward": 0.5, "calls": calls}
 
 
 def hangs(trajectory: dict[str, Any]) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
+from judge.labelled import GroupFile, GroupMember
 from judge.rewards.compose import ConfiguredComposer, combine, open_composer
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from judge.ruler.transcripts import Transcript
@@ -27,10 +28,10 @@ def function(name: str, **settings: Any) -> RewardConfig:
 
 async def test_a_function_s_number_is_the_reward() -> None:
     async with RewardFunction(function("length")).open() as call:
-        assert await call({"id": "a", "messages": [1, 2, 3]}) == 0.3
-        assert await call({"id": "b", "messages": []}) == 0.0
+        assert (await call({"id": "a", "messages": [1, 2, 3]})).reward == 0.3
+        assert (await call({"id": "b", "messages": []})).reward == 0.0
     async with RewardFunction(function("floods")).open() as call:
-        assert await call({"id": "a"}) == 0.5
+        assert (await call({"id": "a"})).reward == 0.5
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,54 @@ async def test_a_function_that_misbehaves_fails_that_call_only(name: str, why: s
         with pytest.raises(RewardFunctionError, match=why):
             await call({"id": "bad"})
         if name in ("hangs", "dies"):
-            assert await call({"id": "good"}) == 0.5
+            assert (await call({"id": "good"})).reward == 0.5
+
+
+async def test_a_function_rewards_calls_by_what_followed_them() -> None:
+    roles = (("assistant", "b"), ("tool", "0.25"), ("assistant", "d"))
+    messages = [{"role": role, "content": content} for role, content in roles]
+    task = [{"role": "user", "content": "a"}]
+    group = GroupFile([GroupMember("x", messages), GroupMember("y", messages[:1])], messages=task)
+    transcripts = group.transcripts()
+
+    async def load_transcript(member: TrajectoryCompleted) -> Transcript:
+        return transcripts[member.trajectory]
+
+    config = Config(judge=JudgeConfig(rewards=(function("followed", weight=2.0),), combine="sum"))
+    async with open_composer(config, load_transcript) as composer:
+        assert composer is not None
+        rewards = await composer([completed("x"), completed("y")])
+    assert rewards.final == {"x": 1.0, "y": 1.0}
+    assert {name: run.call_rewards for name, run in rewards.feedback.items()} == {"x": {"0": 0.5}, "y": {}}
+
+
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [
+        ('{"calls": {"7": 1.0}}', "gave a reward to call '7', which is none"),
+        ('{"calls": {"0": "good"}}', "'good' for call 0, not a number"),
+        ('{"calls": {"0": 1e16}}', "a number for call 0 that is not from -1e15"),
+        ('{"calls": [1.0]}', "not a number or"),
+        ('{"call": {"0": 1.0}}', "not a number or"),
+        ('{"reward": null, "calls": {"0": 1.0}}', "None, not a number"),
+    ],
+)
+async def test_a_function_that_rewards_calls_wrongly_gives_no_reward(
+    returned: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr("judge.rewards.compose.log.error", lambda reason, **_: logged.append(reason))
+
+    async def load_transcript(member: TrajectoryCompleted) -> Transcript:
+        messages = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+        return GroupFile([GroupMember("x", messages)]).transcripts()["x"]
+
+    config = Config(judge=JudgeConfig(rewards=(function("followed"),)))
+    async with open_composer(config, load_transcript) as composer:
+        assert composer is not None
+        rewards = await composer([completed("x", task=returned)])
+    assert rewards.final == {}
+    assert why in logged[0]
 
 
 async def test_a_number_that_is_too_large_is_no_reward() -> None:
@@ -59,7 +107,7 @@ async def test_a_number_that_is_too_large_is_no_reward() -> None:
         for digits in (400, 5000):
             with pytest.raises(RewardFunctionError):
                 await call({"id": "a", "messages": [{"content": "9" * digits}]})
-        assert await call({"id": "a", "messages": [{"content": "9" * 15}]}) == 10.0**15 - 1
+        assert (await call({"id": "a", "messages": [{"content": "9" * 15}]})).reward == 10.0**15 - 1
 
     async def no_transcript(member: TrajectoryCompleted) -> Transcript:
         raise NotImplementedError
@@ -84,14 +132,14 @@ async def test_a_function_does_not_see_the_keys_in_the_judge_s_environment(
 ) -> None:
     monkeypatch.setenv("SECRET_KEY", "x")
     async with RewardFunction(function("environment")).open() as call:
-        assert await call({"id": "a"}) == 0.0
+        assert (await call({"id": "a"})).reward == 0.0
 
 
 async def test_the_answer_of_a_cancelled_call_is_not_given_to_the_next() -> None:
     async with RewardFunction(function("hangs")).open() as call:
         with anyio.move_on_after(0.5):
             await call({"id": "bad"})
-        assert await call({"id": "good"}) == 0.5
+        assert (await call({"id": "good"})).reward == 0.5
 
 
 MEMBERS = [

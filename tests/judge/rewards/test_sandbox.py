@@ -68,17 +68,17 @@ async def test_a_function_reaches_no_network_and_no_file(tmp_path: Path) -> None
             async with function(name).open() as call:
                 await refused(call, {"id": "a", "task": task})
             async with function(name, "off").open() as call:  # and that is the sandbox's doing
-                assert await call({"id": "a", "task": task}) > 0
+                assert (await call({"id": "a", "task": task})).reward > 0
     target.unlink()
     async with function("writes").open() as call:
         await refused(call, {"id": "a", "task": str(target)})
     assert not target.exists()
     async with function("writes_somewhere").open() as call:
-        assert await call({"id": "a"}) == 0.0
+        assert (await call({"id": "a"})).reward == 0.0
     async with function("length").open() as call:  # what only computes notices nothing
-        assert await call({"id": "a", "messages": [1, 2, 3]}) == 0.3
+        assert (await call({"id": "a", "messages": [1, 2, 3]})).reward == 0.3
     async with function("talks_to_itself").open() as call:
-        assert await call({"id": "a"}) == 7.0
+        assert (await call({"id": "a"})).reward == 7.0
 
 
 @needs_bubblewrap
@@ -95,7 +95,7 @@ async def test_a_function_reaches_no_unix_socket(tmp_path: Path, kind: str) -> N
                     call, {"id": "a", "task": address, "how": how}, "PermissionError|FileNotFoundError"
                 )
         async with function("connects_unix", "off").open() as call:
-            assert await call({"id": "a", "task": address, "how": "socket"}) == 1.0
+            assert (await call({"id": "a", "task": address, "how": "socket"})).reward == 1.0
 
 
 @needs_bubblewrap
@@ -121,7 +121,7 @@ async def test_a_working_directory_shows_its_code_and_not_its_runs(
     )
     async with RewardFunction(config, ("runs/x", str(inside))).open() as call:
         for seen, size in (("mine/words.txt", 3.0), ("data.csv", 4.0)):
-            assert await call({"id": "a", "task": str(tmp_path / seen)}) == size
+            assert (await call({"id": "a", "task": str(tmp_path / seen)})).reward == size
         for unseen in (".env", "runs/x/gateway.secret", "mine/runs/gateway.secret"):
             await refused(call, {"id": "a", "task": str(tmp_path / unseen)}, "FileNotFoundError")
 
@@ -132,9 +132,9 @@ async def test_a_working_directory_shows_its_code_and_not_its_runs(
 @everywhere
 async def test_a_process_that_a_function_forks_does_not_outlive_its_call(isolate: str, name: str) -> None:
     async with function("daemonizes", isolate).open() as call:
-        assert await call({"id": "bad", "task": name}) == 0.5
+        assert (await call({"id": "bad", "task": name})).reward == 0.5
         assert named(name) == []  # after an answer
-        assert await call({"id": "good"}) == 0.5
+        assert (await call({"id": "good"})).reward == 0.5
         async with anyio.create_task_group() as tg:
             tg.start_soon(call, {"id": "bad", "task": name, "hang": True})
             while not named(name):
@@ -150,7 +150,7 @@ async def test_a_process_that_a_function_forks_does_not_outlive_its_call(isolate
 async def test_a_process_forked_while_a_call_ends_is_killed_too(isolate: str, name: str) -> None:
     async with function("scatters", isolate).open() as call:
         for n in range(60):
-            assert await call({"id": str(n), "task": name}) == 0.5
+            assert (await call({"id": str(n), "task": name})).reward == 0.5
             if n % 20 == 19:
                 assert named(name) == []
 
@@ -158,31 +158,33 @@ async def test_a_process_forked_while_a_call_ends_is_killed_too(isolate: str, na
 @everywhere
 async def test_a_call_can_t_answer_for_another_trajectory(isolate: str, name: str) -> None:
     async with function("forges", isolate).open() as call:
-        assert await call({"id": "bad", "task": name}) == 1.0  # about itself it may say what it likes
+        assert (
+            await call({"id": "bad", "task": name})
+        ).reward == 1.0  # about itself it may say what it likes
         for n in range(3):
-            assert await call({"id": f"good{n}"}) == 0.125
+            assert (await call({"id": f"good{n}"})).reward == 0.125
 
 
 @needs_bubblewrap
 async def test_a_call_can_neither_signal_nor_trace_another_process() -> None:
     async with function("seizes").open() as call:
-        assert await call({"id": "a"}) == 0.0
+        assert (await call({"id": "a"})).reward == 0.0
 
 
 @needs_bubblewrap
 async def test_a_call_that_kills_every_process_it_can_fails_only_its_own_score() -> None:
     async with function("kills").open() as call:
         await refused(call, {"id": "bad"}, "ended its process")
-        assert await call({"id": "good"}) == 0.5
+        assert (await call({"id": "good"})).reward == 0.5
 
 
 @everywhere
 async def test_nothing_of_a_call_is_left_for_the_next(isolate: str) -> None:
     async with function("remembers", isolate).open() as call:
-        assert [await call({"id": i}) for i in "abc"] == [1.0, 1.0, 1.0]
+        assert [(await call({"id": i})).reward for i in "abc"] == [1.0, 1.0, 1.0]
     if isolate == "require":
         async with function("shares").open() as call:
-            assert [await call({"id": "bad"}) for _ in range(3)] == [0.0, 0.0, 0.0]
+            assert [(await call({"id": "bad"})).reward for _ in range(3)] == [0.0, 0.0, 0.0]
 
 
 @everywhere
@@ -234,7 +236,7 @@ async def test_without_bubblewrap_require_is_an_error_at_start_and_auto_a_warnin
         async with open_composer_on_log(Config(judge=JudgeConfig(rewards=(reward,))), None):  # type: ignore[arg-type]
             pass
     async with function("length", "auto").open() as call:
-        assert await call({"id": "a", "messages": []}) == 0.0
+        assert (await call({"id": "a", "messages": []})).reward == 0.0
     assert [w["reason"] for w in warned] == [sandbox_view.unavailable()]
 
 

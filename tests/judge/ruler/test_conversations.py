@@ -174,3 +174,34 @@ def test_a_body_that_is_no_request_has_no_messages(request_body: bytes) -> None:
     odd = msgspec.structs.replace(exchange("t", "x"), request=request_body, response=b'{"choices": [3]}')
     (found,), _ = build_conversations([odd])
     assert found.messages == ()
+
+
+def followed(exchanges: list[ExchangeRecorded]) -> dict[int, list[Any]]:
+    """The texts of what followed each reply that had a call of its own."""
+    found, _ = build_conversations(exchanges)
+    return {r.call: [m["content"] for m in c.follow_up(r)] for c in found for r in c.replies}
+
+
+def test_what_followed_a_reply_is_what_the_conversation_s_next_call_sent_behind_it() -> None:
+    one, two = (
+        [user("a")],
+        [user("a"), said("r0"), user("no"), said("own"), {"role": "tool", "content": "exit 1"}],
+    )
+    chat = [call(0, one, said("r0")), call(1, two, said("r1"))]
+    assert followed(chat) == {0: ["no", "own", "exit 1"], 1: []}
+    reminded = call(1, [*one, said("r0"), {"role": "system", "content": "Be kind."}], said("r1"))
+    assert followed([chat[0], reminded]) == {0: [], 1: []}
+    shortened = call(2, [user("so far: r0, r1"), user("wrong")], said("r2"))
+    assert followed([*chat, shortened]) == {0: ["no", "own", "exit 1"], 1: [], 2: []}
+    rewritten = call(1, [*one, said("R0"), user("no")], said("r1"))
+    assert followed([chat[0], rewritten]) == {0: [], 1: []}
+
+
+def test_a_reply_without_a_call_of_its_own_is_followed_by_nothing() -> None:
+    twice = [call(0, [user("a")], said("x"), choice=choice) for choice in (0, 1)]
+    after = call(1, [user("a"), said("x"), user("b")], said("y"))
+    last = call(2, [user("a"), said("x"), user("b"), said("y"), user("c")], said("z"))
+    assert followed([*twice, after, last]) == {1: ["c"], 2: []}
+    cancelled = msgspec.structs.replace(after, status="cancelled")
+    assert followed([*twice, cancelled, last]) == {2: []}
+    assert followed([call(0, [user("title")], said("t"), side_call=True)]) == {}
