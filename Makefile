@@ -30,10 +30,9 @@ docs: venv
 	$(PY) -m pipeline.docs
 	$(PY) -m store.docs
 
-# docs/pictures. The curve is drawn from docs/pictures/curve.json; `python -m docs.make_pictures curve --run-dir runs/demo` records it.
+# The curves. `python -m examples.common.curve docs/pictures runs/demo` records that of a run of the demo.
 pictures: venv
-	$(PY) -m docs.make_pictures curve
-	$(foreach data,$(wildcard examples/*/curve.json),$(PY) -m examples.common.curve $(dir $(data)) &&) true
+	$(foreach data,$(wildcard docs/pictures/curve.json examples/*/curve.json),$(PY) -m examples.common.curve $(dir $(data)) &&) true
 
 bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard bench-bounded_log: bench-%: venv
 	$(PY) -m benchmarks.$*

@@ -56,7 +56,6 @@ SUBCOMMANDS = {
     "replay": ("store.commands.replay", "rebuild groups from history onto a branch"),
     "diff": ("store.commands.diff", "compare two verdict sets"),
     "prepare": ("pipeline.running.prepare", "make keys and settings of a run, for containers"),
-    "watch": ("store.showing.watch", "show a run live in the terminal"),
     "dead": ("pipeline.log.dead_letters", "list, show, retry or drop dead letters"),
     "judge": ("judge.commands.cli", "measure a judge (judge eval) or score one group (judge score)"),
     "rejudge": ("judge.commands.rejudge", "score history again as a new verdict set"),
@@ -288,7 +287,7 @@ async def _supervise(config: Config, services: Sequence[str], supervisor: Superv
         console.print(ready, soft_wrap=True)
         if "ui" in supervisor.watched:
             console.print(f"the dashboard is at [bold]http://{config.ui.host}:{config.ui.port}[/]")
-            console.print("`journeywork watch` shows the run live in another terminal")
+            console.print("`journeywork status` tells the state of the run")
         console.print(memory.retention(config.nats), soft_wrap=True)
         for alarm in supervisor.alarms:
             console.print(f"[bold red]alarm[/] {alarm}")

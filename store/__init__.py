@@ -5,7 +5,7 @@
 | `service` | the service: a writer for each consumer, maintenance, curves, alarms |
 | `lake/` | what writes: the Delta tables, their storage, the writer, maintenance |
 | `reading/` | what readers share: the views, SQL, and a run as rows |
-| `showing/` | what shows a run: the dashboard, `journeywork watch` and `show`, curves and trackers |
+| `showing/` | what shows a run: the dashboard, `show`, curves and trackers |
 | `commands/` | `journeywork replay` and `journeywork diff` |
 | `alarms/` | conditions that are reported to an operator |
 | `docs` | generates docs/store.md and the answers of docs/questions.md |

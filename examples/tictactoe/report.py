@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from examples.common import curve
 from examples.common.running import ask, rows
 from examples.tictactoe.invariants import NEVER, counting
 from journeywork.evaluation import EntrantResult, EvaluationReport
@@ -83,6 +84,12 @@ def conclude(report: dict[str, Any], run_dir: Path, console: Console) -> list[st
         "staleness": {"mean": counts["staleness_mean"], "max": counts["staleness_max"]},
         "lineage": rows(run_dir, query),
         "never": {row["finding"]: row["count"] for row in rows(run_dir, counting(NEVER))},
+        # What `examples.common.curve` draws.
+        "training": curve.training_points(rows(run_dir, curve.GROUPS.format(value="(r.reward = 1)::DOUBLE"))),
+        **{
+            when: {"mean": rate["value"], "ci95": rate["ci95"], "count": rate["games"]}
+            for when, rate in (("before", report["win_rate_before"]), ("after", report["win_rate_after"]))
+        },
     }
     (run_dir / "report.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     console.print(f"\nlineage of [bold]{report['final_checkpoint']}[/]:")

@@ -3,7 +3,6 @@
 | room | what lives there |
 | --- | --- |
 | `dashboard` | web pages; `journeywork ui` |
-| `watch` | the live view in the terminal; `journeywork watch` |
 | `show` | one trajectory or group as text |
 | `curves` | a JSONL file of the training steps, and experiment trackers |
 """

@@ -54,6 +54,15 @@ def test_a_picture_is_the_same_each_time_and_shows_every_run() -> None:
 EXAMPLES = [path.parent for path in Path(curve.__file__).parents[1].glob("*/curve.json")]
 
 
+def test_the_demos_picture_is_drawn_from_its_recorded_data_and_fits_a_phone() -> None:
+    folder = Path(curve.__file__).parents[2] / "docs" / "pictures"
+    picture = (folder / "curve.svg").read_text("utf-8")
+    assert curve.draw(json.loads((folder / "curve.json").read_text("utf-8"))) == picture, (
+        "run `make pictures`"
+    )
+    assert 'width="302.4pt"' in picture[:2000]  # 420 px
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_a_recorded_example_learns_in_every_run_and_its_picture_shows_it(example: Path) -> None:
     data = json.loads((example / "curve.json").read_text("utf-8"))
