@@ -112,7 +112,6 @@ class Bench:
         self.plain_body = self._body("plain.json", stream=False)
         self.stream_body = self._body("stream.json", stream=True)
         self.upstream_port = 0
-        self._together = False
 
     def _body(self, name: str, *, stream: bool) -> Path:
         body = {"model": "policy", "stream": stream, "messages": [{"role": "user", "content": "x" * 1940}]}
@@ -121,26 +120,12 @@ class Bench:
         return path
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Start all processes on one core within the block. With one call in flight only one process works at a time,
-        and the figure does not include waking up an idle core."""
-        self._together = True
-        try:
-            yield
-        finally:
-            self._together = False
-
-    def core(self, core: int) -> int:
-        """Return the core on which a process is started that asks for `core`."""
-        return 0 if self._together else core
-
-    @contextlib.contextmanager
     def upstream(self, chunk_ms: float = 20.0) -> Iterator[None]:
         """Run the inference server behind the proxies within the block. It waits `chunk_ms` between the chunks of a
         stream."""
         before, self.upstream_port = self.upstream_port, free_port()
         command = (str(self.program), "serve", str(self.upstream_port), str(chunk_ms))
-        with running(*command, log=self.folder / "load.log", core=self.core(1), stdout=True):
+        with running(*command, log=self.folder / "load.log", core=1, stdout=True):
             yield
         self.upstream_port = before
 
@@ -155,7 +140,7 @@ class Bench:
             str(seconds or self.seconds), str(body), header, str(numbers),
         ]  # fmt: skip
         before = cpu_seconds(proxy)
-        with on_core(self.core(1)):
+        with on_core(1):
             done = subprocess.run(command, check=True, capture_output=True, text=True)
         return Measured(json.loads(done.stdout), cpu_seconds(proxy) - before)
 
@@ -179,30 +164,30 @@ class Bench:
     def nats(self) -> Iterator[str]:
         """Run a NATS server within the block; yield its URL."""
         with contextlib.ExitStack() as stack:
-            with on_core(self.core(1)):
+            with on_core(1):
                 server = stack.enter_context(nats_server(self.folder / f"nats-{free_port()}"))
             yield server.url
 
     @contextlib.contextmanager
-    def gateway(self, nats_url: str, capture: str, name: str, trajectories: int = 0) -> Iterator[Target]:
-        """Run a gateway and a sampler agent within the block, with `trajectories` open. With `capture` its calls are
-        those of the trajectories `b<number>`."""
+    def gateway(self, nats_url: str, trajectories: int) -> Iterator[Target]:
+        """Run a gateway and a sampler agent within the block, with the trajectories `b<number>` open, whose calls are
+        captured."""
         port = free_port()
         config = Config(
             project="bench",
-            run_dir=str(self.folder / name),
+            run_dir=str(self.folder / "gateway"),
             log_level="WARNING",
             nats=NatsConfig(url=nats_url),
             vllm=VllmConfig(urls=(f"http://127.0.0.1:{self.upstream_port}",)),
             models=(ModelConfig(name="policy"),),
-            gateway=GatewayConfig(port=port, capture=capture),  # type: ignore[arg-type]
+            gateway=GatewayConfig(port=port),
         )
-        agent = SamplerThread(with_values(config, {"run_dir": str(self.folder / f"{name}-sampler")}))
-        with service("rollout_gateway", config, self.core(0)) as (process, _):
+        agent = SamplerThread(with_values(config, {"run_dir": str(self.folder / "sampler")}))
+        with service("rollout_gateway", config, 0) as (process, _):
             agent.start()
             try:
                 anyio.run(_open_trajectories, config.nats, trajectories)
-                yield Target(name, port, process, PATH if capture == "off" else f"/t/b%d{PATH}")
+                yield Target("capture", port, process, f"/t/b%d{PATH}")
             finally:
                 agent.stop()
         shutil.rmtree(config.run_dir)

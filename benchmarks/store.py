@@ -1,13 +1,10 @@
 """Benchmark of the store: `python -m benchmarks.store` (or `make bench-store`) writes benchmarks/results/store.json.
 
-    fetch_floor_events_per_s  the first `--events` events of the backlog (4 KB exchanges), fetched and acknowledged
-                              by nats-py and nothing else
-    write_events_per_s        the backlog of `--backlog` events through one store process, from its readiness
-                              to the last acknowledgement
+    write_events_per_s        the backlog of `--backlog` events (4 KB exchanges) through one store process, from
+                              its readiness to the last acknowledgement
     backlog_peak_rss_mb       peak resident memory of that process; `early_peak_rss_mb` is the peak until a fifth of
                               the backlog was acknowledged
     lineage_s                 the view `lineage` for one checkpoint over `--trajectories` trajectories
-    files_after_compaction    exchange files left of `files_before_compaction` after the background work
     start_s                   from opening the lake to the end of its checks, with a table of `--files` files
     start_first_commit_s      the first commit after that
 
@@ -17,7 +14,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import tempfile
 import time
@@ -30,14 +26,12 @@ from deltalake import DeltaTable
 
 from benchmarks.bench import RESULTS, machine, nats_server, peak_mb, write_results
 from benchmarks.history import make_history
-from pipeline import streams
 from pipeline.config import Config, NatsConfig, StoreConfig
 from pipeline.events import ExchangeRecorded, encode, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
 from store.lake import columns
 from store.lake.commits import add_action
 from store.lake.lake import lake_in
-from store.lake.maintenance import Maintenance
 from store.reading import sql
 from tests.kits.services import service
 
@@ -89,26 +83,6 @@ async def fill_log(broker: Broker, events: int, names: str) -> int:
     return len(payloads[0])
 
 
-async def fetch_floor(broker: Broker, events: int) -> float:
-    """Events per second with nats-py's pull_subscribe, fetch and ack only."""
-    spec = dataclasses.replace(
-        streams.consumer("store-rollouts"), name="floor", subjects=("rollout.>",), max_ack_pending=200_000
-    )
-    await broker.provision_consumer(spec)
-    sub = await broker.js.pull_subscribe_bind(
-        consumer="floor", stream="ROLLOUTS", pending_msgs_limit=-1, pending_bytes_limit=-1
-    )
-    began, got = time.perf_counter(), 0
-    while got < events:
-        messages = await sub.fetch(1_000, timeout=5)
-        for message in messages:
-            await message.ack()
-        got += len(messages)
-    took = time.perf_counter() - began
-    await broker.js.delete_consumer("ROLLOUTS", "floor")
-    return got / took
-
-
 async def write_rate(url: str, broker: Broker, run_dir: Path, events: int) -> tuple[float, float, float]:
     """Events a second through a real store process over a backlog that waits for it, and its peak memory in MB: over a
     fifth of the backlog, and over all of it. Timed from its readiness to the last acknowledgement."""
@@ -129,24 +103,6 @@ async def write_rate(url: str, broker: Broker, run_dir: Path, events: int) -> tu
 async def _left(broker: Broker) -> int:
     info = await broker.js.consumer_info("ROLLOUTS", "store-rollouts")
     return int(info.num_pending or 0) + int(info.num_ack_pending or 0)
-
-
-def _files(run_dir: Path) -> list[str]:
-    return lake_in(run_dir / "store").names(TAG)
-
-
-def compaction(run_dir: Path) -> dict[str, Any]:
-    """Compact the files that writing left, as the store's background task does."""
-    before = len(_files(run_dir))
-    config = StoreConfig(compact_grace_s=0.0, compact_files=4)
-    began = time.perf_counter()
-    Maintenance(lake_in(run_dir / "store"), config).once()
-    took = time.perf_counter() - began
-    return {
-        "files_before_compaction": before,
-        "files_after_compaction": len(_files(run_dir)),
-        "compaction_s": took,
-    }
 
 
 def lineage(run_dir: Path, version: str) -> tuple[float, int]:
@@ -191,12 +147,10 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         with nats_server(root / "nats") as server:
             async with Broker.connect(NatsConfig(url=server.url)) as broker:
                 result["event_bytes"] = await fill_log(broker, args.backlog, "w")
-                result["floor_events"], result["backlog_events"] = args.events, args.backlog
-                result["fetch_floor_events_per_s"] = await fetch_floor(broker, args.events)
+                result["backlog_events"] = args.backlog
                 rate, early, peak = await write_rate(server.url, broker, run_dir, args.backlog)
                 result["write_events_per_s"] = rate
                 result["early_peak_rss_mb"], result["backlog_peak_rss_mb"] = early, peak
-        result.update(compaction(run_dir))
         make_history(root / "history", args.trajectories)
         version = f"m@{max(1, args.trajectories // 64 // 2)}"
         result["lineage_s"], result["lineage_rows"] = lineage(root / "history", version)
@@ -207,7 +161,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--events", type=int, default=200_000)
     parser.add_argument("--backlog", type=int, default=1_000_000)
     parser.add_argument("--trajectories", type=int, default=1_000_000)
     parser.add_argument("--files", type=int, default=1_000_000)
@@ -215,7 +168,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "store.json")
     args = parser.parse_args()
     if args.small:
-        for name in ("events", "backlog", "trajectories", "files"):
+        for name in ("backlog", "trajectories", "files"):
             setattr(args, name, getattr(args, name) // 10)
     result = anyio.run(measure, args)
     write_results(args.out, result)

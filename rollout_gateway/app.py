@@ -197,7 +197,7 @@ class App:
             caller, call = await self._continued_call(translation, call, admitted, request)
         else:
             caller = await self._caller(call, admitted, request)
-        translation.stored = self._calls.captures(caller)
+        translation.stored = caller.trajectory is not None
         headers = _left_out_header(translation)
         if call.stream:
             sink = TranslatedSink(request, translation, headers)

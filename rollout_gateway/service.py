@@ -79,7 +79,7 @@ def key_secret(config: Config) -> bytes:
 
 def check(config: Config) -> None:
     """Raise `ConfigError` for settings with which `serve` would not start. Opens and writes nothing."""
-    ApiKeys(config.gateway, config.project, config.path(config.gateway.keys_file))
+    ApiKeys(config.gateway, config.path(config.gateway.keys_file))
     OriginPolicy(config.gateway)
     Trust(config.signing)
     checked_limits(config.gateway.http)
@@ -151,7 +151,7 @@ async def serve(config: Config, ready: Ready) -> None:
 
     Calls wait for inference servers that are not up yet. Raises `ConfigError` for settings that can't work."""
     settings = config.gateway
-    api_keys = ApiKeys(settings, config.project, config.path(settings.keys_file))
+    api_keys = ApiKeys(settings, config.path(settings.keys_file))
     origins, limits, trust = OriginPolicy(settings), checked_limits(settings.http), Trust(config.signing)
     if not trust.checks:
         log.warning(

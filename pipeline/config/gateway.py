@@ -23,8 +23,6 @@ class KeyConfig(Section, frozen=True, kw_only=True):
     process counts by itself."""
     models: tuple[str, ...] = ()
     """Models that the key may call and open trajectories for. Empty: all."""
-    projects: tuple[str, ...] = ()
-    """Projects whose gateways accept the key. Empty: all."""
     calls_only: bool = False
     """The key makes model calls only. It can't open, read, list or complete trajectories through the control API."""
     expires: str = ""
@@ -72,9 +70,6 @@ class ReplicasConfig(Section, frozen=True, kw_only=True):
     """Time between two health checks of a healthy inference server."""
     health_retry_s: Positive = 0.25
     """Time between two health checks of an inference server that does not answer."""
-    probe: Literal["require", "warn"] = "require"
-    """`require`: an adapter whose logprobs equal those of the base model is not served. `warn`: it is served, with
-    a warning."""
     serving_share: Share = 0.5
     """Share of the ready servers that must have loaded a version before its model's name is routed to it; at least one
     server. Other servers get calls for the version when they have loaded it. 1: all servers."""
@@ -105,9 +100,6 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     public_url: str = ""
     """Start of `base_url` in the answer that opens a trajectory, such as `https://gateway.example.com`. Empty:
     `http://` and the request's `Host`."""
-    capture: Literal["acked", "off"] = "acked"
-    """`acked`: a call is answered when the log holds its exchange. `off`: no exchange is recorded; trajectories, pinned
-    versions and splits work as with `acked`."""
     drain_s: NotNegative = 10.0
     """How long running calls may continue when the gateway stops. New calls get a 503 `stopping`. Calls that are
     not done by then are cut off with an error and recorded as `failed`."""

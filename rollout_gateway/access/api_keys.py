@@ -106,8 +106,8 @@ class _Account:
 class ApiKeys:
     """Authenticates API keys and limits their rates. Raises `ConfigError` for invalid settings or an invalid file."""
 
-    def __init__(self, config: GatewayConfig, project: str = "default", file: Path | None = None) -> None:
-        self._settings, self._project, self._file = config.keys, project, file
+    def __init__(self, config: GatewayConfig, file: Path | None = None) -> None:
+        self._settings, self._file = config.keys, file
         self._file_version: _FileVersion = None
         """Version of the key file when it was last read."""
         self.required = bool(config.keys)
@@ -197,8 +197,6 @@ class ApiKeys:
         accounts: dict[tuple[str, bool], _Account] = {}
         for key in (*checked(self._settings), *from_file):
             digest, name, expiry = key.sha256.lower(), name_of(key), expires_at(key)
-            if key.projects and self._project not in key.projects:
-                continue
             models = frozenset(key.models)
             feedback_only = key.role == "feedback"
             access = Access(name, key.role == "operator", key.calls_only, feedback_only, models)

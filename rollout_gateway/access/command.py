@@ -57,7 +57,6 @@ def _parser() -> argparse.ArgumentParser:
     key.add_argument("--role", choices=("agent", "feedback", "operator"), default="agent")
     key.add_argument("--calls-per-minute", type=int, default=0, help="default: 0, no limit")
     key.add_argument("--model", action="append", default=[], help="may be repeated; default: all")
-    key.add_argument("--project", action="append", default=[], help="may be repeated; default: all")
     key.add_argument("--calls-only", action="store_true", help="it may not open, read or complete runs")
     key.add_argument(
         "--expires", default="", help="30m, 12h, 30d or 2w from now, or a date and time in ISO 8601"
@@ -100,7 +99,6 @@ def _new_key(args: argparse.Namespace) -> tuple[str, KeyConfig]:
         role=args.role,
         calls_per_minute=args.calls_per_minute,
         models=tuple(args.model),
-        projects=tuple(args.project),
         calls_only=args.calls_only,
         expires=_expiry(args.expires) if args.expires else "",
     )
@@ -181,8 +179,7 @@ def _list(args: argparse.Namespace) -> None:
         sys.stderr.write(f"no keys: there is no file {path}\n")
         return
     for key in read_keys(path):
-        projects = [f"project {project}" for project in key.projects]
-        scope = [*key.models, *projects, *(["calls only"] if key.calls_only else [])]
+        scope = [*key.models, *(["calls only"] if key.calls_only else [])]
         columns = (
             name_of(key), key.role, key.sha256[:12], ", ".join(scope),
             f"{key.calls_per_minute}/min" if key.calls_per_minute else "",

@@ -42,14 +42,10 @@ class CallHandler:
         detector: TrajectoryDetector | None = None,
     ) -> None:
         """`detector` is told of every captured call that was answered, before the client gets the answer."""
-        self._capture, self._detector = gateway.capture, detector
+        self._detector = detector
         self._dispatcher = Dispatcher(gateway, fleet, router)
         self._recording: set[asyncio.Task[None]] = set()
         """The records of streams, which are made even if their calls are cancelled."""
-
-    def captures(self, caller: Caller) -> bool:
-        """Whether the calls of `caller` are recorded."""
-        return self._capture != "off" and caller.trajectory is not None
 
     async def plain(self, call: Call, caller: Caller) -> tuple[int, bytes]:
         """Status and body of the answer. Raises `ApiError`, and `ClientGoneError` if the client left before the end."""
@@ -98,7 +94,7 @@ class CallHandler:
                 caller.trajectory.end()
 
     def _exchange(self, call: Call, caller: Caller) -> Exchange:
-        exchange = Exchange(call, caller, self.captures(caller))
+        exchange = Exchange(call, caller, caller.trajectory is not None)
         if exchange.captured:
             exchange.answer_id = new_answer_id(exchange.recorded_in.id)
             if exchange.recorded_in.opened.references:

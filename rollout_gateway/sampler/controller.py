@@ -387,9 +387,7 @@ class ServerController:
         )
         if delta == 0.0:
             message = "the adapter changes nothing: its logprobs equal those of the base model"
-            if self._config.gateway.replicas.probe == "require":
-                raise AdapterError(message, permanent=True)
-            log.warning(message, version=version, replica=self.name)
+            raise AdapterError(message, permanent=True)
         event = PolicyLoaded(
             project=self._config.project,
             model=model,

@@ -39,7 +39,7 @@ from pipeline.config.checks import check
         ("log_level=LOUD", "log_level: 'LOUD' is unknown; use DEBUG, INFO, WARNING, ERROR, CRITICAL"),
         ("nats.sync=-1", "settings: nats.sync: expected `float` > 0.0"),
         ("nats.sync=never", "settings: nats.sync: invalid enum value 'never', expected always or float"),
-        ("gateway.capture=on", "expected acked or off"),
+        ("vllm.device=tpu", "expected auto or cpu or cuda"),
         ("trainer.loss.type=ppo", "settings: trainer.loss.type: invalid enum value 'ppo', expected "),
         ("judge.anchors=x.jsonl", "settings: judge.anchors: expected table, got text"),
         (
