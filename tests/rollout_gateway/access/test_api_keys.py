@@ -77,7 +77,8 @@ def test_an_end_bounds_a_key() -> None:
         key_config("future", expires=moment(1)),
     )
     api_keys = ApiKeys(GatewayConfig(keys=keys))
-    assert [status(lambda k=k: api_keys.authenticate(k)) for k in ("past", "future")] == [401, 200]  # type: ignore[misc]
+    statuses = [status(lambda k=k: api_keys.authenticate(k)) for k in ("past", "future")]  # type: ignore[misc]
+    assert statuses == [401, 200]
     assert [status(lambda k=k: api_keys.charge(k, "m")) for k in ("past", "future", "gone")] == [
         401,
         200,
