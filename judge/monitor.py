@@ -16,7 +16,8 @@ from typing import Any
 import anyio
 
 from judge.labelled import LabelledGroup, measure_agreement
-from judge.ruler.ruler import JudgingError, LlmRuler
+from judge.ruler.asking import JudgingError
+from judge.ruler.ruler import LlmRuler
 from pipeline.config import JudgeConfig
 from pipeline.events import JudgeMeasured
 from pipeline.telemetry.logs import get_logger

@@ -145,7 +145,7 @@ def test_every_trained_reply_is_in_the_judge_s_prompt(part: int) -> None:
     several = 0
     for words, group in itertools.islice(scenarios(), part, None, 3):
         transcripts = [from_exchanges(f"t{i}", exchanges) for i, exchanges in enumerate(group)]
-        asked = prompt.build_prompt(load_rubric(), transcripts, random.Random(1), ROOM)
+        asked = prompt.build_prompt(transcripts, load_rubric(), random.Random(1), ROOM)
         assert asked.left_out == 0
         shown = asked.messages[1]["content"].split()
         place: dict[str, int] = {}
@@ -167,7 +167,7 @@ def test_no_reply_is_shown_to_the_judge_twice() -> None:
     for words, group in itertools.islice(scenarios(), 20):
         transcripts = [from_exchanges(f"t{i}", exchanges) for i, exchanges in enumerate(group)]
         shown = (
-            prompt.build_prompt(load_rubric(), transcripts, random.Random(1), ROOM)
+            prompt.build_prompt(transcripts, load_rubric(), random.Random(1), ROOM)
             .messages[1]["content"]
             .split()
         )

@@ -22,8 +22,9 @@ from judge.commands.options import add_settings
 from judge.labelled import LabelledGroup, measure_agreement, read_labelled
 from judge.models.chat import ChatModel
 from judge.models.judge_model import open_judge_model
+from judge.ruler.asking import JudgingError
 from judge.ruler.rubrics import load_rubric
-from judge.ruler.ruler import JudgingError, LlmRuler
+from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript
 from pipeline.config import ConfigError, JudgeConfig, load
 from pipeline.events import TrajectoryCompleted, Verdict

@@ -18,8 +18,9 @@ import msgspec
 from judge.feedback import RunFeedback, by_run, graded, merge
 from judge.models.judge_model import open_judge_model
 from judge.rewards.sandbox import FunctionReward, RewardFunction, RewardFunctionError
+from judge.ruler.asking import LoadTranscript
 from judge.ruler.rubrics import load_rubric
-from judge.ruler.ruler import LlmRuler, LoadTranscript
+from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript, load_transcript
 from judge.scoring import AGENT, GroupRewards, agent_reward, is_usable, judge_hash
 from pipeline.config import Config, JudgeConfig, RewardConfig

@@ -36,43 +36,71 @@ class UnreadableReplyError(Exception):
 
 
 @dataclass(frozen=True)
+class Scale:
+    """The numbers that a score may be."""
+
+    words: str
+    low: float
+    high: float
+    whole: bool = False
+    """Only whole numbers."""
+
+    def __contains__(self, score: float) -> bool:
+        return self.low <= score <= self.high and (not self.whole or score.is_integer())
+
+
+SCORES = Scale("from 0 to 1", 0.0, 1.0)
+VOTES = Scale("-1, 0 or 1", -1.0, 1.0, whole=True)
+
+
+@dataclass(frozen=True)
 class ParsedScores:
     """The scores of a reply, for all ids that were asked for."""
 
     scores: dict[str, float]
-    """0..1 by id."""
+    """By id, within the scale asked for."""
     explanations: dict[str, str]
+    hints: dict[str, str]
+    """By id; empty if none were asked for."""
 
 
-def parse_scores(reply: str, ids: Collection[str], score_key: str) -> ParsedScores:
-    """Return the scores in `reply` for `ids`. `score_key` is the key of a score, which was drawn for the call.
+def parse_scores(
+    reply: str, ids: Collection[str], score_key: str, scale: Scale = SCORES, hint_key: str = ""
+) -> ParsedScores:
+    """Return the scores in `reply` for `ids`. `score_key` is the key of a score and `hint_key` that of a hint (empty:
+    there is none), which were drawn for the call.
 
     Raises `UnreadableReplyError` unless the reply gives each id one score. Takes time linear in the reply's length."""
     answer = _without_thinking(reply)
-    if (count := answer.count(score_key)) != len(ids):
-        raise UnreadableReplyError(f"{score_key} stands in it {count} times, for {len(ids)} attempts")
+    drawn = [score_key, hint_key] if hint_key else [score_key]
+    for key in drawn:
+        if (count := answer.count(key)) != len(ids):
+            raise UnreadableReplyError(f"{key} stands in it {count} times, for {len(ids)} ids")
     start, end = answer.find("{"), answer.rfind("}") + 1
     if any(character.isnumeric() for character in answer[:start] + answer[end:]):
         raise UnreadableReplyError("an id or a number stands outside of the JSON object")
     scores: dict[str, float] = {}
     explanations: dict[str, str] = {}
+    hints: dict[str, str] = {}
     for entry in _entries(answer[start:end]):
-        if not isinstance(entry, dict) or entry.keys() != {"id", "explanation", score_key}:
-            raise UnreadableReplyError(f"an entry has not the keys id, explanation and {score_key}")
+        if not isinstance(entry, dict) or entry.keys() != {"id", "explanation", *drawn}:
+            raise UnreadableReplyError(f"an entry has not the keys id, explanation and {' and '.join(drawn)}")
         name, explanation, score = entry["id"], entry["explanation"], entry[score_key]
+        hint = entry[hint_key] if hint_key else ""
         if not isinstance(name, str) or name not in ids or name in scores:
             raise UnreadableReplyError(f"{name!r:.100} is not the id of an attempt, or has two scores")
-        if not isinstance(explanation, str) or not isinstance(score, float):
+        if not (isinstance(explanation, str) and isinstance(hint, str) and isinstance(score, float)):
             raise UnreadableReplyError(
-                f"{name} has a score that is no number or an explanation that is no text"
+                f"{name} has a score that is no number, or an explanation or a hint that is no text"
             )
-        if not 0 <= score <= 1:
-            why = f"{name} has the score {score:g}, which is not from 0 to 1"
+        if score not in scale:
+            why = f"{name} has the score {score:g}, which is not {scale.words}"
             raise UnreadableReplyError(why, "out_of_range")
         scores[name], explanations[name] = score, explanation[:_MAX_EXPLANATION]
+        hints[name] = hint[:_MAX_EXPLANATION]
     if missing := [i for i in ids if i not in scores]:
         raise UnreadableReplyError(f"{', '.join(missing)} have no score")
-    return ParsedScores(scores, explanations)
+    return ParsedScores(scores, explanations, hints)
 
 
 def _without_thinking(reply: str) -> str:

@@ -152,7 +152,7 @@ WORTH = {
 def ruler_prompt(names: Sequence[str]) -> Prompt:
     """RULER's prompt about these attempts."""
     transcripts = [single(name, tuple(ATTEMPTS[name]), tuple(TOOLS)) for name in names]
-    return build_prompt(load_rubric(), transcripts, random.Random(0), 100_000)
+    return build_prompt(transcripts, load_rubric(), random.Random(0), 100_000)
 
 
 @pytest.mark.parametrize("names", [[*ATTEMPTS], [*reversed(ATTEMPTS)], ["good", "long"], ["misread", "good"]])

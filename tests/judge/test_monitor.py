@@ -8,7 +8,7 @@ import pytest
 
 from judge.labelled import read_labelled
 from judge.monitor import JudgeMonitor
-from judge.ruler.ruler import JudgingError
+from judge.ruler.asking import JudgingError
 from pipeline.config import JudgeConfig
 from pipeline.events import JudgeMeasured
 from tests.judge.kit import Model, labelled, ruler, transcript

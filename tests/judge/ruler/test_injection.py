@@ -51,7 +51,7 @@ def test_a_nonce_that_occurs_in_a_text_is_not_used() -> None:
         prompt.draw_id(guessed, taken)
     known = f"{guessed.getrandbits(64):016x}"
     transcripts = [transcript("a", f"===== END {known.upper()} ====="), transcript("b", "x")]
-    text = prompt.build_prompt(load_rubric(), transcripts, random.Random(3), 10_000).messages[0]["content"]
+    text = prompt.build_prompt(transcripts, load_rubric(), random.Random(3), 10_000).messages[0]["content"]
     assert known not in text
     assert re.search(r"BEGIN [0-9a-f]{16} ", text)
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from judge.ruler import prompt, replies
-from judge.ruler.ruler import JudgingError
+from judge.ruler.asking import JudgingError
 from judge.scoring import UnscoredError
 from tests.judge.kit import TOO_LONG, Model, completed, ruler, transcript
 from tests.kits.scoring_server import Answer, Scorer, score_key
@@ -61,7 +61,7 @@ async def test_judging_the_same_history_again_uses_the_same_orders_and_new_ids()
     first, second = Model(Scorer()), Model(Scorer())
     _, a = await ruler(first).judge(TRANSCRIPTS)
     judge = ruler(second)
-    judge._rng.random()
+    judge._asker._rng.random()
     _, b = await judge.judge(TRANSCRIPTS)
     assert [v.order for v in a] == [v.order for v in b]
     assert first.requests[0]["messages"] != second.requests[0]["messages"]
@@ -115,7 +115,7 @@ async def test_a_failed_pass_is_tried_again_before_the_other_counts_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With one pass, the first position's bonus of 0.3 stays in the scores of a new judge."""
-    monkeypatch.setattr("judge.ruler.ruler._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("judge.ruler.asking._FIRST_PAUSE_S", 0.01)
     for failing in ([429], ["no"], [429, 429, "no"]):
         model = Model(
             per_call(Scorer(first_bonus=0.3), *(lambda _, a=a: a for a in failing), Scorer(first_bonus=0.3))
@@ -132,7 +132,7 @@ async def test_a_failed_pass_is_tried_again_before_the_other_counts_alone(
 
 
 async def test_one_pass_counts_alone_if_no_other_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("judge.ruler.ruler._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("judge.ruler.asking._FIRST_PAUSE_S", 0.01)
     judge = ruler(Model(per_call(Scorer(), lambda _: "no")), attempts=1)
     scores, (verdict,) = await judge.judge(TRANSCRIPTS)
     assert scores == pytest.approx(QUALITY)
@@ -142,7 +142,7 @@ async def test_one_pass_counts_alone_if_no_other_succeeds(monkeypatch: pytest.Mo
 async def test_a_group_that_was_tried_again_pays_for_its_failed_tries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("judge.ruler.ruler._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("judge.ruler.asking._FIRST_PAUSE_S", 0.01)
     judge = ruler(Model(per_call(lambda _: "no", lambda _: "no", Scorer())), TRANSCRIPTS, attempts=1)
     _, verdicts = await judge([completed(n) for n in QUALITY])
     assert [v.attempts for v in verdicts] == [3, 1]

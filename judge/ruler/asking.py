@@ -1,0 +1,290 @@
+"""Asks the judge model: calls until a reply can be read, within the settings' limits, and what they cost.
+
+What a judge asks about is its own business (`judge.ruler.ruler`, `judge.ruler.next_state`); how often it asks, how long
+a prompt may be, when it asks again and how that is counted is the same for all.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from judge.models.chat import ChatModel, ContextWindowError, ModelError, ModelReply
+from judge.ruler import prompt, replies
+from judge.ruler.aggregation import JudgePass, PositionBias, pairwise_agreement
+from judge.ruler.replies import UnreadableReplyError
+from judge.ruler.rubrics import Rubric
+from judge.ruler.transcripts import Transcript
+from judge.scoring import UnscoredError
+from pipeline.backoff import Backoff
+from pipeline.config import JudgeConfig
+from pipeline.events import TrajectoryCompleted, Verdict
+from pipeline.log.broker import HistoryGoneError
+from pipeline.telemetry.logs import get_logger
+
+log = get_logger("judge.ruler.asking")
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+LoadTranscript = Callable[[TrajectoryCompleted], Awaitable[Transcript]]
+
+_FIRST_PAUSE_S = 0.5
+_MAX_PAUSE_S = 60.0
+_MIN_CONTEXT_TOKENS = 2_000
+"""A prompt that is refused as too long is halved down to this."""
+_LARGE = 50_000
+"""Characters from which work on a text is done in a thread, so that the event loop is not blocked."""
+
+
+Failure = Literal["", "unreadable", "out_of_range", "cut_off", "no_answer", "too_long"]
+"""As `JudgeMeasured.failure`."""
+
+
+class JudgingError(Exception):
+    """A judging gave no usable scores. The message says why."""
+
+    def __init__(self, why: str, kind: Failure, usage: Usage | None = None) -> None:
+        """`usage`: the calls that were made in vain."""
+        super().__init__(why)
+        self.kind, self.usage = kind, usage or Usage()
+
+
+@dataclass
+class Usage:
+    """Number, tokens and cost of calls of the judge model."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost_usd: float = 0.0
+
+    def add(self, reply: ModelReply) -> None:
+        self.calls += 1
+        self.prompt_tokens += reply.prompt_tokens
+        self.completion_tokens += reply.completion_tokens
+        self.cost_usd += reply.cost_usd
+
+    def include(self, other: Usage) -> None:
+        """Add the calls of `other`."""
+        self.calls += other.calls
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.cost_usd += other.cost_usd
+
+
+@dataclass
+class JudgeStatistics:
+    """Counts of a judge's work so far, and how well its passes agree."""
+
+    groups: int = 0
+    passes: int = 0
+    """Passes over groups, with and without scores."""
+    failed_judgings: int = 0
+    failure: Failure = ""
+    """Why the last failed pass failed."""
+    asked_again: int = 0
+    usage: Usage = field(default_factory=Usage)
+    agreement_sum: float = 0.0
+    agreement_groups: int = 0
+    bias: PositionBias = field(default_factory=PositionBias)
+
+    @property
+    def self_agreement(self) -> float:
+        """Return the share of pairs of trajectories that two passes over a group order equally; 1 if there were no two
+        passes yet."""
+        return self.agreement_sum / self.agreement_groups if self.agreement_groups else 1.0
+
+    def add(self, passes: Sequence[JudgePass]) -> None:
+        """Add the passes over a group."""
+        self.groups += 1
+        self.bias.update(passes)
+        if len(passes) < 2:
+            return
+        if (agreement := pairwise_agreement(passes[0].scores, passes[1].scores)) is not None:
+            self.agreement_sum += agreement
+            self.agreement_groups += 1
+
+    def add_votes(self, first: Sequence[float], second: Sequence[float]) -> None:
+        """Add a run whose calls two votes gave these scores, in one order."""
+        self.groups += 1
+        self.agreement_sum += sum(a == b for a, b in zip(first, second, strict=True)) / len(first)
+        self.agreement_groups += 1
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the values for reports."""
+        return {
+            "groups": self.groups,
+            **asdict(self.usage),
+            "failed_judgings": self.failed_judgings,
+            "asked_again": self.asked_again,
+            "self_agreement": self.self_agreement,
+            "position_bias": self.bias.first_position(),
+        }
+
+
+class Answer(NamedTuple):
+    """A reply that could be read."""
+
+    asked: prompt.Prompt
+    parsed: replies.ParsedScores
+    verdict: Verdict
+    """With everything but the scores."""
+
+
+class Asker:
+    """Asks one judge model with one rubric."""
+
+    def __init__(
+        self, config: JudgeConfig, rubric: Rubric, model: ChatModel, rng: random.Random | None = None
+    ) -> None:
+        """`rng` draws nonces and ids, which nobody may be able to guess; the default is the system's."""
+        self._config, self.rubric, self._model = config, rubric, model
+        self._turns = anyio.CapacityLimiter(config.concurrency)
+        self._rng = rng or random.SystemRandom()
+        self._context_tokens = config.context_tokens
+        self.statistics = JudgeStatistics()
+        self.paused = 0
+        """Works that pause before they are tried again."""
+
+    async def retry(self, work: Callable[[], Awaitable[T]], group: str) -> tuple[T, Usage]:
+        """Return the result of `work`, and the calls that were made in vain before. `group` is for the log.
+
+        Raises `UnscoredError` if it fails with `JudgingError` for `judge.retry_for_s`, or a trajectory has left the
+        log."""
+        deadline = time.monotonic() + self._config.retry_for_s
+        backoff, in_vain = new_backoff(), Usage()
+        while True:
+            async with self._turns:
+                try:
+                    return await work(), in_vain
+                except HistoryGoneError as error:
+                    raise UnscoredError(str(error)) from error
+                except JudgingError as error:
+                    reason = str(error)
+                    in_vain.include(error.usage)
+            pause = backoff.next_s()
+            if time.monotonic() + pause > deadline:
+                raise UnscoredError(f"no usable judge pass within {self._config.retry_for_s:.0f} s: {reason}")
+            log.warning("group will be judged again", group=group, in_s=pause, reason=reason)
+            self.paused += 1
+            try:
+                await anyio.sleep(pause)  # a provider that is down recovers more slowly under load
+            finally:
+                self.paused -= 1
+
+    async def ask(self, build: prompt.BuildPrompt, shown: Sequence[Transcript], spent: Usage) -> Answer:
+        """Ask once about `shown`, which `build` makes a prompt of. A context that proves too long is halved.
+
+        Every call is added to `spent`. Raises `JudgingError` after `judge.attempts` replies that can't be read."""
+        while True:
+            tokens = self._context_tokens
+            try:
+                return await self._ask(build, shown, tokens, spent)
+            except ContextWindowError as error:
+                if tokens // 2 < _MIN_CONTEXT_TOKENS:
+                    raise JudgingError(str(error), "too_long") from error
+                if self._context_tokens == tokens:  # otherwise a concurrent judging has halved it already
+                    self._context_tokens = tokens // 2
+                    log.warning(
+                        "judge.context_tokens is more than the model takes", tokens=tokens, now=tokens // 2
+                    )
+
+    def count_failure(self, error: JudgingError) -> None:
+        """Add a pass without scores to the statistics."""
+        self.statistics.failed_judgings += 1
+        self.statistics.failure = error.kind
+
+    async def _ask(
+        self, build: prompt.BuildPrompt, shown: Sequence[Transcript], context_tokens: int, spent: Usage
+    ) -> Answer:
+        """Ask until a reply could be read.
+
+        Raises `JudgingError` after `judge.attempts` calls, `ContextWindowError` if the prompt is too long."""
+        asked = await _in_thread_if_large(_characters(shown), build, self.rubric, self._rng, context_tokens)
+        messages = asked.messages
+        usage, latency_s = Usage(), 0.0
+        failure = JudgingError("judge.attempts is 0", "")
+        for attempt in range(self._config.attempts):
+            self.statistics.asked_again += attempt > 0
+            try:
+                reply = await self._model(messages, asked.schema())
+            except ContextWindowError:
+                raise
+            except ModelError as error:
+                raise JudgingError(str(error), "no_answer") from error
+            for counted in (usage, spent, self.statistics.usage):
+                counted.add(reply)
+            latency_s += reply.latency_s
+            try:
+                parsed = await _in_thread_if_large(len(reply.text), asked.parse, reply.text)
+            except UnreadableReplyError as error:
+                failure = JudgingError(
+                    f"the reply could not be read {attempt + 1} times: {_problem(error, reply)}",
+                    "cut_off" if reply.cut_off else error.kind,
+                )
+                messages = prompt.add_reminder(asked, out_of_range=error.kind == "out_of_range")
+                continue
+            return Answer(asked, parsed, self._verdict(asked, reply.model, usage, latency_s))
+        raise failure
+
+    def _verdict(self, asked: prompt.Prompt, model: str, usage: Usage, latency_s: float) -> Verdict:
+        named: dict[str, Any] = asdict(usage)
+        return Verdict(
+            judge_model=model or self._config.model,
+            rubric_hash=self.rubric.hash,
+            rubric=self.rubric.name,
+            scores=(),
+            attempts=named.pop("calls"),
+            latency_s=latency_s,
+            left_out=asked.left_out,
+            **named,
+        )
+
+
+def new_backoff() -> Backoff:
+    """Return the pauses between two tries."""
+    return Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
+
+
+def charged(verdicts: Sequence[Verdict], usage: Usage) -> tuple[Verdict, ...]:
+    """Return the verdicts of a group, with calls that were made in vain added to the first."""
+    first = verdicts[0]
+    with_all = msgspec.structs.replace(
+        first,
+        attempts=first.attempts + usage.calls,
+        prompt_tokens=first.prompt_tokens + usage.prompt_tokens,
+        completion_tokens=first.completion_tokens + usage.completion_tokens,
+        cost_usd=first.cost_usd + usage.cost_usd,
+    )
+    return (with_all, *verdicts[1:])
+
+
+def _characters(transcripts: Sequence[Transcript]) -> int:
+    """Estimate how much text there is, without rendering it."""
+    return sum(
+        len(content) if isinstance(content := m.get("content"), str) else 100
+        for t in transcripts
+        for c in t.conversations
+        for m in c.messages
+    )
+
+
+async def _in_thread_if_large(characters: int, work: Callable[[*Args], T], *args: *Args) -> T:
+    """Return `work(*args)`, computed in a thread if there are many characters to work on."""
+    if characters < _LARGE:
+        return work(*args)
+    return await anyio.to_thread.run_sync(work, *args)
+
+
+def _problem(error: UnreadableReplyError, reply: ModelReply) -> str:
+    excerpt = repr(reply.text.strip()[:200])
+    if reply.cut_off:
+        excerpt = f"the reply was cut off after {reply.completion_tokens} tokens (judge.request.max_tokens): {excerpt}"
+    return f"{error}: {excerpt}"
