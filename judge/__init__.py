@@ -7,6 +7,7 @@
 | `group_log` | reads of groups from the log; deadlines and late trajectories |
 | `scoring` | from a closed group to its event |
 | `feedback` | what signals say about a run: values, rewards of calls, hints, graders |
+| `next_state` | a judge model scores calls by what followed them: votes, hints |
 | `monitor` | whether the judge can be trusted: anchors, the alarm, `group.measured` |
 | `labelled` | groups from files; agreement with known rewards |
 | `ruler` | room: a judge model compares trajectories |

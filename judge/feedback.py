@@ -70,7 +70,7 @@ def feedback_on(
     """Return what signals say about each of `members` that they are about."""
     said = by_run(signals)
     weights = {r.name: r.weight for r in config.rewards if r.kind == "feedback"}
-    total = math.fsum(abs(r.weight) for r in config.rewards) or 1.0
+    total = math.fsum(abs(r.weight) for r in config.rewards if r.kind != "next_state") or 1.0
     found = {}
     for member in members:
         if not (own := said.get(member.trajectory)):

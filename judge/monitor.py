@@ -11,15 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 
 from judge.labelled import LabelledGroup, measure_agreement
-from judge.ruler.asking import JudgingError
-from judge.ruler.ruler import LlmRuler
+from judge.ruler.asking import JudgeStatistics, JudgingError
+from judge.ruler.rubrics import Rubric
+from judge.ruler.transcripts import Transcript
 from pipeline.config import JudgeConfig
-from pipeline.events import JudgeMeasured
+from pipeline.events import JudgeMeasured, Verdict
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.monitor")
@@ -31,22 +32,38 @@ _PUBLISH_S = 60.0
 Publish = Callable[[JudgeMeasured], Awaitable[object]]
 
 
+class GroupJudge(Protocol):
+    """RULER, or the judge of what happened next, with one rubric."""
+
+    @property
+    def rubric(self) -> Rubric: ...
+
+    @property
+    def statistics(self) -> JudgeStatistics: ...
+
+    async def judge(
+        self, transcripts: Sequence[Transcript], *, count: bool = True
+    ) -> tuple[dict[str, float], tuple[Verdict, ...]]:
+        """Return a score of each trajectory and the verdicts. `count`: add them to the statistics. Raises
+        `JudgingError`."""
+
+
 class JudgeMonitor:
     """Publishes `group.measured` and judges the anchors."""
 
     def __init__(
         self,
         config: JudgeConfig,
-        rulers: Mapping[str, LlmRuler],
+        judges: Mapping[str, GroupJudge],
         anchors: Sequence[LabelledGroup],
         publish: Publish,
         *,
         project: str = "",
         judge: str = "",
     ) -> None:
-        """`rulers` by the name of their reward (`""` for the default one); `judge` is the judge configuration's
+        """`judges` by the name of their reward (`""` for the default one); `judge` is the judge configuration's
         hash."""
-        self._config, self._rulers, self._anchors = config, rulers, anchors
+        self._config, self._judges, self._anchors = config, judges, anchors
         self._publish, self._project, self._judge = publish, project, judge
         self._published: dict[str, tuple[int, int, float]] = {}
         """For each ruler, the numbers of passes and failed passes in its last event, and that event's time."""
@@ -54,7 +71,7 @@ class JudgeMonitor:
     async def run(self) -> None:
         """Measure until cancelled."""
         async with anyio.create_task_group() as tg:
-            if self._anchors and self._rulers:
+            if self._anchors and self._judges:
                 tg.start_soon(self._judge_anchors)
             try:
                 while True:
@@ -66,7 +83,7 @@ class JudgeMonitor:
 
     async def publish(self, interval_s: float = 0.0) -> None:
         """Publish each ruler's statistics if it made passes since its last event, `interval_s` ago or longer."""
-        for name, ruler in self._rulers.items():
+        for name, ruler in self._judges.items():
             found = ruler.statistics
             passes, failed, at = self._published.get(name, (0, 0, -interval_s))
             if found.passes == passes or time.monotonic() - at < interval_s:
@@ -79,11 +96,11 @@ class JudgeMonitor:
                     recent_passes=found.passes - passes, recent_failed=found.failed_judgings - failed,
                     failure=found.failure,
                     self_agreement=found.self_agreement if found.agreement_groups else None,
-                    position_bias=found.bias.first_position() if found.agreement_groups else None,
+                    position_bias=found.bias.first_position() if found.bias.measured else None,
                 )
             )  # fmt: skip
 
-    def _identity(self, name: str, ruler: LlmRuler) -> dict[str, Any]:
+    def _identity(self, name: str, ruler: GroupJudge) -> dict[str, Any]:
         return {
             "project": self._project,
             "judge": self._judge,
@@ -95,11 +112,11 @@ class JudgeMonitor:
 
     async def _judge_anchors(self) -> None:
         while True:
-            for name, ruler in self._rulers.items():
+            for name, ruler in self._judges.items():
                 await self.check_anchors(name, ruler)
             await anyio.sleep(self._config.anchors.every_s)
 
-    async def check_anchors(self, name: str, ruler: LlmRuler) -> None:
+    async def check_anchors(self, name: str, ruler: GroupJudge) -> None:
         """Judge the anchors once, publish the agreement, and raise the alarm if it is too low or nothing could be
         judged."""
         pairs = []

@@ -19,7 +19,7 @@ import msgspec
 from judge.feedback import RunFeedback, feedback_on, merge
 from judge.groups import Group, GroupKey, key_of
 from judge.models.params import scoring_params
-from judge.ruler.rubrics import load_rubric
+from judge.ruler.rubrics import load_rubric, rubric_of
 from pipeline.config import JudgeConfig
 from pipeline.events import (
     GroupDiscarded,
@@ -81,11 +81,11 @@ def judge_hash(config: JudgeConfig) -> str:
     """Return the identity of a judge configuration: a hash of the settings and rubrics that can change scores."""
     what: dict[str, object] = {"rewards": config.rewards, "combine": config.combine if config.rewards else ""}
     if config.model:
-        rubrics = [config.rubric, *(r.rubric for r in config.rewards if r.kind == "ruler")]
+        judged = [r for r in config.rewards if r.kind in ("ruler", "next_state")]
         what |= {
             "model": config.model,
             "fallbacks": config.fallbacks,
-            "rubrics": [load_rubric(rubric).hash for rubric in rubrics],
+            "rubrics": [load_rubric(config.rubric).hash, *(rubric_of(r, config).hash for r in judged)],
             "judgings": config.passes,
             "temperature": config.request.temperature,
             "context_tokens": config.context_tokens,

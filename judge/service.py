@@ -93,7 +93,7 @@ async def serve(config: Config, ready: Ready) -> None:
         async with anyio.create_task_group() as tg:
             if composer is not None:
                 monitor = JudgeMonitor(
-                    config.judge, composer.rulers, anchors, broker.publish,
+                    config.judge, composer.judges, anchors, broker.publish,
                     project=config.project, judge=judge_id,
                 )  # fmt: skip
                 tg.start_soon(monitor.run)

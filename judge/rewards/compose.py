@@ -1,4 +1,5 @@
-"""Rewards of several parts: agents' own rewards, metrics, Python functions, and RULER with one rubric or several.
+"""Rewards of several parts: agents' own rewards, metrics, Python functions, feedback, RULER and the judge of what
+happened next, each with one rubric or several.
 
 Every part is kept under its name in the member's `components`. A trajectory that lacks a part (its agent reported
 none, the function failed) has no reward: a failure never counts as a low score.
@@ -17,9 +18,10 @@ import msgspec
 
 from judge.feedback import RunFeedback, by_run, graded, merge
 from judge.models.judge_model import open_judge_model
+from judge.next_state import NextStateJudge
 from judge.rewards.sandbox import FunctionReward, RewardFunction, RewardFunctionError
 from judge.ruler.asking import LoadTranscript
-from judge.ruler.rubrics import load_rubric
+from judge.ruler.rubrics import load_rubric, rubric_of
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript, load_transcript
 from judge.scoring import AGENT, GroupRewards, agent_reward, is_usable, judge_hash
@@ -59,17 +61,25 @@ class ConfiguredComposer:
         rulers: Mapping[str, LlmRuler],
         functions: Mapping[str, RewardFunction],
         load: LoadTranscript,
+        next_state: Mapping[str, NextStateJudge] | None = None,
     ) -> None:
-        """`rulers` and `functions` by the name of their reward; `""` is the ruler of uncomposed rewards."""
+        """`rulers`, `functions` and `next_state` by the name of their reward; `""` is the ruler of uncomposed
+        rewards."""
         self._config, self.rulers, self._functions, self._load = config, rulers, functions, load
+        self._next_state = next_state or {}
+
+    @property
+    def judges(self) -> dict[str, LlmRuler | NextStateJudge]:
+        """All that ask the judge model, by the name of their reward."""
+        return {**self.rulers, **self._next_state}
 
     @property
     def at_once(self) -> int:
-        return max(2 * self._config.concurrency, _AT_LEAST) if self.rulers else _AT_MOST
+        return max(2 * self._config.concurrency, _AT_LEAST) if self.judges else _AT_MOST
 
     @property
     def paused(self) -> int:
-        return max((ruler.paused for ruler in self.rulers.values()), default=0)
+        return max((judge.paused for judge in self.judges.values()), default=0)
 
     async def __call__(
         self, members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven] = ()
@@ -91,6 +101,11 @@ class ConfiguredComposer:
         match reward.kind:
             case "ruler":
                 return Component(*await self.rulers[reward.name](members))
+            case "next_state":
+                runs = await self._next_state[reward.name](members)
+                means = {t: run.mean for t, run in runs.items() if run.mean is not None}
+                verdicts = tuple(verdict for run in runs.values() for verdict in run.verdicts)
+                return Component(means, verdicts, {t: run.feedback for t, run in runs.items()})
             case "python":
                 source, returned = f"python:{reward.entry}", await self._call_function(reward, members)
                 values = {t: r.reward for t, r in returned.items()}
@@ -136,24 +151,37 @@ class ConfiguredComposer:
     def _compose(
         self, members: Sequence[TrajectoryCompleted], found: Mapping[str, Component]
     ) -> GroupRewards:
-        names = [r.name for r in self._config.rewards]
+        rewards = self._config.rewards
+        # A judge of what happened next gives rewards to calls. Of the run's own reward they are no part.
+        names = [r.name for r in rewards if r.kind != "next_state"]
+        of_calls = [r.name for r in rewards if r.kind == "next_state"]
         final: dict[str, float] = {}
         components: dict[str, dict[str, float]] = {}
         lacking = {f"reward {n} is missing": len(members) - len(found[n].values) for n in names}
+        lacking |= {f"{n} could not be judged": len(members) - len(found[n].calls) for n in of_calls}
+        if not names:
+            lacking["no call has a follow-up"] = 0
         for member in members:
+            judged = {
+                n: found[n].values[member.trajectory]
+                for n in of_calls
+                if member.trajectory in found[n].values
+            }
             own = {
                 n: found[n].values[member.trajectory] for n in names if member.trajectory in found[n].values
             }
-            components[member.trajectory] = {**_reported(member), **own}
-            if len(own) < len(names):
+            components[member.trajectory] = {**_reported(member), **own, **judged}
+            if len(own) < len(names) or any(member.trajectory not in found[n].calls for n in of_calls):
                 continue
-            if is_usable(reward := combine(self._config, own)):
+            if not own and not judged:
+                lacking["no call has a follow-up"] += 1
+            elif is_usable(reward := combine(self._config, own) if own else 0.0):
                 final[member.trajectory] = reward
             else:
                 too_large = f"the {self._config.combine} of the rewards is too large"
                 lacking[too_large] = lacking.get(too_large, 0) + 1
         missing = "; ".join(f"{what} for {c} of {len(members)}" for what, c in lacking.items() if c)
-        verdicts = tuple(v for n in names for v in found[n].verdicts)
+        verdicts = tuple(v for r in rewards for v in found[r.name].verdicts)
         calls = {m.trajectory: merge(self._of_calls(m.trajectory, found)) for m in members}
         return GroupRewards(final, components, verdicts, missing, calls)
 
@@ -225,12 +253,19 @@ async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[C
         for function in functions.values():
             await function.start()
         rulers: dict[str, LlmRuler] = {}
-        rubrics = {r.name: r.rubric or judge.rubric for r in judge.rewards if r.kind == "ruler"}
-        if judge.model and (rubrics or not judge.rewards):
+        next_state: dict[str, NextStateJudge] = {}
+        judged = [r for r in judge.rewards if r.kind in ("ruler", "next_state")]
+        if judge.model and (judged or not judge.rewards):
             model = await stack.enter_async_context(open_judge_model(judge))
-            for name, rubric in (rubrics or {"": judge.rubric}).items():
-                rulers[name] = LlmRuler(judge, load_rubric(rubric), model, load)
-        yield ConfiguredComposer(judge, rulers, functions, load)
+            if not judge.rewards:
+                rulers[""] = LlmRuler(judge, load_rubric(judge.rubric), model, load)
+            for reward in judged:
+                rubric = rubric_of(reward, judge)
+                if reward.kind == "ruler":
+                    rulers[reward.name] = LlmRuler(judge, rubric, model, load)
+                else:
+                    next_state[reward.name] = NextStateJudge(judge, reward.votes, rubric, model, load)
+        yield ConfiguredComposer(judge, rulers, functions, load, next_state)
 
 
 @asynccontextmanager

@@ -1,8 +1,10 @@
-"""RULER: a language model compares the trajectories of a group.
+"""RULER: a language model compares the trajectories of a group. All but `ruler`, `layout` and `aggregation` also serves
+the judge of what happened next (`judge.next_state`).
 
 | module | what it does |
 | --- | --- |
-| `ruler` | judges a group: calls, repeated requests, several orders, subsets, retries, accounting |
+| `ruler` | judges a group: several orders, and passes again for the sake of a single one |
+| `asking` | calls of the judge model until a reply can be read: budgets, repeated requests, retries, accounting |
 | `transcripts`, `conversations` | what the judge reads of a trajectory: everything that trains |
 | `layout`, `budget`, `prompt` | how it is asked: common text once, cut only if it has to be, all of it between nonce
 lines |

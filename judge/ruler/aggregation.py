@@ -77,6 +77,11 @@ class PositionBias:
             count += len(passes) - 1
         self._sums[n] = (a, b, squares, count)
 
+    @property
+    def measured(self) -> bool:
+        """Whether any group was added."""
+        return bool(self._sums)
+
     def effects(self, n: int) -> Vector:
         """Return the score that each of `n` positions adds [n], mean 0. Effects that noise could explain are shrunk
         towards 0."""

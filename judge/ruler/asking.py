@@ -97,8 +97,8 @@ class JudgeStatistics:
 
     @property
     def self_agreement(self) -> float:
-        """Return the share of pairs of trajectories that two passes over a group order equally; 1 if there were no two
-        passes yet."""
+        """Return the share of pairs of trajectories that two passes over a group order equally, or of calls that two
+        votes score equally; 1 if there were no two yet."""
         return self.agreement_sum / self.agreement_groups if self.agreement_groups else 1.0
 
     def add(self, passes: Sequence[JudgePass]) -> None:
@@ -111,11 +111,12 @@ class JudgeStatistics:
             self.agreement_sum += agreement
             self.agreement_groups += 1
 
-    def add_votes(self, first: Sequence[float], second: Sequence[float]) -> None:
-        """Add a run whose calls two votes gave these scores, in one order."""
+    def add_votes(self, votes: Sequence[Sequence[float]]) -> None:
+        """Add a run, with the votes on each of its calls."""
         self.groups += 1
-        self.agreement_sum += sum(a == b for a, b in zip(first, second, strict=True)) / len(first)
-        self.agreement_groups += 1
+        if equal := [said[0] == said[1] for said in votes if len(said) > 1]:
+            self.agreement_sum += sum(equal) / len(equal)
+            self.agreement_groups += 1
 
     def as_dict(self) -> dict[str, float]:
         """Return the values for reports."""

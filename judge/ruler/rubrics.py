@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config import ConfigError
+from pipeline.config import ConfigError, JudgeConfig, RewardConfig
 
 FOLDER = Path(__file__).parent / "rubrics"
 """The rubrics that come with Journeywork."""
@@ -23,6 +23,11 @@ class Rubric:
     def hash(self) -> str:
         """The first 16 digits of the text's SHA-256."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+
+def rubric_of(reward: RewardConfig, config: JudgeConfig) -> Rubric:
+    """Return the rubric of a reward whose kind has one. Raises `ConfigError`."""
+    return load_rubric(reward.rubric or ("next_state" if reward.kind == "next_state" else config.rubric))
 
 
 def load_rubric(path: str = "") -> Rubric:

@@ -175,7 +175,7 @@ def check(config: Config) -> None:
     for reward in config.judge.rewards:
         if reward.kind == "python" and ":" not in reward.entry:
             raise ConfigError(f"judge.rewards: {reward.name} needs an entry such as package.module:function")
-        if reward.kind == "ruler" and not config.judge.model:
+        if reward.kind in ("ruler", "next_state") and not config.judge.model:
             raise ConfigError(f"judge.rewards: {reward.name} needs judge.model")
     if config.judge.min_size > config.judge.group_size:
         raise ConfigError("judge.min_size is larger than judge.group_size")

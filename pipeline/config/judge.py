@@ -22,17 +22,22 @@ class RewardConfig(Section, frozen=True, kw_only=True):
 
     name: str
     """Name of the part in `components` of a scored group."""
-    kind: Literal["agent", "metric", "python", "ruler", "feedback"] = "agent"
+    kind: Literal["agent", "metric", "python", "ruler", "feedback", "next_state"] = "agent"
     """`agent`: the reward that the agent reported under `name`, else its overall reward. `metric`: the agent's
     metric `name`. `python`: a function. `ruler`: the judge model with `rubric`. `feedback`: the signals with the
-    name `name`, from whoever may give them (docs/on-the-job.md)."""
+    name `name`, from whoever may give them (docs/on-the-job.md). `next_state`: the judge model scores each call by
+    what followed it; the scores are rewards of the calls, and no part of the run's own."""
     weight: Weight = 1.0
     """Weight in `judge.combine`."""
     entry: str = ""
     """Kind `python`: the function as `package.module:function`. It takes the trajectory as a dict and returns a
     number, or `{"reward": number, "calls": {call: number}}`."""
     rubric: str = ""
-    """Kind `ruler`: the rubric, as in `judge.rubric`."""
+    """Kinds `ruler` and `next_state`: the rubric, as in `judge.rubric`. Empty: that one, or for `next_state` the rubric
+    `next_state`."""
+    votes: Count = 3
+    """Kind `next_state`: how often the judge model is asked about each call. The score with the most votes counts, 0 in
+    a tie."""
     default: Weight | None = None
     """Kind `feedback`: the value of a run on which no feedback came. Not set: such a run has no reward."""
     timeout_s: Positive = 10.0

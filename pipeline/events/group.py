@@ -16,12 +16,16 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
     trajectory: str
     score: float
-    """Score from 0 to 1."""
+    """Score from 0 to 1; of a call -1, 0 or 1."""
     explanation: str = ""
+    call: int = -1
+    """The call that was scored, by the judge of what happened next: its `seq`. -1: the whole run."""
+    hint: str = ""
+    """What the call should have done, in that judge's words."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one pass of a judge over one group."""
+    """The result of one pass of a judge over one group, or of one vote on calls of one run."""
 
     judge_model: str
     """Model that judged. `agent`: the agents' own rewards were used."""
@@ -184,7 +188,8 @@ class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
     completion_tokens: int = 0
     cost_usd: float = 0.0
     self_agreement: float | None = None
-    """Share of pairs of trajectories that two passes over a group put into the same order."""
+    """Share of pairs of trajectories that two passes over a group put into the same order; of a judge of what happened
+    next, share of calls to which two votes gave the same score."""
     position_bias: float | None = None
     """Mean advantage of the first place in the prompt, in points of score, before it is corrected."""
     kendall_tau: float | None = None

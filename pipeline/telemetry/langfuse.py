@@ -90,7 +90,8 @@ def scores(event: GroupScored, member: Member, run: Run, content: Content) -> li
         out += [
             score(
                 f"judge.{verdict.rubric or 'default'}", said.score, verdict_span_id(event, member.trajectory),
-                str(number), content.text(said.explanation), **about,
+                f"{number}/{said.call}" if said.call >= 0 else str(number), content.text(said.explanation),
+                **about, **({"call": said.call} if said.call >= 0 else {}),
             )
             for said in verdict.scores
             if said.trajectory == member.trajectory and verdict.judge_model != "agent"

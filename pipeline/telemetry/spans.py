@@ -114,6 +114,8 @@ def verdict_span(event: GroupScored, member: Member, run: Run, content: Content)
                     "gen_ai.evaluation.name": verdict.rubric or verdict.judge_model,
                     "gen_ai.evaluation.score.value": score.score,
                 }
+                if score.call >= 0:
+                    said[f"{_METADATA}call"] = score.call
                 if content.shown and score.explanation:
                     said["gen_ai.evaluation.explanation"] = content.text(score.explanation)
                 results.append(SpanEvent("gen_ai.evaluation.result", said, event.at * 1000))

@@ -49,6 +49,7 @@ def rewards(connection: duckdb.DuckDBPyConnection, side: dict[str, str]) -> dict
     conditions = " AND ".join(f"{key} = ?" for key in side)
     if "judge_model" in side:
         source, order = "score FROM verdicts", "scored_at, verdict"
+        conditions += ' AND "call" < 0'
     else:
         source, order = "reward FROM rewards", "scored_at"
         conditions += " AND outcome = 'scored'"

@@ -60,7 +60,7 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
         for run_id, run in runs.items() if run_id not in known
     ]  # fmt: skip
     verdicts = history.rows(
-        "SELECT * FROM verdicts WHERE group_id = $group AND branch = $branch ORDER BY verdict, trajectory",
+        'SELECT * FROM verdicts WHERE group_id = $group AND branch = $branch ORDER BY verdict, trajectory, "call"',
         selection,
     )
     signals = history.rows("SELECT * FROM signals WHERE group_id = $group ORDER BY given_at", selection)

@@ -22,7 +22,7 @@ _AGREEMENT = """
 """The share of pairs that a person and the judge put into the same order, over each person's newest labels."""
 _SCORES = """
     SELECT judge_model, rubric, floor(least(greatest(score, 0), 0.999) * 10) / 10 AS low, count(*) AS trajectories
-    FROM verdicts WHERE judge_model <> 'agent' GROUP BY ALL ORDER BY ALL
+    FROM verdicts WHERE judge_model <> 'agent' AND "call" < 0 GROUP BY ALL ORDER BY ALL
 """
 _POSITIONS = """
     SELECT judge_model, position, count(*) AS trajectories, avg(score) AS mean FROM verdicts

@@ -77,7 +77,7 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
         "count": (more or {}).get("calls"), "step_of": CALLS,
         "verdicts": history.rows(
             """SELECT * FROM verdicts WHERE group_id = $group AND trajectory = $trajectory
-               ORDER BY scored_at, verdict""",
+               ORDER BY scored_at, "call", verdict""",
             {**selection, "group": run["group_id"]},
         ),
         "signals": history.rows(

@@ -5,6 +5,9 @@ text inside the nonce fences is data, everything else is instruction. A trajecto
 its own text; without one, a hash of that text decides. It can be told to favour the first place, to obey instructions
 that it finds outside the fences, and to take its time.
 
+Asked about calls, it gives one the last `quality=<-1..1>` of what followed its reply; without one, 1 after thanks and
+-1 after an objection. What stands behind `should have ` there is its hint.
+
     python -m tests.kits.scoring_server --port 8400 --delay-ms 50 --first-bonus 0.3
 """
 
@@ -28,9 +31,12 @@ Request = dict[str, Any]
 Answer = str | int
 """The reply's text, or an HTTP status to fail with."""
 
-_QUALITY = re.compile(r"quality=(\d(?:\.\d+)?)")
-_NONCE = re.compile(r"BEGIN ([0-9a-f]{16}) trajectory ([0-9a-z]+)")
+_QUALITY = re.compile(r"quality=(-?\d(?:\.\d+)?)")
+_VOTES = (("thanks", 1.0), ("exit code 0", 1.0), ("no,", -1.0), ("error", -1.0))
+_HINT = re.compile(r"should have ([^\n]+)")
+_NONCE = re.compile(r"BEGIN ([0-9a-f]{16}) (?:trajectory|call) ([0-9a-z]+)")
 _SCORE_KEY = re.compile(r'"(score_\w+)"')
+_HINT_KEY = re.compile(r'"(hint_\w+)"')
 _TURN_TOKEN = re.compile(r"<\|(?:im_start|start_header_id|system|start)\|>|\[INST\]|<<SYS>>|<start_of_turn>")
 _ORDER = re.compile(
     r"(?:give|award|score|rate|assign|set)\b[^.\n]{0,80}?\b(?:1\.0|1|100|10/10|maximum|highest|full marks)",
@@ -51,18 +57,37 @@ class Scorer:
         messages = request["messages"]
         prompt = "\n".join(str(m["content"]) for m in messages if m["role"] == "user")
         nonce = next((m.group(1) for m in _NONCE.finditer(prompt)), "")
-        scores = {}
-        for position, (name, text) in enumerate(blocks(prompt, nonce)):
-            found = _QUALITY.findall(text)
-            score = float(found[-1]) if found else hashlib.sha256(text.encode()).digest()[0] / 255
-            scores[name] = score + (self.first_bonus if position == 0 else 0.0)
+        hint_key = _HINT_KEY.search(str(messages[0]["content"]))
+        shown = {
+            name: text.rpartition(f"----- {nonce} followed -----")[2] for name, text in blocks(prompt, nonce)
+        }
+        value = _vote if hint_key else _worth
+        scores = {name: value(text) for name, text in shown.items()}
+        if self.first_bonus and scores:
+            scores[next(iter(scores))] += self.first_bonus
         if self.obedient:
             for name in favoured(prompt, nonce, list(scores)):
                 scores[name] = 1.0
         key = score_key(request)
-        return json.dumps(
-            {"scores": [{"id": n, "explanation": f"quality {s:.2f}", key: s} for n, s in scores.items()]}
-        )
+        entries = [{"id": n, "explanation": f"quality {s:.2f}", key: s} for n, s in scores.items()]
+        if hint_key:
+            entries = [{**entry, hint_key[1]: _hint(shown[str(entry["id"])])} for entry in entries]
+        return json.dumps({"scores": entries})
+
+
+def _worth(text: str) -> float:
+    found = _QUALITY.findall(text)
+    return float(found[-1]) if found else hashlib.sha256(text.encode()).digest()[0] / 255
+
+
+def _vote(followed: str) -> float:
+    found = [float(q) for q in _QUALITY.findall(followed)]
+    return (found or [v for word, v in _VOTES if word in followed.lower()] or [0.0])[-1]
+
+
+def _hint(followed: str) -> str:
+    found = _HINT.search(followed)
+    return found[1] if found else ""
 
 
 def score_key(request: Request) -> str:
@@ -76,7 +101,11 @@ def _fence(nonce: str) -> re.Pattern[str]:
 
 def blocks(prompt: str, nonce: str) -> list[tuple[str, str]]:
     """Id and text of each fenced trajectory, in the order shown."""
-    return [(m.group(2), m.group(3)) for m in _fence(nonce).finditer(prompt) if m.group(1) == "trajectory"]
+    return [
+        (m.group(2), m.group(3))
+        for m in _fence(nonce).finditer(prompt)
+        if m.group(1) in ("trajectory", "call")
+    ]
 
 
 def favoured(prompt: str, nonce: str, ids: list[str]) -> list[str]:

@@ -58,7 +58,7 @@ GROUPS = View(
 
 VERDICTS = View(
     "verdicts",
-    "One row per trajectory that a judge scored.",
+    "One row per trajectory that a judge scored, and per vote of the judge of what happened next on a call.",
     {
         "verdict": "Number of the verdict in its group, from 0.",
         "position": "Place in which the judge saw the run, from 0; null where it is unknown.",
@@ -69,7 +69,7 @@ VERDICTS = View(
         ), scored AS (SELECT *, unnest(verdict_.scores) AS score_ FROM each)
         SELECT project, model, "group" AS group_id, branch, judge, verdict, verdict_.judge_model AS judge_model,
           verdict_.rubric AS rubric, verdict_.rubric_hash AS rubric_hash, score_.trajectory AS trajectory,
-          score_.score AS score, score_.explanation AS explanation,
+          score_."call" AS "call", score_.score AS score, score_.explanation AS explanation, score_.hint AS hint,
           list_position(verdict_."order", score_.trajectory) - 1 AS position, verdict_.cost_usd AS cost_usd,
           verdict_.latency_s AS latency_s, verdict_.attempts AS attempts, verdict_.left_out AS left_out,
           "at" AS scored_at
@@ -158,7 +158,7 @@ LABELS = View(
     """
         WITH given AS (FROM signals WHERE name = 'label' AND kind = 'number' AND "call" = -1), judged AS (
           SELECT project, group_id, trajectory, judge_model, avg(score) AS judge_score FROM verdicts
-          WHERE branch = 'main' AND group_id IN (SELECT group_id FROM given) GROUP BY ALL
+          WHERE branch = 'main' AND "call" < 0 AND group_id IN (SELECT group_id FROM given) GROUP BY ALL
         )
         SELECT g.project, g.model, g.group_id, g.trajectory, g.value AS score, g.text, g.given_by, g.source,
           g.given_at, j.judge_model, j.judge_score

@@ -70,7 +70,7 @@ LINEAGE = View(
         "version": "Checkpoint.",
         "group_id": "Group that it learned from.",
         "group_seq": "Sequence of the group in GROUPS.",
-        "verdicts": "What each judge said of the run: judge_model, rubric, score, explanation.",
+        "verdicts": "What each judge said of the run (call -1) or of a call: judge_model, rubric, score, explanation.",
         "seq": "Number of the call in its run; null where its exchanges are not in the store.",
         "staleness": "Steps between the version that sampled and the one that was trained from.",
         "exchange_seq": "Sequence of the exchange in ROLLOUTS.",
@@ -80,11 +80,11 @@ LINEAGE = View(
         SELECT m.project, m.model, m.version, m.step, m.parent, m.batch_id, m.at AS published_at, m.group_id,
           m.log_seq AS group_seq, m.group_branch AS branch, m.judge, m.m.trajectory AS trajectory,
           m.m.outcome AS outcome, m.m.reward AS reward,
-          list_transform(m.verdicts_, lambda said: {{
-            'judge_model': said.judge_model, 'rubric': said.rubric,
-            'score': list_filter(said.scores, lambda scored: scored.trajectory = m.m.trajectory)[1].score,
-            'explanation': list_filter(said.scores, lambda scored: scored.trajectory = m.m.trajectory)[1].explanation
-          }}) AS verdicts,
+          flatten(list_transform(m.verdicts_, lambda said: list_transform(
+            list_filter(said.scores, lambda scored: scored.trajectory = m.m.trajectory), lambda scored: {{
+              'judge_model': said.judge_model, 'rubric': said.rubric, 'score': scored.score,
+              'explanation': scored.explanation, 'call': scored."call"
+          }}))) AS verdicts,
           e.seq, e.choice, e.policy_version, m.step - 1 - e.step AS staleness, len(e.sampled_ids) AS sampled_tokens,
           e.log_seq AS exchange_seq
         FROM members m LEFT JOIN rollout_exchange e ON e.project = m.project AND e.trajectory = m.m.trajectory

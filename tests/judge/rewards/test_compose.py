@@ -226,6 +226,7 @@ def test_combine_computes_each_of_its_four_formulas(how: Any, value: float) -> N
         ('judge.rewards=[{name="x"},{name="x"}]', "two rewards have the same name"),
         ('judge.rewards=[{name="x", kind="python"}]', "needs an entry"),
         ('judge.rewards=[{name="x", kind="ruler"}]', "needs judge.model"),
+        ('judge.rewards=[{name="x", kind="next_state"}]', "needs judge.model"),
     ],
 )
 def test_settings_that_can_t_work_are_refused(override: str, why: str) -> None:
