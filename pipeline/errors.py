@@ -15,6 +15,11 @@ class BrokerUnavailableError(BrokerError):
     """The NATS server did not answer in time."""
 
 
+class LogShrankError(BrokerError):
+    """The log lost its end, as in a power cut. What was read of it is wrong: the service ends, and its next start reads
+    the log anew."""
+
+
 class StreamMissingError(BrokerError):
     """The server has no such stream."""
 

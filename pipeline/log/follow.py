@@ -12,7 +12,7 @@ import nats.errors
 from nats.js import api
 
 from pipeline.backoff import Backoff
-from pipeline.errors import BrokerError
+from pipeline.errors import BrokerError, LogShrankError
 from pipeline.events import Event
 from pipeline.log import retry
 from pipeline.log.fast_client import Pulled
@@ -43,7 +43,8 @@ async def follow_events(
 ) -> AsyncGenerator[Recorded[E], None]:
     """Yield events of the given classes, all of one stream, from `next_seq()` on: in order, each once, for ever.
 
-    `after` is the place of the last message that the caller read. A message that cannot be decoded is skipped."""
+    `after` is the place of the last message that the caller read; with sequence 0, all since its time follow. A message
+    that cannot be decoded is skipped. Raises `LogShrankError` if the log lost the last message."""
     stream = stream_of(events[0])
     async with aclosing(follow_messages(reader, events, next_seq, after, **keys)) as messages:
         async for message in messages:
@@ -62,9 +63,7 @@ async def follow_messages(
 ) -> AsyncGenerator[StoredMessage, None]:
     """`follow_events`, undecoded.
 
-    The consumer is ephemeral: if the server forgot it, another one begins at the reader's position. If the log lost
-    its end meanwhile (a power cut), the server assigns the same sequences again: then everything newer than the
-    reader's last message follows, whatever its sequence."""
+    The consumer is ephemeral: if the server forgot it, another one begins at the reader's position."""
     subjects = [subject_filter(event, **keys) for event in events]
     async with aclosing(follow_subjects(reader, stream_of(events[0]), subjects, next_seq, after)) as messages:
         async for message in messages:
@@ -85,20 +84,20 @@ async def follow_subjects(
         try:
             if position is None:
                 position = await _place_of(reader, stream, next_seq() - 1)
-            elif await _lost(reader, stream, position):
-                log.error("the log lost its end: following what is newer", stream=stream, last=position.seq)
-                position = Place(0, position.at)
+            await _check_end(reader, stream, position)
             consumer = await _create_consumer(reader, stream, subjects, position)
             async with pulling(reader.client, stream, consumer) as puller:
                 while True:
                     messages = await puller.take(_PAGE, _LONG_POLL_S)
-                    if not messages and await _lost(reader, stream, position):
-                        break  # the log lost its end between the check above and the subscription
+                    if not messages:
+                        await _check_end(reader, stream, position)
                     backoff.reset()
                     for message in map(_stored, messages):
                         if message.seq > position.seq:
                             yield message
                             position = message.place
+        except LogShrankError:
+            raise
         except (nats.errors.Error, BrokerError, ConsumerGoneError) as error:
             # The server is away, or forgot the consumer: in any case, following begins again at the position.
             log.warning("following a stream again", stream=stream, error=retry.reason(error))
@@ -134,15 +133,18 @@ async def _place_of(reader: StreamReader, stream: str, seq: int) -> Place:
     return message.place if message is not None else Place(max(seq, 0), 0)
 
 
-async def _lost(reader: StreamReader, stream: str, last: Place) -> bool:
-    """Return whether the log lost the message that the reader read last. Retention removes messages, too, but the
-    sequences after them stay in use."""
-    if not last.seq:
-        return False
-    message = await reader.leader_get(stream, {"seq": last.seq})
+async def _check_end(reader: StreamReader, stream: str, last: Place) -> None:
+    """Raise `LogShrankError` if the log lost the message that the reader read last. Retention removes messages, too,
+    but the sequences after them stay in use."""
+    message = await reader.leader_get(stream, {"seq": last.seq}) if last.seq else None
     if message is not None:
-        return not last.matches(message.place)
-    return int((await reader.stream_info(stream)).state.last_seq) < last.seq
+        lost = not last.matches(message.place)
+    else:
+        lost = int((await reader.stream_info(stream)).state.last_seq) < last.seq
+    if lost:
+        raise LogShrankError(
+            f"the log lost its end: {stream} no longer holds message {last.seq}. Start again"
+        )
 
 
 def _stored(message: Pulled) -> StoredMessage:

@@ -8,8 +8,9 @@ import time
 import anyio
 import msgspec
 
+from pipeline.errors import LogShrankError
 from pipeline.events import Event, ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened, group_key
-from pipeline.log.broker import Broker, BrokerError, BrokerUnavailableError, HistoryGoneError, Recorded
+from pipeline.log.broker import Broker, BrokerUnavailableError, HistoryGoneError, Recorded
 from pipeline.log.fast_client import Ack
 from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.names import name_of_token, time_of_id
@@ -17,10 +18,6 @@ from rollout_gateway.http.errors import expired_trajectory
 
 STREAM = stream_of(ExchangeRecorded)
 _END_CHECK_S = 0.5
-
-
-class LogShrankError(BrokerError):
-    """The log lost its end. The gateway's next start reads it anew."""
 
 
 class RunLog:

@@ -281,7 +281,7 @@ class ServerController:
 
     async def _load_wanted(self) -> bool:
         """Load the wanted versions that are missing. Return false if some must be tried again soon."""
-        done = await self._unload_replaced()
+        done = True
         for version in self.wanted():
             checkpoint = self._policies.checkpoint(version)
             if checkpoint is None or (version in self.loaded and version not in self._unloading):
@@ -299,18 +299,6 @@ class ServerController:
                     self._refused[version] = checkpoint.event.adapter_sha256, str(error)
                 else:
                     done = False
-        return done
-
-    async def _unload_replaced(self) -> bool:
-        """Unload versions that were published again with another adapter. That happens after a power cut in which the
-        log lost its end and the trainer its newest checkpoint. Return false while calls still use one."""
-        done = True
-        for version, folder in list(self.loaded.items()):
-            checkpoint = self._policies.checkpoint(version)
-            if checkpoint is None or self._context.files.is_published(checkpoint.event, folder):
-                continue
-            await self._begin_unloading(version)
-            done = await self._unload_released(version) and done
         return done
 
     async def _make_room(self) -> bool:

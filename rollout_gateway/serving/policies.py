@@ -52,9 +52,7 @@ class ModelState:
     """The decision that routes the model name to a version; `None` while the name follows the newest version."""
     decided: PolicyPromoted | None = None
     """The last decision, of any kind."""
-    promoted_at: tuple[int, int] = (0, 0)
-    """Stream time and sequence of the last decision. A decision with a lower value changes nothing. The time comes
-    first because a log that lost its end in a power cut gives the same sequences again."""
+    decided_seq: int = 0
     _main: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, checkpoint: Checkpoint) -> None:
@@ -64,12 +62,13 @@ class ModelState:
         if event.branch == "main" and not known:
             bisect.insort(self._main, (event.step, event.version))
 
-    def decide(self, event: PolicyPromoted, place: Place) -> bool:
-        """Apply a decision. Return false if a later one was applied already."""
-        if (place.at, place.seq) <= self.promoted_at:
+    def decide(self, event: PolicyPromoted, seq: int) -> bool:
+        """Apply a decision, which is message `seq` of the log. Return false if it or a later one was applied
+        already."""
+        if seq <= self.decided_seq:
             return False
-        self.promoted, self.promoted_at = event if event.version else None, (place.at, place.seq)
-        self.decided = event
+        self.promoted, self.decided = event if event.version else None, event
+        self.decided_seq = seq
         return True
 
     def newest_first(self) -> Iterator[str]:
@@ -197,16 +196,13 @@ class Policies:
             return False
         model = self.models[event.model]
         if isinstance(event, PolicyPromoted):
-            return model.decide(event, recorded.place)
+            return model.decide(event, recorded.seq)
         before = model.checkpoints.get(event.version)
         if before is not None and before.event.adapter_sha256 == event.adapter_sha256:
             return False
         if objection := self._trust.objection(event):
             self._unsigned.append((recorded, objection))
             return False
-        if before is not None:
-            # In a power cut the log and the trainer's disk lost the first one, and the step was trained again.
-            log.warning("version published again with another adapter", version=event.version)
         model.add(Checkpoint(event, recorded.headers.get("traceparent", "")))
         return True
 

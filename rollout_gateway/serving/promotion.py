@@ -115,9 +115,7 @@ class Promotion:
         ack = await publish_once(self._broker, event, "request")
         if not ack.duplicate:
             # Apply it here at once; other gateways read it from the log.
-            self._policies.models[model].decide(
-                event, (await self._broker.read_at(PolicyPromoted, ack.seq)).place
-            )
+            self._policies.models[model].decide(event, ack.seq)
             self._fleet.changed()
         version = self._router.current(model)
         return {"model": model, "action": action, "version": version, "other": other or None}

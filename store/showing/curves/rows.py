@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pipeline.events import CheckpointPublished, PolicyEvaluated
-from pipeline.log.messages import Place, Recorded
+from pipeline.log.messages import Recorded
 from pipeline.metric_names import named, plain_name
 from pipeline.names import InvalidNameError, parse_version
 from pipeline.telemetry.logs import get_logger
@@ -37,10 +37,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def key(self) -> Key:
         return (self.model, self.branch, self.step, self.evaluation)
-
-    @property
-    def place(self) -> Place:
-        return Place(self.log_seq, self.log_at)
 
 
 def make_row(recorded: Recorded[CheckpointPublished | PolicyEvaluated]) -> Row | None:

@@ -18,6 +18,7 @@ from pipeline.config import Config
 from pipeline.events import CheckpointPublished, PolicyEvaluated
 from pipeline.log.broker import Broker
 from pipeline.log.follow import follow_events
+from pipeline.log.messages import Place
 from store.showing.curves.metrics_file import MetricsFile
 from store.showing.curves.rows import make_row
 from store.showing.curves.sending import CLOSING_S, Sender
@@ -39,7 +40,7 @@ class Curves:
         newest = history.newest
         followed: list[type[CheckpointPublished | PolicyEvaluated]] = [CheckpointPublished, PolicyEvaluated]
         events = follow_events(
-            self._broker, followed, lambda: 1, newest.place if newest else None,
+            self._broker, followed, lambda: 1, Place(0, newest.log_at) if newest else None,
             project=self._config.project,
         )  # fmt: skip
         try:

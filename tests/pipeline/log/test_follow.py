@@ -10,7 +10,7 @@ import nats.errors
 import pytest
 
 from pipeline.config import NatsConfig
-from pipeline.events import PolicyPromoted
+from pipeline.errors import LogShrankError
 from pipeline.log import follow
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
@@ -22,49 +22,28 @@ from tests.kits.power import Power
 pytestmark = pytest.mark.anyio
 
 
-def promoted(version: str) -> PolicyPromoted:
-    return PolicyPromoted(project="p", model="m", version=version, request=version)
-
-
-async def test_a_gateway_that_lives_on_follows_what_comes_under_numbers_it_knows(
+async def test_a_log_that_lost_its_end_ends_who_follows_it(
     nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path
 ) -> None:
     power = Power(nats_server, tmp_path)
     async with Broker.connect(nats_config) as broker:
         await broker.publish(checkpoint(1))
     await power.synced()
-    async with Broker.connect(nats_config) as broker, anyio.create_task_group() as tg:
-        for step in range(2, 6):
-            await broker.publish(checkpoint(step))
-        await broker.publish(promoted("m@2"))
-        policies = Policies("p", ["m"])
-        await policies.rebuild(broker)
-        model = policies.models["m"]
-        assert model.promoted is not None
-        changed = anyio.Event()
-
-        def note(_: object) -> None:
-            nonlocal changed
-            changed.set()
-            changed = anyio.Event()
-
-        tg.start_soon(policies.follow, broker, note)
-        await power.cut()
-        # The trainer publishes again what its disk holds; one step it trained anew. Then people decide anew.
+    async with Broker.connect(nats_config) as broker:
         for step in range(2, 5):
             await broker.publish(checkpoint(step))
-        await broker.publish(checkpoint(5, adapter_sha256="another"))
-        await broker.publish(promoted("m@3"))
-        info = await broker.js.stream_info("POLICY")
-        assert info.state.last_seq == 6  # the very number of the decision that was lost
+        policies = Policies("p", ["m"])
+        await policies.rebuild(broker)
+
+        async def follow_to_the_end() -> None:
+            with pytest.raises(LogShrankError, match="lost its end: POLICY no longer holds message 4"):
+                await policies.follow(broker, lambda _: None)
+
         with anyio.fail_after(60):
-            while model.promoted.version != "m@3":
-                await changed.wait()
-        assert list(model.newest_first()) == [f"m@{i}" for i in range(5, 0, -1)]
-        published = policies.checkpoint("m@5")
-        assert published is not None
-        assert published.event.adapter_sha256 == "another"
-        tg.cancel_scope.cancel()
+            async with anyio.create_task_group() as tg:
+                tg.start_soon(follow_to_the_end)
+                await power.cut()
+                await broker.publish(checkpoint(2))
 
 
 async def test_messages_that_retention_took_are_no_loss(

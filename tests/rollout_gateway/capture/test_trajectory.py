@@ -11,13 +11,13 @@ import nats.errors
 import pytest
 
 from pipeline.config import NatsConfig
+from pipeline.errors import LogShrankError
 from pipeline.events import ExchangeRecorded, TrajectoryOpened, now_us
 from pipeline.log.broker import Broker
 from pipeline.log.fast_client import Ack
 from pipeline.names import new_id
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Completion, Registry
-from rollout_gateway.capture.run_log import LogShrankError
 from tests.conftest import NatsServer
 from tests.kits.power import Power
 from tests.rollout_gateway.kit import StubCall

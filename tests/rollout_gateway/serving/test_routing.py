@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from pipeline.events import PolicyPromoted, TrajectoryOpened
-from pipeline.log.messages import Place
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet
@@ -26,7 +25,7 @@ async def test_a_promoted_version_that_is_refused_gets_a_409(other: str) -> None
     """The fault that was: only exact and pinned versions were checked, so a call waited until it got a 503."""
     policies = Policies(PROJECT, ["tictactoe"])
     router = VersionRouter(policies, Fleet())
-    assert policies.models["tictactoe"].decide(promoted("tictactoe@1", other), Place(1, 1))
+    assert policies.models["tictactoe"].decide(promoted("tictactoe@1", other), 1)
     versions = {router.resolve("tictactoe", opening(f"t{i}")) for i in range(32)}
     assert versions == {"tictactoe@1", other or "tictactoe@1"}
     for version in versions:
