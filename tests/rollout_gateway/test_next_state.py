@@ -1,0 +1,95 @@
+"""A chat client that reports nothing learns from what its users say next: gateway, judge and trainer on one log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+import numpy as np
+import pytest
+
+from pipeline.config import JudgeConfig, NatsConfig, RewardConfig
+from pipeline.events import GroupScored
+from pipeline.log.broker import Broker
+from tests.conftest import VllmServer
+from tests.judge.kit import groups, judging
+from tests.kits.scoring_server import ScoringServer
+from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
+from tests.trainer import kit
+from trainer import learner
+from trainer.batches.groups import Example, examples
+
+pytestmark = [pytest.mark.anyio, pytest.mark.inference, pytest.mark.timeout(300)]
+
+CHATS = {
+    ("a1=x", "thanks", "no, you should have played b2 there", "thanks"): (1.0, -1.0, 1.0, 0.0),
+    ("b2=o", "no, wrong", "thanks", "a2=x"): (-1.0, 1.0, 0.0, 0.0),
+}
+"""What the user of each chat says, and what each of its calls is worth by what the user says next."""
+DISCOUNT = 0.5
+
+
+def talk(gateway: GatewayProcess, said: tuple[str, ...]) -> None:
+    """A chat as any client has it: the whole conversation with each call, and no word about runs or rewards."""
+    client, messages = gateway.client(), list[Any]()
+    for text in said:
+        messages.append({"role": "user", "content": text})
+        reply = client.chat.completions.create(model="tictactoe", messages=messages, max_tokens=4)
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
+
+
+def returns(rewards: tuple[float, ...]) -> list[float]:
+    """The return of each call by its formula; the run's own reward is 0."""
+    last = range(len(rewards))
+    return [sum(DISCOUNT ** (j - k) * rewards[j] for j in last if j >= k) for k in last]
+
+
+async def test_a_chat_client_that_reports_nothing_is_trained_by_what_its_users_say_next(
+    start_gateway: StartGateway, nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Example] = []
+
+    def remember(*args: Any) -> list[Example]:
+        made[:] = examples(*args)
+        return made
+
+    monkeypatch.setattr(learner, "examples", remember)
+    detection = {"detection.enabled": True, "detection.grouped": False, "detection.idle_s": 3.0}
+    gateway = start_gateway(**detection)
+    config = kit.settings(
+        str(VllmServer.base), tmp_path / "trainer", nats_config,
+        **{"groups_per_step": 2, "loss.baseline": "batch", "loss.advantage_scaling": "none",
+           "loss.turn_discount": DISCOUNT},
+    )  # fmt: skip
+    models = (msgspec.structs.replace(config.models[0], name="tictactoe"),)
+    async with ScoringServer().run() as model, Broker.connect(nats_config) as broker:
+        rewards = (RewardConfig(name="next", kind="next_state"),)
+        judge = JudgeConfig(min_size=1, model="openai/scorer", api_base=model.url, rewards=rewards)
+        config = msgspec.structs.replace(config, project=PROJECT, models=models, judge=judge)
+        async with judging(broker, config):
+            for said in CHATS:
+                await anyio.to_thread.run_sync(talk, gateway, said)
+            scored: list[GroupScored] = await groups(broker, 2)
+        async with kit.running(config):
+            (step,) = await kit.steps_reach(broker, 1)
+    worth = {g.members[0].trajectory: g.members[0] for g in scored}
+    given = {tuple(m.call_rewards.get(str(k), 0.0) for k in range(4)): m for m in worth.values()}
+    assert set(given) == set(CHATS.values())
+    assert {m.reward for m in worth.values()} == {0.0}
+    assert [h.text for m in worth.values() for h in m.hints] == ["played b2 there"]
+    assert set(step.groups) == {g.group for g in scored}
+    assert step.metrics["grad_norm"] > 0
+    means = np.mean([returns(calls) for calls in CHATS.values()], axis=0)
+    advantages = {m.trajectory: np.array(returns(calls)) - means for calls, m in given.items()}
+    trained = set[tuple[str, int]]()
+    for example in made:
+        sequence = example.sequence
+        assert sequence.calls is not None
+        assert example.call_advantages is not None
+        calls = sequence.calls[sequence.loss_mask]
+        expected = advantages[sequence.trajectory][calls]
+        np.testing.assert_allclose(example.call_advantages, expected, rtol=0, atol=1e-10)
+        trained |= {(sequence.trajectory, int(call)) for call in calls}
+    assert trained == {(trajectory, call) for trajectory in worth for call in range(4)}
