@@ -71,12 +71,10 @@ async def _serve_run_directory(config: Config, broker: Broker) -> None:
     with path.open("w") as file:
         while not _try_lock(file.fileno()):  # noqa: ASYNC110 - no event tells that a file lock is free
             await anyio.sleep(_LOCK_RETRY_S)
-        webhook = Webhook(config)
         async with anyio.create_task_group() as tg:
             if config.curves.enabled:
                 tg.start_soon(Curves(config, broker).run)
-            tg.start_soon(webhook.run)
-            tg.start_soon(Checker(config, broker, webhook.send).run)
+            tg.start_soon(Checker(config, broker, Webhook(config, tg).send).run)
 
 
 def _try_lock(descriptor: int) -> bool:

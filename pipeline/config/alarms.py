@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.types import Natural, NotNegative, Positive, Section, Several, Share
+from pipeline.config.types import Natural, Positive, Section, Several, Share
 
 
 class AlarmsConfig(Section, frozen=True, kw_only=True):
@@ -50,5 +50,3 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     webhook: str = ""
     """URL that every change of an alarm is posted to as JSON. `${NAME}` stands for an environment variable, so that
     a secret in the URL is not saved. Empty: none."""
-    webhook_retry_s: NotNegative = 600.0
-    """How long a post that failed is repeated."""
