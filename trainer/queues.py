@@ -16,6 +16,7 @@ from pipeline.log.subjects import subject_filter
 from pipeline.names import is_name
 from trainer.batches.groups import TrainingGroup
 from trainer.batches.histories import Histories
+from trainer.batches.tasks import EarlierRuns
 from trainer.engine.state import UntrainableError
 from trainer.learner import Learner
 
@@ -56,6 +57,8 @@ class ModelQueue:
     """The groups of the step that is being filled, computed or committed."""
     request: TrainingBatch | None = None
     """The request that `batch` is for; `None` for a step of any groups."""
+    earlier_runs: EarlierRuns | None = None
+    """`None` until a group is compared with them (`trainer.loss.baseline`)."""
 
     @property
     def step(self) -> int:

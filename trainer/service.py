@@ -33,8 +33,9 @@ from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.log.messages import Place
 from pipeline.running.service import Ready
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import Refusal, TrainingGroup
+from trainer.batches.groups import Refusal, TrainingGroup, trainable_members
 from trainer.batches.histories import Histories
+from trainer.batches.tasks import WINDOW, EarlierRuns
 from trainer.checkpoints.commits import Commits, LogShrankError
 from trainer.checkpoints.consumed import Consumed
 from trainer.checkpoints.retention import Retention
@@ -140,8 +141,11 @@ class Trainer:
             self._redelivered.set()
             await self._end_incomplete_batches()
             if len(self._consumed) > _CONSUMED_KEPT:
-                info = await self.broker.consumer_info(self._consumer)
-                self._consumed.forget(int(info.ack_floor.stream_seq) if info.ack_floor else 0)
+                floor = await self._ack_floor()
+                self._consumed.forget(floor)
+                for queue in self.queues.values():
+                    if queue.earlier_runs is not None:
+                        queue.earlier_runs.forget(floor)
 
     async def until_redelivered(self, timeout_s: float) -> None:
         """Wait until the server delivered again what a trainer before this one held, at most `timeout_s` seconds. The
@@ -178,8 +182,10 @@ class Trainer:
             if waiting.event.group == event.group and waiting.event.subject() == event.subject():
                 # The same group: delivered again, or scored again after the log lost its first event.
                 waiting.place, waiting.delivery = place, delivery
+                await self._compare_with_earlier(queue, waiting)
                 return
         await queue.begin_requested(event, self.broker, self._consumer.name)
+        await self._compare_with_earlier(queue, group)
         refusal = await self._consumed.refuse_repeated(event, self.broker)
         if refusal is None:
             if place.seq > self._validated_to:
@@ -190,6 +196,30 @@ class Trainer:
             return
         queue.add(group)
         self._group_queued.set()
+
+    async def _compare_with_earlier(self, queue: ModelQueue, group: TrainingGroup) -> None:
+        """Give a group the earlier runs of its task, if its step compares it with them. They are read from the log when
+        the first group asks for them; groups that are delivered later are added."""
+        event, seq = group.event, group.place.seq
+        discount = queue.settings.loss.turn_discount
+        asked = queue.settings_of(event.batch).loss.baseline == "task"
+        if queue.earlier_runs is None and asked:
+            queue.earlier_runs = EarlierRuns()
+            for recorded in await self.broker.read(
+                GroupScored, project=event.project, model=event.model, branch=event.branch,
+                start_seq=max(min(await self._ack_floor() + 1, seq) - WINDOW, 1),
+            ):  # fmt: skip
+                members = trainable_members(recorded.event)
+                queue.earlier_runs.add(recorded.event, members, recorded.seq, discount)
+        if queue.earlier_runs is not None:
+            queue.earlier_runs.add(event, group.members, seq, discount)
+        if queue.earlier_runs is not None and asked:
+            group.earlier = queue.earlier_runs.before(event, seq)
+
+    async def _ack_floor(self) -> int:
+        """The sequence up to which the server knows every acknowledgement."""
+        info = await self.broker.consumer_info(self._consumer)
+        return int(info.ack_floor.stream_seq) if info.ack_floor else 0
 
     async def _record_validation(self, queue: ModelQueue, groups: Sequence[GroupScored]) -> None:
         validation = queue.learner.validation

@@ -111,10 +111,10 @@ def check_trainer(config: TrainerConfig) -> None:
             "trainer.loss.importance_sampling: loss type `vespo` takes `none`, `token_truncate` or `token_mask`, "
             f"not {loss.importance_sampling!r}"
         )
-    if loss.baseline == "batch" and loss.advantage_scaling == "group":
+    if loss.baseline != "group" and loss.advantage_scaling == "group":
         raise ConfigError(
             "trainer.loss.advantage_scaling: a group of one has no standard deviation; with trainer.loss.baseline = "
-            '"batch" take `batch` or `none`'
+            f'"{loss.baseline}" take `batch` or `none`'
         )
     if unknown := loss.options.keys() - set(LOSS_OPTIONS):
         raise ConfigError(

@@ -83,10 +83,11 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """Sequences with a negative advantage are dropped if their mean log ratio of sampler to trainer exceeds this."""
     entropy_coef: Weight = 0.0
     """Weight of an entropy bonus: the batch's mean entropy per trained token, in nats."""
-    baseline: Literal["group", "batch"] = "group"
-    """What is subtracted from a reward: the mean of its group, or the mean of the step's batch, as in REINFORCE++. With
-    `batch`, runs without a group train, too (`judge.min_size` = 1), and so do groups with equal rewards;
-    `advantage_scaling` must be `batch` or `none`."""
+    baseline: Literal["group", "task", "batch"] = "group"
+    """What is subtracted from a reward. `group`: the mean of its group. `task`: the mean of the earlier runs of its
+    task, or of its API key where the run names no task, and of the other runs of its group. `batch`: the mean of the
+    step's batch, as in REINFORCE++. With `task` and `batch`, runs without a group train, too (`judge.min_size` = 1),
+    and so do groups with equal rewards; `advantage_scaling` must be `batch` or `none`."""
     turn_discount: Share = 1.0
     """Where rewards belong to calls: how much a reward counts for the call before the one that it follows. The
     advantage of a call's tokens is its return (docs/training.md) less the mean return at the same position of the runs

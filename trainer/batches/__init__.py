@@ -4,6 +4,7 @@
 | --- | --- |
 | `groups` | a group from its event to the batch: who counts, advantages, why a group is refused |
 | `returns` | returns of calls, where rewards belong to single calls |
+| `tasks` | returns of the earlier runs of a task, as the baseline of runs without a group |
 | `graders` | how much of a step feedback of one API key may decide |
 | `histories` | reads a group's exchanges from the log |
 | `sequences` | exchanges to exact token sequences and loss masks |

@@ -21,8 +21,9 @@ from pipeline.events import GroupScored, Member
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.log.broker import Delivery
 from pipeline.log.messages import Place
-from trainer.batches.returns import baseline, by_token, group_returns
+from trainer.batches.returns import Floats, baseline, by_token, group_returns
 from trainer.batches.sequences import TokenSequence
+from trainer.batches.tasks import task_baselines
 from trainer.distillation.lessons import Lesson, Teaching, lessons_of
 
 _STD_FLOOR = 1e-4
@@ -80,6 +81,8 @@ class TrainingGroup:
     """Number of sampled tokens that are not trained because of a sampling setting, by the name of the setting."""
     stale_tokens: int = 0
     """Number of tokens that `bound_staleness` made context."""
+    earlier: Sequence[Floats] = ()
+    """Returns of the earlier runs of its task (`trainer.batches.tasks`), with `trainer.loss.baseline` = `task`."""
     duration_s: float = 0.0
     """Seconds from the first call to the last answer of the longest trajectory; 0 until the exchanges are read."""
 
@@ -151,10 +154,10 @@ def trainable_members(event: GroupScored) -> list[Member]:
 def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Example]:
     """Every sequence of the batch with its scaled advantage, in the order of the groups.
 
-    The advantage is the reward minus the mean reward of the group or of the batch (`trainer.loss.baseline`), divided as
-    `trainer.loss.advantage_scaling` says, then balanced and normalised by the settings after it. Where rewards belong
-    to calls, it is their returns that are compared (`trainer.batches.returns`). With loss type `sft` it is the
-    reward."""
+    The advantage is the reward minus the mean reward of the group, of the task's earlier runs or of the batch
+    (`trainer.loss.baseline`), divided as `trainer.loss.advantage_scaling` says, then balanced and normalised by the
+    settings after it. Where rewards belong to calls, it is their returns that are compared (`trainer.batches.returns`).
+    With loss type `sft` it is the reward."""
     weights = _weights(groups, config)
     if config.loss.type == "sft":
         reward_of = {m.trajectory: m.reward for g in groups for m in g.members}
@@ -175,11 +178,17 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
                 divisor = batch_std + _STD_FLOOR
             case "none":
                 divisor = 1.0
-        longest = max((len(r) for r in returns[group]), default=0)
-        means = baseline(returns[group], longest) if config.loss.baseline == "group" else batch_means
+        match config.loss.baseline:
+            case "group":
+                longest = max((len(r) for r in returns[group]), default=0)
+                means = [baseline(returns[group], longest)] * len(returns[group])
+            case "task":
+                means = task_baselines(returns[group], group.earlier, batch_means)
+            case "batch":
+                means = [batch_means] * len(returns[group])
         advantage_of = {}
-        for member, of_calls in zip(group.members, returns[group], strict=True):
-            advantages = (of_calls - means[: len(of_calls)]) / divisor
+        for member, of_calls, mean in zip(group.members, returns[group], means, strict=True):
+            advantages = (of_calls - mean[: len(of_calls)]) / divisor
             balance = config.loss.advantage_balance
             advantage_of[member.trajectory] = np.where(
                 (advantages < 0) == (balance > 0), advantages * (1 - abs(balance)), advantages
@@ -198,13 +207,13 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
         abs(e.advantage) if e.call_advantages is None else float(np.abs(e.call_advantages).mean())
         for e in out
     ]
-    mean = float(np.average(sizes, weights=shares)) if shares.sum() else 0.0
-    if not mean:
+    size = float(np.average(sizes, weights=shares)) if shares.sum() else 0.0
+    if not size:
         return out
     return [
         dataclasses.replace(
-            e, advantage=e.advantage / mean,
-            call_advantages=None if e.call_advantages is None else e.call_advantages / mean,
+            e, advantage=e.advantage / size,
+            call_advantages=None if e.call_advantages is None else e.call_advantages / size,
         )
         for e in out
     ]  # fmt: skip

@@ -12,6 +12,7 @@ from pipeline.events import GroupScored
 from tests.trainer.kit import exchange, group, training_group
 from trainer.batches.groups import Refusal, TrainingGroup, examples, trainable_members
 from trainer.batches.sequences import build
+from trainer.batches.tasks import WINDOW, EarlierRuns
 
 
 def made(scored: GroupScored) -> TrainingGroup:
@@ -81,6 +82,33 @@ def test_the_batch_is_the_baseline_of_runs_without_a_group() -> None:
     assert [e.advantage for e in examples(batch[:1], config)] == [0.0]
     with pytest.raises(ConfigError, match="a group of one has no standard deviation"):
         check_trainer(TrainerConfig(loss=LossConfig(baseline="batch")))
+
+
+def test_earlier_runs_of_the_task_are_the_baseline_and_the_own_run_is_left_out() -> None:
+    """A function of the log before the group's event: other tasks, later groups and older verdicts do not count."""
+    runs = EarlierRuns()
+    log = [
+        group("a", [1.0], task="t"), group("b", [0.2], task="other"), group("c", [0.5, 0.0], task="t"),
+        group("a", [0.4], task="t", judge="second"), group("d", [0.9, 0.1, 0.3], task="t"), group("e", [7.0], task="t"),
+        group("f", [0.6], owner="key"), group("g", [0.8], owner="key"), group("h", [0.25], owner="another"),
+    ]  # fmt: skip
+    for seq, scored in enumerate(log, 1):
+        runs.add(scored, trainable_members(scored), seq, 1.0)
+        runs.add(scored, trainable_members(scored), seq, 1.0)  # it is delivered again
+    batch = [made(log[i]) for i in (4, 3, 7, 8)]
+    for trained, seq in zip(batch, (5, 4, 8, 9), strict=True):
+        trained.earlier = runs.before(trained.event, seq)
+    config = TrainerConfig(loss=LossConfig(baseline="task", advantage_scaling="none"))
+    assert [g.refuse(0, config) for g in batch] == [None] * 4
+    first_of_its_key = 0.25 - np.mean([0.9, 0.1, 0.3, 0.4, 0.8, 0.25])
+    expected = [
+        0.9 - (0.5 + 0.0 + 0.4 + 0.1 + 0.3) / 5, 0.1 - (0.5 + 0.0 + 0.4 + 0.9 + 0.3) / 5,
+        0.3 - (0.5 + 0.0 + 0.4 + 0.9 + 0.1) / 5, 0.4 - (0.5 + 0.0) / 2, 0.8 - 0.6, first_of_its_key,
+    ]  # fmt: skip
+    np.testing.assert_allclose([e.advantage for e in examples(batch, config)], expected, rtol=1e-10)
+    runs.forget(6 + WINDOW)
+    assert runs.before(log[4], 5) == []
+    assert runs.before(log[7], 8) == [0.6]
 
 
 def with_members(scored: GroupScored, **changed: dict[int, object]) -> GroupScored:

@@ -114,13 +114,22 @@ async def killed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("updates", [1, 4], ids=["one update a step", "four updates a step"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="one update a step"),
+        pytest.param({"optimizer.epochs": 2, "optimizer.minibatches": 2}, id="four updates a step"),
+        pytest.param(
+            {"loss.baseline": "task", "loss.advantage_scaling": "none"}, id="compared with earlier runs"
+        ),
+    ],
+)
 async def test_killed_at_every_point_of_the_commit(
-    start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, updates: int
+    start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, settings: dict[str, object]
 ) -> None:
-    several = {"optimizer.epochs": 2, "optimizer.minibatches": 2} if updates == 4 else {}
-    async with killed(start_nats, tiny_base, tmp_path, 8, 20, **several) as trainer:
-        # Three groups are discarded and acknowledged, so the fifth is in the middle of a batch's.
+    async with killed(start_nats, tiny_base, tmp_path, 8, 20, **settings) as trainer:
+        # With the group as baseline, three groups are discarded and acknowledged: the fifth is in the middle of a
+        # batch's.
         assert trainer.live("acked", 5) == DIED
         for point in POINTS:
             # The second passage: of a file, that is in the middle of a checkpoint.

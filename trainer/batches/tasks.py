@@ -1,0 +1,78 @@
+"""Returns of the earlier runs of a task, which runs without a group are compared with (`trainer.loss.baseline`).
+
+Earlier runs of a group are the runs of other groups of the same task that the log holds before the group's own event,
+at most `WINDOW` messages before it. A group without a task is compared with the earlier runs without a task of its API
+key. So the baseline of a group is a function of the log up to the group's event, whatever a trainer process has seen,
+and a step that is computed again is the same step. A group that was scored several times counts with its newest
+verdict, and never as its own earlier run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipeline.events import GroupScored, Member
+from trainer.batches.returns import Floats, baseline, group_returns, returns_of
+
+WINDOW = 20_000
+"""Messages of the stream GROUPS before a group's own event in which its earlier runs lie. It bounds what is kept, what
+a start reads again, and the age of rewards that an improving policy is compared with."""
+
+
+class _Scored(NamedTuple):
+    seq: int
+    group: str
+    returns: list[Floats]
+    """Of each run that trains."""
+
+
+class EarlierRuns:
+    """The returns of a model's runs on the log, by task."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, str], list[_Scored]] = {}
+
+    def add(self, event: GroupScored, members: Sequence[Member], seq: int, discount: float) -> None:
+        """Add `members`, the runs that train of a group that was scored at `seq`. Adding it again changes nothing."""
+        scored = self._groups.setdefault(_task(event), [])
+        at = bisect_left(scored, seq, key=lambda one: one.seq)
+        if at == len(scored) or scored[at].seq != seq:
+            insort(scored, _Scored(seq, event.group, _returns(members, discount)), key=lambda one: one.seq)
+
+    def before(self, event: GroupScored, seq: int) -> list[Floats]:
+        """Return the returns of the earlier runs of the group that was scored at `seq`."""
+        scored = self._groups.get(_task(event), [])
+        first, end = (bisect_left(scored, n, key=lambda one: one.seq) for n in (seq - WINDOW, seq))
+        newest = {one.group: one.returns for one in scored[first:end] if one.group != event.group}
+        return [of_run for of_group in newest.values() for of_run in of_group]
+
+    def forget(self, floor: int) -> None:
+        """Drop what no group after the sequence `floor` is compared with."""
+        kept = {task: [one for one in s if one.seq > floor - WINDOW] for task, s in self._groups.items()}
+        self._groups = {task: scored for task, scored in kept.items() if scored}
+
+
+def task_baselines(returns: Sequence[Floats], earlier: Sequence[Floats], batch_means: Floats) -> list[Floats]:
+    """The baseline of each run of a group: at each position the mean return of the earlier runs of its task and of the
+    other runs of its group. The mean of the batch where there are none."""
+    longest = len(batch_means)
+    count = len(earlier) + len(returns) - 1
+    if not count:
+        return [batch_means for _ in returns]
+    total = baseline([*earlier, *returns], longest) * (count + 1)
+    return [(total - baseline([own], longest)) / count for own in returns]
+
+
+def _task(event: GroupScored) -> tuple[str, str]:
+    return ("task", event.task) if event.task else ("key", event.owner)
+
+
+def _returns(members: Sequence[Member], discount: float) -> list[Floats]:
+    """The returns of runs by their event alone: a run has as many calls as its event says."""
+    if discount == 1.0 and not any(m.call_rewards for m in members):
+        return group_returns(members, (), discount)
+    return [
+        returns_of(m, max(m.exchanges, 1, *(int(c) + 1 for c in m.call_rewards)), discount) for m in members
+    ]
