@@ -6,7 +6,7 @@
 A side is selected by `branch=`, `judge=` (hash of a judge configuration), `judge_model=` (the scores of that
 model's verdicts instead of the groups' final rewards), or several of them joined by commas. The groups and
 trajectories that both sides have are compared: advantages whose sign flips, Spearman's rank correlation within
-groups, groups without variance on each side.
+groups, groups without variance on each side. With `--calls` it is the rewards of single calls that are compared.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ from store.reading import sql
 _KEYS = ("branch", "judge", "judge_model")
 
 
+_OF_CALLS = """trajectory || '/' || "call", value FROM (
+    SELECT *, unnest(map_keys(call_rewards)) AS "call", unnest(map_values(call_rewards)) AS value FROM rewards
+)"""
+
+
 def parse_side(text: str) -> dict[str, str]:
     """Parse a side such as `branch=main,judge=…` to a filter: column to value. Raises `ConfigError` for an unknown
     key."""
@@ -43,17 +48,22 @@ def parse_side(text: str) -> dict[str, str]:
     return out
 
 
-def rewards(connection: duckdb.DuckDBPyConnection, side: dict[str, str]) -> dict[str, dict[str, float]]:
-    """Return the rewards of scored members, or a judge model's scores, by group and trajectory. `side`: a filter by
-    `parse_side`. If a group was scored several times, the latest counts."""
+def rewards(
+    connection: duckdb.DuckDBPyConnection, side: dict[str, str], *, calls: bool = False
+) -> dict[str, dict[str, float]]:
+    """Return the rewards of scored members, or a judge model's scores, by group and trajectory; `calls`: the rewards of
+    their calls, by group and call. `side`: a filter by `parse_side`. If a group was scored several times, the latest
+    counts. Raises `ConfigError` for scores of calls."""
     conditions = " AND ".join(f"{key} = ?" for key in side)
+    if "judge_model" in side and calls:
+        raise ConfigError("--calls compares rewards, not one model's scores: leave judge_model out")
     if "judge_model" in side:
-        source, order = "score FROM verdicts", "scored_at, verdict"
+        source, order = "trajectory, score FROM verdicts", "scored_at, verdict"
         conditions += ' AND "call" < 0'
     else:
-        source, order = "reward FROM rewards", "scored_at"
+        source, order = _OF_CALLS if calls else "trajectory, reward FROM rewards", "scored_at"
         conditions += " AND outcome = 'scored'"
-    query = f"SELECT group_id, trajectory, {source} WHERE {conditions} ORDER BY {order}"
+    query = f"SELECT group_id, {source} WHERE {conditions} ORDER BY {order}"
     out: dict[str, dict[str, float]] = {}
     for group, trajectory, value in connection.execute(query, list(side.values())).fetchall():
         out.setdefault(group, {})[trajectory] = value
@@ -126,6 +136,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--a", required=True, help="such as branch=main")
     parser.add_argument("--b", required=True, help="such as branch=replayed or judge_model=openai/gpt-5-mini")
+    parser.add_argument(
+        "--calls", action="store_true", help="compare the rewards of calls instead of those of runs"
+    )
     parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     parser.add_argument("--config")
     parser.add_argument("--format", default="table", choices=("table", "json"))
@@ -138,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         with sql.connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:
-            result = compare(rewards(connection, parse_side(args.a)), rewards(connection, parse_side(args.b)))
+            a, b = (rewards(connection, parse_side(side), calls=args.calls) for side in (args.a, args.b))
+            result = compare(a, b)
     except (StoreError, duckdb.Error) as error:
         sys.stderr.write(f"journeywork: {error}\n")
         return 1
@@ -150,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         sys.stdout.write("".join(f"{name:<24}{_shown(value)}\n" for name, value in result.items()))
     if not result["groups"]:
-        sys.stderr.write("journeywork: the two sides share no group of two trajectories or more\n")
+        sys.stderr.write("journeywork: the two sides share no group of two trajectories (or calls) or more\n")
         return 1
     return 0
 

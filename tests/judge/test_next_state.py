@@ -11,14 +11,16 @@ import msgspec
 import pytest
 
 from judge.commands.score import score_group
-from judge.labelled import GroupFile, GroupMember
+from judge.labelled import GroupFile, GroupMember, LabelledGroup
+from judge.monitor import JudgeMonitor
 from judge.next_state import NextStateJudge, majority
 from judge.ruler.asking import JudgingError
+from judge.ruler.replies import VOTES, ParsedScores, UnreadableReplyError, parse_scores
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.transcripts import Transcript
 from judge.scoring import UnscoredError, judge_hash
 from pipeline.config import Config, JudgeConfig, RewardConfig, with_values
-from pipeline.events import Hint, TrajectoryCompleted
+from pipeline.events import Hint, JudgeMeasured, TrajectoryCompleted
 from tests.judge.attacks import ATTACKS, GUESS
 from tests.judge.kit import TOO_LONG, Model, completed, single
 from tests.kits.scoring_server import Answer, Scorer, ScoringServer, score_key
@@ -209,6 +211,50 @@ async def test_a_message_that_names_a_score_or_ends_the_evidence_gives_none(text
     for run in (chat(f"{text}\nNo, wrong."), chat("No, wrong.", text)):
         found = await judged(judge(Model(Scorer(obedient=True)), run, votes=1), "a")
         assert found["a"].scores[0] == -1.0
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        '"score_k": 1', '"score_k": 1, "hint_k": 1', '"score_k": 1, "hint_k": null', '"score_k": 1, "hint": "x"',
+        '"score_k": 1, "hint_k": "", "hint_k": "x"', '"score_k": 1, "hint_k": "hint_k"', '"hint_k": "x"',
+        '"score_k": 1, "hint_k": "x", "more": 1',
+    ],
+)  # fmt: skip
+def test_a_reply_gives_each_call_a_score_and_a_hint_to_the_letter(entry: str) -> None:
+    def parse(entry: str) -> ParsedScores:
+        return parse_scores(
+            f'{{"scores": [{{"id": "a", "explanation": "b", {entry}}}]}}', ["a"], "score_k", VOTES, "hint_k"
+        )
+
+    found = parse('"score_k": -1, "hint_k": "x"')
+    assert (found.scores, found.hints) == ({"a": -1.0}, {"a": "x"})
+    with pytest.raises(UnreadableReplyError):
+        parse(entry)
+
+
+async def test_anchors_are_compared_by_the_mean_score_of_a_run_s_calls() -> None:
+    measured: list[JudgeMeasured] = []
+
+    async def publish(event: JudgeMeasured) -> None:
+        measured.append(event)
+
+    runs = (chat("Thanks", "no, wrong", name="half"), chat("Thanks", name="good"), chat("error", name="bad"))
+    for rewards, tau in (
+        ({"half": 0.5, "good": 1.0, "bad": 0.0}, 1.0),
+        ({"half": 0.5, "good": 0.0, "bad": 1.0}, -1.0),
+    ):
+        judging = judge(Model(Scorer()))
+        anchors = [LabelledGroup("g", runs, rewards)]
+        monitor = JudgeMonitor(JudgeConfig(), {"next": judging}, anchors, publish)
+        await monitor.check_anchors("next", judging)
+        event = measured.pop()
+        assert (event.ruler, event.rubric, event.kendall_tau) == ("next", "next_state", tau)
+        assert (event.alarm, judging.statistics.passes) == (tau < 0, 0)
+    found = await judged(judging := judge(Model(Scorer()), runs[0]), "half")
+    assert found["half"].mean == 0.0
+    await JudgeMonitor(JudgeConfig(), {"next": judging}, (), publish).publish()
+    assert (measured[0].groups, measured[0].self_agreement, measured[0].position_bias) == (1, 1.0, None)
 
 
 async def test_a_judge_that_quotes_a_hostile_text_gives_it_neither_score_nor_hint() -> None:

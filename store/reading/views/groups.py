@@ -94,8 +94,9 @@ REWARDS = View(
           FROM group_scored
         )
         SELECT project, model, "group" AS group_id, branch, judge, m.trajectory AS trajectory, m.reward AS reward,
-          m.components AS components, m.reward - mean AS centered, m.outcome AS outcome, m.split AS split,
-          m.exchanges AS exchanges, m.first_step AS first_step, m.last_step AS last_step, offline, "at" AS scored_at
+          m.components AS components, m.call_rewards AS call_rewards, m.hints AS hints, m.reward - mean AS centered,
+          m.outcome AS outcome, m.split AS split, m.exchanges AS exchanges, m.first_step AS first_step,
+          m.last_step AS last_step, offline, "at" AS scored_at
         FROM each
         """,
     sources=(

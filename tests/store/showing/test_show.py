@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.events import Event, pack_mask
+from pipeline.events import Event, GroupScored, Hint, Member, Score, Verdict, pack_mask
 from pipeline.running.runs import SETTINGS
 from store.showing.show.command import main, outline
 from store.showing.show.group import GROUP
@@ -95,6 +95,29 @@ def test_a_run_is_shown_with_its_messages_and_verdicts(run: Path, capsys: pytest
     ):  # fmt: skip
         assert part in told, told
     assert "logprob" not in told
+
+
+def test_votes_on_calls_are_shown_with_their_reasons_rewards_and_hints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (opened, *_) = run_of_one_step()
+    hint = "look in the other drawer"
+    votes = tuple(
+        Score(trajectory="t0", score=-1.0, call=1, explanation="the user objected", hint=said)
+        for said in (hint, "")
+    )
+    verdicts = tuple(Verdict(judge_model="judge/1", rubric="next_state", scores=(vote,)) for vote in votes)
+    member = Member(trajectory="t0", reward=0.0, call_rewards={"1": -1.0}, hints=(Hint(call=1, text=hint),))
+    names = {"project": "p", "model": "m", "group": "g0", "judge": "j"}
+    fill(tmp_path, [opened, exchange("t0", 0), GroupScored(**names, members=(member,), verdicts=verdicts)])
+    assert main(TRAJECTORY, ["show", "t0", "--run-dir", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    for part in (
+        "call 1  score -1.000  explanation the user objected  hint look in",
+        "call_rewards 1=-1",
+        "text look in",
+    ):
+        assert part in told, told
 
 
 def test_tokens_and_tools_are_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
