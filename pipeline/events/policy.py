@@ -74,19 +74,17 @@ class PolicyLoaded(Event, frozen=True, kw_only=True, tag="policy.loaded"):
     step: int
     version: str
     replica: str
-    gateway: str = ""
-    """Gateway that loaded it. Empty in events of sampler agents."""
     adapter_sha256: str = ""
     probe_delta: float = 0.0
     """Largest absolute difference of a probe's logprobs against the base model; 0: the adapter has no effect."""
     load_s: float = 0.0
     started_at: Micros = 0
-    incarnation: str = ""
+    server_start: str = ""
     """Identity of the server process: a restarted server loads its adapters again."""
 
     def message_id(self) -> str:
         # A version may be loaded, unloaded and loaded again within the stream's duplicate window.
-        return f"{self.project}/{self.version}/loaded/{self.replica}/{self.incarnation}/{self.started_at}"
+        return f"{self.project}/{self.version}/loaded/{self.replica}/{self.server_start}/{self.started_at}"
 
 
 class PolicyUnloaded(Event, frozen=True, kw_only=True, tag="policy.unloaded"):
@@ -98,11 +96,11 @@ class PolicyUnloaded(Event, frozen=True, kw_only=True, tag="policy.unloaded"):
     model: str
     version: str
     replica: str
-    incarnation: str = ""
+    server_start: str = ""
     """Identity of the server process, as in `policy.loaded`."""
 
     def message_id(self) -> str:
-        return f"{self.project}/{self.version}/unloaded/{self.replica}/{self.incarnation}/{self.at}"
+        return f"{self.project}/{self.version}/unloaded/{self.replica}/{self.server_start}/{self.at}"
 
 
 class PolicyRetired(Event, frozen=True, kw_only=True, tag="policy.retired"):

@@ -83,13 +83,13 @@ class Probe:
         """Logprobs of base models after the probe prompts, by server URL, process and model."""
 
     async def max_logprob_difference(
-        self, server: Upstream, incarnation: str, model: str, version: str
+        self, server: Upstream, server_start: str, model: str, version: str
     ) -> float:
         """Return the largest absolute difference, after the probe prompts, between a token's logprob under `version`
         and under the base model of `model`; 0 if the adapter changes nothing.
 
-        `incarnation` identifies the server's process. Raises `AdapterError`, `UpstreamError`."""
-        key = server.url, incarnation, model
+        `server_start` identifies the server's process. Raises `AdapterError`, `UpstreamError`."""
+        key = server.url, server_start, model
         if key not in self._base:
             self._base[key] = await next_logprobs(server, version_name(model, 0))
         adapted = await next_logprobs(server, version)

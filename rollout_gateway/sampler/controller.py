@@ -87,7 +87,7 @@ class ServerController:
         self._up = False
         self._complete = False
         """Whether the server has loaded all adapters that were wanted when it started. It is not registered before."""
-        self._incarnation = ""
+        self._server_start = ""
         self._checked = 0.0
         """Time of the last health check, by `time.monotonic`."""
         self.loaded: dict[str, str] = {}
@@ -150,12 +150,12 @@ class ServerController:
     async def _register(self) -> None:
         """Write the server's record if it has changed."""
         record = SamplerRecord(
-            url=self._advertised, models=tuple(self._policies.models), incarnation=self._incarnation,
+            url=self._advertised, models=tuple(self._policies.models), server_start=self._server_start,
             refused=self._refusals(),
         )  # fmt: skip
         if record != self._record:
             if self._record is None:
-                log.info("inference server registered", replica=self.name, incarnation=self._incarnation)
+                log.info("inference server registered", replica=self.name, server_start=self._server_start)
             self._record = record
             await self._write()
 
@@ -209,20 +209,20 @@ class ServerController:
 
         Raises `UpstreamError`, `msgspec.DecodeError`, `BrokerError`."""
         await server_state.check_health(self._server)
-        incarnation = await server_state.process_start_time(self._server)
+        server_start = await server_state.process_start_time(self._server)
         folders = await server_state.loaded_adapters(self._server)
         lost = self.loaded.keys() - folders.keys()
-        if not incarnation:  # no metrics: only the loss of its adapters shows a restart
-            incarnation = self._incarnation if self._incarnation and not lost else f"{time.time():.3f}"
-        if incarnation != self._incarnation:
+        if not server_start:  # no metrics: only the loss of its adapters shows a restart
+            server_start = self._server_start if self._server_start and not lost else f"{time.time():.3f}"
+        if server_start != self._server_start:
             names = [version_name(model, 0) for model in self._policies.models]
             await server_state.check_base_names(self._server, self.name, names)
-            if self._incarnation:
-                log.warning("inference server restarted", replica=self.name, incarnation=incarnation)
+            if self._server_start:
+                log.warning("inference server restarted", replica=self.name, server_start=server_start)
             self._complete = False
             self.loaded.clear()
             self._unloading.clear()
-        self._incarnation, self._checked = incarnation, time.monotonic()
+        self._server_start, self._checked = server_start, time.monotonic()
         for version in lost & self.loaded.keys():
             log.warning("the inference server lost an adapter", replica=self.name, version=version)
             # Until the log says so, gateways that notice it send the server no calls.
@@ -246,7 +246,7 @@ class ServerController:
         checkpoint = self._policies.checkpoint(version)
         if checkpoint is not None and self._context.files.is_published(checkpoint.event, folder):
             if version in self._policies.loaded(
-                self.name, self._incarnation
+                self.name, self._server_start
             ):  # it was probed: its `policy.loaded` is on the log
                 self.loaded[version] = folder
                 return
@@ -333,7 +333,7 @@ class ServerController:
         # Retention reads this event too: it deletes no adapter from the object store while a server holds it.
         event = PolicyUnloaded(
             project=self._config.project, model=parse_version(version)[0], version=version, replica=self.name,
-            incarnation=self._incarnation,
+            server_start=self._server_start,
         )  # fmt: skip
         return (await self._context.broker.publish(event)).seq
 
@@ -371,7 +371,7 @@ class ServerController:
         version = checkpoint.event.version
         model, step = parse_version(version)
         delta = await self._context.probe.max_logprob_difference(
-            self._server, self._incarnation, model, version
+            self._server, self._server_start, model, version
         )
         if delta == 0.0:
             message = "the adapter changes nothing: its logprobs equal those of the base model"
@@ -386,7 +386,7 @@ class ServerController:
             probe_delta=delta,
             load_s=(now_us() - started_at) / 1e6,
             started_at=started_at,
-            incarnation=self._incarnation,
+            server_start=self._server_start,
         )
         headers = {"traceparent": checkpoint.traceparent} if checkpoint.traceparent else {}
         crash.point("sampler.adapter_loaded")

@@ -19,7 +19,7 @@ class SamplerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """URL under which gateways reach the server."""
     models: tuple[str, ...]
     """Names of the models that it serves."""
-    incarnation: str
+    server_start: str
     """Start time of the server's process, which identifies the process."""
     refused: dict[str, str] = {}
     """Versions that failed a check on this server, with the reason."""

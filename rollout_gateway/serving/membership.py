@@ -110,13 +110,13 @@ class Membership:
             log.error("record of a sampler agent ignored: it is not valid", key=key, error=str(error))
             return
         registered = self._by_key.get(key)
-        restarted = replica.incarnation != record.incarnation
-        replica.incarnation, replica.models = record.incarnation, record.models
+        restarted = replica.server_start != record.server_start
+        replica.server_start, replica.models = record.server_start, record.models
         replica.refused = dict(record.refused)
         self._read_loads(replica)
         self._policies.refused = self._fleet.refused()
         if registered is None:
-            log.info("replica joined", replica=replica.name, incarnation=record.incarnation)
+            log.info("replica joined", replica=replica.name, server_start=record.server_start)
             scope = anyio.CancelScope()
             self._by_key[key] = replica, scope
             tasks.start_soon(self._check, replica, scope)
@@ -137,7 +137,7 @@ class Membership:
             self._policies.refused = self._fleet.refused()
 
     def _read_loads(self, replica: Replica) -> None:
-        replica.loaded = self._policies.loaded(replica.name, replica.incarnation)
+        replica.loaded = self._policies.loaded(replica.name, replica.server_start)
 
     async def _check(self, replica: Replica, scope: anyio.CancelScope) -> None:
         """Check a replica's health until `scope` is cancelled."""
@@ -167,7 +167,7 @@ class Membership:
         await server_state.check_health(replica.upstream)
         started = await server_state.process_start_time(replica.upstream)
         loaded = await server_state.loaded_adapters(replica.upstream)
-        if started and started != replica.incarnation:
+        if started and started != replica.server_start:
             raise UpstreamError(
                 "it was restarted, and its sampler agent has not registered it since", answered=True
             )
@@ -176,7 +176,7 @@ class Membership:
                 f"it lost {', '.join(sorted(lost))}; its sampler agent loads it again", answered=True
             )
         if not replica.ready:
-            log.info("replica ready", replica=replica.name, incarnation=replica.incarnation)
+            log.info("replica ready", replica=replica.name, server_start=replica.server_start)
         replica.up = replica.ready = True
         replica.suspected = False
 

@@ -81,26 +81,26 @@ class LoadedAdapters:
 
     def __init__(self) -> None:
         self._loaded: dict[str, tuple[str, dict[str, str]]] = {}
-        """For each replica, its incarnation and the SHA-256 of the loaded adapters by version."""
+        """For each replica, the start time of its process and the SHA-256 of the loaded adapters by version."""
 
     def apply(self, event: PolicyLoaded | PolicyUnloaded) -> None:
         """Apply an event. Events must be applied in the order of the log."""
-        incarnation, loaded = self._loaded.get(event.replica, ("", {}))
+        server_start, loaded = self._loaded.get(event.replica, ("", {}))
         if isinstance(event, PolicyLoaded):
-            if incarnation != event.incarnation:
+            if server_start != event.server_start:
                 loaded = {}  # a restarted server has nothing loaded
-            self._loaded[event.replica] = event.incarnation, {**loaded, event.version: event.adapter_sha256}
-        elif incarnation == event.incarnation:
+            self._loaded[event.replica] = event.server_start, {**loaded, event.version: event.adapter_sha256}
+        elif server_start == event.server_start:
             loaded.pop(event.version, None)
 
     def anywhere(self) -> set[tuple[str, str]]:
         """Return the versions that any server has loaded, each with the SHA-256 of its adapter."""
         return {item for _, loaded in self._loaded.values() for item in loaded.items()}
 
-    def loaded_by(self, replica: str, incarnation: str) -> dict[str, str]:
+    def loaded_by(self, replica: str, server_start: str) -> dict[str, str]:
         """Return the SHA-256 by version of the adapters that a server process has loaded."""
         process, loaded = self._loaded.get(replica, ("", {}))
-        return loaded if process == incarnation else {}
+        return loaded if process == server_start else {}
 
 
 class Policies:
@@ -147,9 +147,9 @@ class Policies:
         checkpoint = self.checkpoint(version)
         return checkpoint is not None and checkpoint.event.adapter_sha256 == sha256
 
-    def loaded(self, replica: str, incarnation: str) -> dict[str, str]:
+    def loaded(self, replica: str, server_start: str) -> dict[str, str]:
         """Return the SHA-256 by version of the published adapters that a server process has loaded."""
-        loads = self.loads.loaded_by(replica, incarnation)
+        loads = self.loads.loaded_by(replica, server_start)
         return {version: sha256 for version, sha256 in loads.items() if self.published(version, sha256)}
 
     def newest(self, model: str, refused: Container[str] | None = None) -> str:

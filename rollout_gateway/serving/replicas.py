@@ -33,7 +33,7 @@ class Replica:
         """Whether it takes calls: it is registered, healthy, and still the process that was registered."""
         self.suspected = False
         """Whether a call failed here and the server has not been checked since."""
-        self.incarnation = ""
+        self.server_start = ""
         """Start time of the server process that the sampler agent registered, which identifies the process."""
         self.models: tuple[str, ...] = ()
         """Names of the models that it serves; empty if it serves all."""

@@ -65,10 +65,10 @@ class Holdings:
         """Take in an event, in the order of the log."""
         process, versions = self._loaded.get(event.replica, ("", set()))
         if isinstance(event, PolicyLoaded):
-            if process != event.incarnation:
+            if process != event.server_start:
                 versions = set()  # a restarted server has nothing loaded
-            self._loaded[event.replica] = event.incarnation, versions | {event.version}
-        elif process == event.incarnation:
+            self._loaded[event.replica] = event.server_start, versions | {event.version}
+        elif process == event.server_start:
             versions.discard(event.version)
 
     def versions(self) -> set[str]:

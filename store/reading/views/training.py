@@ -36,9 +36,9 @@ ADAPTERS = View(
     },
     """
         SELECT coalesce(l.project, c.project) AS project, coalesce(l.model, c.model) AS model,
-          coalesce(l.version, c.version) AS version, coalesce(l.step, c.step) AS step, l.replica, l.gateway,
+          coalesce(l.version, c.version) AS version, coalesce(l.step, c.step) AS step, l.replica,
           c.at AS published_at, l.at AS loaded_at, epoch_us(l.at - c.at) / 1e6 AS delay_s, l.load_s, l.probe_delta,
-          l.adapter_sha256 = c.adapter_sha256 AS digest_matches, l.incarnation
+          l.adapter_sha256 = c.adapter_sha256 AS digest_matches, l.server_start
         FROM policy_checkpoint c FULL JOIN policy_loaded l
           ON l.project = c.project AND l.model = c.model AND l.version = c.version
         """,

@@ -101,7 +101,7 @@ async def test_a_server_whose_agent_died_gets_no_calls_when_its_record_has_expir
     await server.start()
     config = fleet_config(nats_config, tmp_path)
     async with Broker.connect(nats_config) as log, gateway_parts(config, "gw") as gateway:
-        record = b'{"url": "%s", "models": ["tictactoe"], "incarnation": "1"}' % server.url.encode()
+        record = b'{"url": "%s", "models": ["tictactoe"], "server_start": "1"}' % server.url.encode()
         key = sampler_key(PROJECT, replica_name(server.url))
         await key_value.put(log, streams.FLEET.name, key, record, 1)
         await gateway.until(gateway.fleet.ready)

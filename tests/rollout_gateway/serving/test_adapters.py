@@ -43,7 +43,7 @@ async def test_a_checkpoint_is_loaded_proved_and_then_routed_to(
         (event,) = await loads(broker)
     assert (event.version, event.step) == ("tictactoe@1", 1)
     assert event.probe_delta > 1e-4
-    assert event.incarnation
+    assert event.server_start
     assert event.replica in vllm_server.url
     reply = client.chat.completions.create(**greedy)
     assert reply.model == "tictactoe@1"
@@ -163,7 +163,7 @@ async def test_a_killed_inference_server_is_a_delay_and_not_a_failure(
             assert (await call).model == (await later).model == "tictactoe@1"
             # The server's second life answered both: its first one died in the middle of the long one.
             assert counted(vllm_server, "generation_tokens_total") >= 128 * 240
-        lives = {e.incarnation for e in await loads(broker)}
+        lives = {e.server_start for e in await loads(broker)}
         assert len(lives) == 2
         assert len(await exchanges(broker, "patient")) == 128 + 1
 

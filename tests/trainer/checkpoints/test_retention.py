@@ -57,9 +57,9 @@ async def present(broker: Broker, branch: str = "main") -> set[str]:
     return {V[i] for i in range(1, 13) if await objects.exists(broker, "ADAPTERS", f"p/tiny@{i}/{branch}")}
 
 
-def loaded(version: str, replica: str = "r", incarnation: str = "1") -> PolicyLoaded:
+def loaded(version: str, replica: str = "r", server_start: str = "1") -> PolicyLoaded:
     return PolicyLoaded(
-        project="p", model="tiny", step=int(version[5:]), version=version, replica=replica, incarnation=incarnation
+        project="p", model="tiny", step=int(version[5:]), version=version, replica=replica, server_start=server_start
     )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ async def test_versions_that_are_needed_are_kept(
         await broker.publish(loaded(V[3], "r"))
         await broker.publish(loaded(V[8], "r"))
         await broker.publish(
-            PolicyUnloaded(project="p", model="tiny", version=V[8], replica="r", incarnation="1")
+            PolicyUnloaded(project="p", model="tiny", version=V[8], replica="r", server_start="1")
         )
         retention = Retention(config, broker, learners)
         await retention.run_once()
@@ -108,7 +108,7 @@ async def test_versions_that_are_needed_are_kept(
             PolicyPromoted(project="p", model="tiny", version="", action="follow", request="2")
         )
         await broker.publish(
-            PolicyUnloaded(project="p", model="tiny", version=V[3], replica="r", incarnation="1")
+            PolicyUnloaded(project="p", model="tiny", version=V[3], replica="r", server_start="1")
         )
         await retention.run_once()
         await retention.run_once()
@@ -149,7 +149,7 @@ async def test_old_policy_events_of_removed_versions_are_deleted(
     async with Broker.connect(nats_config) as broker:
         for step in range(1, 5):
             await publish(broker, step)
-            await broker.publish(loaded(V[step], incarnation=str(step)))
+            await broker.publish(loaded(V[step], server_start=str(step)))
         for request in ("1", "2"):
             await broker.publish(
                 PolicyPromoted(project="p", model="tiny", version="", action="follow", request=request)
@@ -225,7 +225,7 @@ def test_in_random_histories_no_held_version_is_removed() -> None:
             if version in holds:
                 holds.discard(version)
                 holdings.note(PolicyUnloaded(
-                    project="p", model="tiny", version=version, replica=replica, incarnation=life))  # fmt: skip
+                    project="p", model="tiny", version=version, replica=replica, server_start=life))  # fmt: skip
             else:
                 holds.add(version)
                 holdings.note(loaded(version, replica, life))
