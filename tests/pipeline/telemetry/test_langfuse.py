@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from pipeline.config import NatsConfig, TelemetryConfig
-from pipeline.events import GroupScored
+from pipeline.events import GroupScored, Score, Verdict
 from pipeline.log.broker import Broker
 from pipeline.telemetry import langfuse, trace
 from pipeline.telemetry.content import Content
@@ -48,6 +49,20 @@ async def test_rewards_and_verdicts_become_scores_of_their_spans(
             (name, "judge.default"): (reward, "evaluate", said),
         }
     assert found == expected
+
+
+async def test_each_vote_on_a_call_is_a_score_of_its_own(nats_config: NatsConfig) -> None:
+    async with Broker.connect(nats_config) as broker:
+        await publish_lives(broker)
+        (group,) = await broker.read(GroupScored)
+        name = group.event.members[0].trajectory
+        votes = tuple(Score(trajectory=name, score=-1.0, call=call) for call in (0, 1))
+        verdicts = (Verdict(judge_model="judge/1", rubric="next_state", scores=votes),) * 2
+        judged = replace(group, event=msgspec.structs.replace(group.event, verdicts=verdicts))
+        _, made = await SpanMaker(broker, Content(TelemetryConfig())).make(judged)
+    found = [score for score in made if score.name == "judge.next_state"]
+    assert [(s.metadata["pass"], s.metadata["call"]) for s in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len({s.id for s in made}) == len(made)
 
 
 async def test_a_score_that_is_sent_again_replaces_itself(
