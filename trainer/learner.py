@@ -51,6 +51,7 @@ from trainer.checkpoints.start import Start
 from trainer.checkpoints.validation import Validation
 from trainer.distillation.prompts import HintedPrompts
 from trainer.engine.engine import Engine
+from trainer.engine.late import LateRunsError, is_late
 from trainer.engine.model import fixed_settings
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import StepResult, TrainState, UntrainableError, Weights
@@ -259,10 +260,19 @@ class Learner:
         for group in batch:
             try:
                 self._compute([group], settings, _MAX_ATTEMPTS_ALONE)
+            except LateRunsError:
+                pass  # of a batch it is measured with the others'
             except UntrainableError as error:
                 faults[group] = str(error)
             self.checkpoints.clear_attempts(self._batch_id([group], settings))
         return faults
+
+    def late_groups(
+        self, batch: Sequence[TrainingGroup], request: TrainingBatch | None
+    ) -> list[TrainingGroup]:
+        """Return the groups of a batch with late sequences (`trainer.late`)."""
+        settings = self.settings_for(request)
+        return [g for g in batch if any(is_late(s, self.state.step, settings) for s in g.sequences or ())]
 
     def settings_for(self, request: TrainingBatch | None) -> TrainerConfig:
         """The settings of a step. Raises `UntrainableError` if those that the request chose can't be used."""

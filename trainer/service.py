@@ -39,6 +39,7 @@ from trainer.batches.tasks import WINDOW, EarlierRuns
 from trainer.checkpoints.commits import Commits, LogShrankError
 from trainer.checkpoints.consumed import Consumed
 from trainer.checkpoints.retention import Retention
+from trainer.engine.late import LateRunsError
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import UntrainableError
 from trainer.learner import Learner, PendingStep, make_learners
@@ -364,7 +365,12 @@ class Trainer:
         try:
             pending = await self._compute(queue)
         except UntrainableError as error:
-            await self._remove_faults(queue, error)
+            if isinstance(error, LateRunsError):
+                for group in queue.learner.late_groups(queue.batch, queue.request):
+                    group.late_refused = str(error)
+                await self._refuse_untrainable(queue, list(queue.batch))
+            else:
+                await self._remove_faults(queue, error)
             if queue.request is not None and queue.batch:
                 await self._step(queue)
             return

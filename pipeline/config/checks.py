@@ -111,6 +111,11 @@ def check_trainer(config: TrainerConfig) -> None:
             "trainer.loss.importance_sampling: loss type `vespo` takes `none`, `token_truncate` or `token_mask`, "
             f"not {loss.importance_sampling!r}"
         )
+    if config.late != "off" and (loss.type == "vespo" or loss.importance_sampling == "none"):
+        raise ConfigError(
+            "trainer.late: late runs are corrected by a ratio of whole sequences, which neither loss type `vespo` nor "
+            'trainer.loss.importance_sampling = "none" takes'
+        )
     if loss.baseline != "group" and loss.advantage_scaling == "group":
         raise ConfigError(
             "trainer.loss.advantage_scaling: a group of one has no standard deviation; with trainer.loss.baseline = "

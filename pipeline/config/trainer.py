@@ -210,6 +210,13 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     max_staleness: Natural = 2
     """Tokens that were sampled more than this many steps ago are not trained. A group without younger tokens is
     discarded."""
+    late: Literal["off", "sequence_truncate"] = "off"
+    """What becomes of older tokens. `off`: see `max_staleness`. `sequence_truncate`: they are trained, and a sequence
+    with such a token is weighted with the ratio of the whole sequence, limited to `loss.importance_clip`; replays,
+    too."""
+    late_min_ess: Share = 0.2
+    """Smallest effective sample size of a step's late sequences, as a share of their number. Below it their old tokens
+    are not trained; groups without younger ones are discarded as `stale`."""
     batch_timeout_s: Positive = 3600.0
     """A batch that an agent requested ends if none of its groups was scored or discarded for this time. Its groups that
     wait are discarded as `incomplete`."""

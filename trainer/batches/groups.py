@@ -60,6 +60,8 @@ class Example:
     """What the teacher is to be asked in the step."""
     teaching: Teaching | None = None
     """What a teacher said of the trained tokens."""
+    late: bool = False
+    """Whether it is older than `trainer.max_staleness`, and corrected as `trainer.late` says."""
 
 
 @dataclass(eq=False)
@@ -81,6 +83,8 @@ class TrainingGroup:
     """Number of sampled tokens that are not trained because of a sampling setting, by the name of the setting."""
     stale_tokens: int = 0
     """Number of tokens that `bound_staleness` made context."""
+    late_refused: str = ""
+    """Why its late tokens are not trained, where `trainer.late` trains such tokens."""
     earlier: Sequence[Floats] = ()
     """Returns of the earlier runs of its task (`trainer.batches.tasks`), with `trainer.loss.baseline` = `task`."""
     duration_s: float = 0.0
@@ -92,8 +96,11 @@ class TrainingGroup:
 
     def staleness_bound(self, config: TrainerConfig) -> int:
         """How many steps ago a token may have been sampled. Offline groups have no bound, nor has supervised
-        fine-tuning."""
-        return sys.maxsize if self.event.offline or config.loss.type == "sft" else config.max_staleness
+        fine-tuning, nor what `trainer.late` corrects."""
+        unbounded = self.event.offline or config.late != "off"
+        if config.loss.type == "sft" or (unbounded and not self.late_refused):
+            return sys.maxsize
+        return config.max_staleness
 
     def refuse(self, step: int, config: TrainerConfig) -> Refusal | None:
         """Why the group can't be trained at `step`, judged by its event alone."""
@@ -114,9 +121,8 @@ class TrainingGroup:
             return Refusal("no_variance", f"all {len(members)} rewards are {rewards[0]:.6g}")
         newest = max(m.last_step for m in members)
         if step - newest > bound:
-            return Refusal(
-                "stale", f"newest token is from step {newest}, the policy is at {step}, the bound is {bound}"
-            )
+            why = f"newest token is from step {newest}, the policy is at {step}, the bound is {bound}"
+            return Refusal("stale", why + (f"; {self.late_refused}" if self.late_refused else ""))
         return None
 
     def bound_staleness(self, step: int, config: TrainerConfig) -> Refusal | None:

@@ -15,6 +15,7 @@
 | `fitting` | passes within the memory that there is |
 | `budget` | the tokens of a pass, found out as memory runs out |
 | `checks` | measurements with forward passes of their own, on a sample |
+| `late` | runs older than the staleness bound: their correction and effective sample size |
 | `statistics` | metrics from the passes of a step |
 | `parallel` | `ProcessGroup`: the processes that share the passes of a step |
 """

@@ -27,6 +27,7 @@ from trainer.batches.sequences import TokenSequence
 from trainer.distillation.lessons import Lesson, Teaching, taught
 from trainer.engine import checks
 from trainer.engine.fitting import NothingFitsError, check_within_memory, run_within_memory
+from trainer.engine.late import is_late, late_metrics
 from trainer.engine.model import PolicyModel
 from trainer.engine.optimizer import PolicyOptimizer
 from trainer.engine.passes import Passes, PassResult, Scores, first_logprobs
@@ -115,12 +116,13 @@ class Engine:
 
         Sequences that the model cuts off, and those that do not fit into memory even alone, are left out. Raises
         `UntrainableError`, and nothing is changed, where none is left, where a gradient is not finite, and where the
-        sampler's logprobs are not the trainer's."""
+        sampler's logprobs are not the trainer's; `LateRunsError` where late examples are too far from the policy."""
         self.model.set_threads()
         began = time.perf_counter()
         optimizer = PolicyOptimizer(self.model, state)
+        examples, late = self._with_late(state, examples, groups)
         update = self._update(state, optimizer, examples, groups)
-        metrics = self._measure(state, update)
+        metrics = self._measure(state, update) | late
         metrics["learning_rate"] = float(optimizer.adamw.param_groups[0]["lr"])
         step, weights = state.step + 1, optimizer.weights
         history = {s: w for s, w in state.history.items() if s >= step - self.config.max_staleness - 1}
@@ -131,6 +133,24 @@ class Engine:
         )  # fmt: skip
         metrics |= self._speed(metrics, time.perf_counter() - began)
         return StepResult(after, metrics, update.dropped)
+
+    def _with_late(
+        self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]
+    ) -> tuple[list[Example], dict[str, float]]:
+        """Mark the late examples, and measure them under the live adapter. Returns all examples and the metrics. Raises
+        `LateRunsError`."""
+        marked = [dataclasses.replace(e, late=is_late(e.sequence, state.step, self.config)) for e in examples]
+        longest = self.model.longest or sys.maxsize
+        late = [i for i, e in enumerate(marked) if e.late and len(e.sequence.ids) <= longest]
+        if not late:
+            return marked, {}
+        passes = self.passes
+        fitted = run_within_memory(
+            passes.scores, [marked[i] for i in late], [groups[i] for i in late], passes.budget, passes.free,
+            state.step + 1,
+        )  # fmt: skip
+        logprobs = [fitted.result[n] for n in range(len(fitted.examples))]
+        return marked, late_metrics([e.sequence for e in fitted.examples], logprobs, self.config)
 
     def _update(
         self,

@@ -255,6 +255,19 @@ def inputs_of(
             config.loss.importance_clip,
             config.loss.importance_clip_min,
         )
+        if any(e.late for e in examples):
+            of_sequences_S1 = importance_ratio(
+                old_SK,
+                sampled,
+                mask,
+                "sequence_truncate",
+                config.loss.importance_clip,
+                config.loss.importance_clip_min,
+            )
+            late_S1 = torch.tensor([[e.late] for e in examples], device=device)
+            inputs["importance_sampling_ratio"] = torch.where(
+                late_S1, of_sequences_S1, inputs["importance_sampling_ratio"]
+            )
         if several_updates:
             inputs["old_per_token_logps"] = old_SK
     if config.loss.off_policy_mask is not None:
