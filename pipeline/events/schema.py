@@ -75,12 +75,12 @@ ENVELOPE: tuple[Column, ...] = (
 
 def docstrings(cls: type) -> dict[str, str]:
     """Field name to the docstring below it, base classes first."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if base.__module__ == "builtins" or base is msgspec.Struct:
             continue
-        found.update(_own_docstrings(base))
-    return found
+        texts.update(_own_docstrings(base))
+    return texts
 
 
 @functools.cache

@@ -77,11 +77,11 @@ def configure(service: str, level: str = "INFO", sink: TextIO | None = None) -> 
 def errors(path: Path, offset: int, most: int = 5) -> tuple[str, ...]:
     """Return the event and the fields of each error line from byte `offset` of a service's log on, the newest `most` of
     them."""
-    told = []
+    lines = []
     for line in path.read_bytes()[offset:].splitlines() if path.exists() else ():
         with suppress(msgspec.DecodeError, KeyError, TypeError):  # another program's line, or the half of one
             record = msgspec.json.decode(line)
             if record["level"] == "error":
                 fields = [f"{name}={value}" for name, value in record.items() if name not in _ALWAYS]
-                told.append(" ".join([record["event"], *fields]))
-    return tuple(told[-most:])
+                lines.append(" ".join([record["event"], *fields]))
+    return tuple(lines[-most:])

@@ -77,8 +77,8 @@ async def complete(request: ControlRequest) -> dict[str, Any]:
 async def complete_checked(gateway: Gateway, trajectory: str, completion: Completion) -> dict[str, Any]:
     """Complete a trajectory whose results were checked."""
     event = await gateway.registry.complete(trajectory, completion)
-    told = ("outcome", "reward", "exchanges", "calls", "prompt_tokens", "sampled_tokens", "calls_s")
-    return {"id": trajectory, **{name: getattr(event, name) for name in told}}
+    names = ("outcome", "reward", "exchanges", "calls", "prompt_tokens", "sampled_tokens", "calls_s")
+    return {"id": trajectory, **{name: getattr(event, name) for name in names}}
 
 
 async def check_completion(gateway: Gateway, completion: Completion, access: Access) -> None:
@@ -147,14 +147,14 @@ def _check_measure(field: str, name: str) -> None:
 async def get_trajectory(request: ControlRequest) -> dict[str, Any]:
     """Answer with a trajectory as recorded on the log."""
     opened, completed, exchanges = await request.gateway.registry.describe(request.values[0])
-    told = ("project", "model", "group", "task", "attempt", "split", "group_size")
+    names = ("project", "model", "group", "task", "attempt", "split", "group_size")
     results: dict[str, Any] = {"outcome": None, "reward": None, "rewards": {}, "metrics": {}}
     if completed is not None:
         results = {name: getattr(completed, name) for name in results}
     return {
         "id": opened.trajectory,
         "status": "completed" if completed else "open",
-        **{name: getattr(opened, name) for name in told},
+        **{name: getattr(opened, name) for name in names},
         "pinned": opened.pinned or None,
         "metadata": msgspec.Raw(bytes(opened.metadata)),
         "exchanges": exchanges,

@@ -49,12 +49,12 @@ class Conversation:
     @classmethod
     def read(cls, owner: str, model: str, messages: Any, tools: Any) -> Conversation:
         """`messages` and `tools` are those of a chat completion, decoded."""
-        found = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-        users = [m.get("content") for m in found if m.get("role") == "user"]
+        valid = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+        users = [m.get("content") for m in valid if m.get("role") == "user"]
         names = {str(_function(t).get("name")) for t in tools} if isinstance(tools, list) else set()
-        said = [m for m in found if m.get("role") == "assistant" and _canonical(m) != _EMPTY]
+        said = [m for m in valid if m.get("role") == "assistant" and _canonical(m) != _EMPTY]
         return cls(
-            owner, model, canonicals(found), tuple(sorted(names)), _call_ids(said[-1]) if said else (),
+            owner, model, canonicals(valid), tuple(sorted(names)), _call_ids(said[-1]) if said else (),
             frozenset(_REMINDERS.sub("", text).strip() for content in users for text in _texts(content)),
         )  # fmt: skip
 

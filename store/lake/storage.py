@@ -79,11 +79,6 @@ class Storage(ABC):
     def attach(self, connection: duckdb.DuckDBPyConnection) -> None:  # noqa: B027 - local files need nothing
         """Enable `connection` to read the URLs that `url` returns. May be called again."""
 
-    @property
-    def duckdb_root(self) -> str:
-        """The beginning of every path or URL that `url` returns."""
-        return self.url("", "").rstrip("/") + "/"
-
     def key(self, tag: str, name: str) -> str:
         """Return the path of a file in the file system `files`."""
         return f"{self.root}/{tag}/{name}"

@@ -66,8 +66,8 @@ def _measured(event: PolicyEvaluated) -> dict[str, float | None]:
     """Return an evaluation's measures, each with the ends of its interval, by the names of curves."""
     scenarios = plain_name(event.scenarios)
     tasks = f"eval/{scenarios}" if scenarios else "eval"
-    found: dict[str, float | None] = {}
+    metrics: dict[str, float | None] = {}
     for measure in event.measures:
         name = f"{tasks}/{measure.name}"
-        found |= {name: measure.mean, f"{name}_low": measure.low, f"{name}_high": measure.high}
-    return found | {f"{tasks}/failed_runs": float(event.failed), f"{tasks}/run_p50_s": event.run_p50_s}
+        metrics |= {name: measure.mean, f"{name}_low": measure.low, f"{name}_high": measure.high}
+    return metrics | {f"{tasks}/failed_runs": float(event.failed), f"{tasks}/run_p50_s": event.run_p50_s}
