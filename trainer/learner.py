@@ -100,7 +100,9 @@ class Learner:
                 model=model.name, base=model.base, setting=unsupported,
             )  # fmt: skip
         self.prompts = (
-            HintedPrompts(model.base, self.settings.distill) if self.settings.distill.weight else None
+            HintedPrompts(model.base, self.settings.distill, engine.model.longest)
+            if self.settings.distill.weight
+            else None
         )
         self.base_digest = base_digest(model.base, engine.model.peft.get_base_model())
         self.validation = Validation(self.checkpoints.best(), self.settings.best_min_trajectories)
@@ -323,6 +325,7 @@ def _group_metrics(
         "trajectories": float(len(members)),
         "tokens_stale": float(sum(g.stale_tokens for g in batch)),
         "tokens_left_out": float(sum(g.left_out.total() for g in batch)),
+        "hints": float(sum(g.hints for g in batch)),
         "hints_unused": float(sum(g.hints_unused for g in batch)),
         **_run_metrics(members),
     }

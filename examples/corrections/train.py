@@ -3,20 +3,23 @@
     python -m examples.corrections.train --seed 0 --run-dir runs/corrections-0
     python -m examples.corrections.train --seed 0 --run-dir runs/shuffled-0 --shuffled
 
-After each bad move of the agent, the user says which move was right ("play b2"), by the id of the answer. The trainer's
+After each game the user says of its bad moves which move was right ("play b2"), by the id of the answer. The trainer's
 teacher is the policy with these words under the board. The held-out games are played without any words. With
-`--shuffled` each objection is one to another move, of another game: a policy must not learn from those.
+`--shuffled` each objection is one to a move of another game: a policy must not learn from those.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
-from collections import deque
+import time
+from functools import partial
 
 import anyio
+from openai.types.chat import ChatCompletion
 
 from examples.common import running
 from examples.common.curve import as_json
@@ -28,9 +31,9 @@ from journeywork import AsyncJourneywork, Trajectory, evaluation
 
 MODEL = "corrections"
 GAMES = 72
-"""Games in a step."""
+"""Games in a step, all with objections, and games in a round."""
 AHEAD = 2
-"""Games may be played that are trained at most so many steps after the one that the gateway serves."""
+"""Games are played for at most so many steps after the one that the gateway serves."""
 SETTINGS = {
     "judge.group_size": 1,
     "judge.min_size": 1,
@@ -42,72 +45,88 @@ SETTINGS = {
 }
 
 
-class User:
-    """What the user says to the games of a run. `shuffled`: about an earlier move of another game."""
-
-    def __init__(self, *, shuffled: bool) -> None:
-        self._earlier: deque[str] | None = deque() if shuffled else None
-        self.objections = 0
-
-    def says(self, board: str, reply: str) -> str:
-        """Return the objection to a reply, empty if there is none."""
-        said = objection(board, reply)
-        if said and self._earlier is not None:
-            self._earlier.append(said)
-            said = self._earlier.popleft() if len(self._earlier) > GAMES else ""
-        self.objections += bool(said)
-        return said
+Said = tuple[ChatCompletion, str]
+"""An answer of the agent, and the user's words on it."""
 
 
-async def play(client: AsyncJourneywork, run: Trajectory, seed: str, user: User) -> None:
-    """Play one game. The run gets the user's words, and no reward."""
+async def play(run: Trajectory, seed: str) -> list[Said]:
+    """Play one game. Returns what the user has to say of it. The run gets no reward."""
     agent, game = running.agent(run), Game(seed)
     messages: list[dict[str, str]] = []
+    objections = []
     while game.result is None:
         board = game.board
         messages.append({"role": "user", "content": describe(board)})
         answer = await agent.chat.completions.create(
             model=MODEL,
-            messages=messages,
+            messages=messages,  # type: ignore[arg-type]
             max_tokens=MAX_TOKENS,
-            temperature=1.0,  # type: ignore[arg-type]
+            temperature=1.0,
         )
         reply = answer.choices[0].message.content or ""
-        if said := user.says(board, reply):
-            await client.feedback(answer, text=said, key=f"{run.id}-{len(messages)}")
+        if said := objection(board, reply):
+            objections.append((answer, said))
         messages.append({"role": "assistant", "content": reply})
         game.play(reply)
     run.metrics = {"win": float(game.result == "win")}
+    return objections
 
 
-async def train(client: AsyncJourneywork, args: argparse.Namespace, user: User) -> int:
-    """Play games, each once, until the last step is served. Returns the number of games."""
-    openings, played = itertools.count(), 0
+def exchanged(objections: list[list[Said]]) -> list[Said]:
+    """The objections to some games, each on an answer in another game: every answer that had one has one again.
 
-    async def one(limiter: anyio.CapacityLimiter) -> None:
-        nonlocal played
-        async with limiter, client.trajectory(MODEL) as run:
-            await play(client, run, opening_seed("train", next(openings), args.seed), user)
-        played += 1
+    Raises `ValueError` if more than half of them are to one game."""
+    said = list(itertools.chain.from_iterable(objections))
+    shift = max(map(len, objections), default=0)
+    if 2 * shift > len(said):
+        raise ValueError("more than half of the objections are to one game: play more games in a round")
+    return [(said[i][0], said[(i + shift) % len(said)][1]) for i in range(len(said))]
 
-    limiter = anyio.CapacityLimiter(running.CONCURRENCY)
-    begun = 0
-    async with anyio.create_task_group() as tg:
-        while (step := await running.served_step(client, MODEL)) < args.steps:
-            for _ in range(min((step + AHEAD) * GAMES, args.steps * GAMES + GAMES // 2) - begun):
-                tg.start_soon(one, limiter)
-                begun += 1
+
+async def play_round(client: AsyncJourneywork, seeds: list[str], *, shuffled: bool) -> tuple[int, int]:
+    """Play games, say what the user has to say of them, and end the runs. Returns the number of games with objections,
+    and of objections."""
+    objections: list[list[Said]] = [[] for _ in seeds]
+
+    async def one(i: int, run: Trajectory) -> None:
+        objections[i] = await play(run, seeds[i])
+
+    async with contextlib.AsyncExitStack() as open_runs:
+        async with anyio.create_task_group() as tg:
+            for i in range(len(seeds)):
+                tg.start_soon(one, i, await open_runs.enter_async_context(client.trajectory(MODEL)))
+        said = exchanged(objections) if shuffled else list(itertools.chain.from_iterable(objections))
+        async with anyio.create_task_group() as tg:
+            for answer, words in said:
+                tg.start_soon(partial(client.feedback, answer, text=words))
+    return sum(map(bool, objections)), len(said)
+
+
+async def train(client: AsyncJourneywork, args: argparse.Namespace, *, shuffled: bool) -> dict[str, int]:
+    """Play games, each once, until the last step is served. Returns how many games were played and how many had
+    objections: only these train."""
+    counts = {"games": 0, "games_with_objections": 0, "objections": 0}
+    while (step := await running.served_step(client, MODEL)) < args.steps:
+        if counts["games_with_objections"] >= (step + AHEAD) * GAMES:
             await anyio.sleep(running.LOOK_EVERY_S)
-    return played
+            continue
+        first = counts["games"]
+        seeds = [opening_seed("train", number, args.seed) for number in range(first, first + GAMES)]
+        with_objections, objections = await play_round(client, seeds, shuffled=shuffled)
+        counts["games"] += GAMES
+        counts["games_with_objections"] += with_objections
+        counts["objections"] += objections
+    return counts
 
 
 async def main() -> None:
     shuffled = "--shuffled" in sys.argv
     given = [argument for argument in sys.argv[1:] if argument != "--shuffled"]
     args = running.arguments(__doc__, MODEL, steps=40, held_out=2000, argv=given)
-    user = User(shuffled=shuffled)
     async with running.installation(args, SETTINGS) as client:
-        games = await train(client, args, user)
+        began = time.monotonic()
+        counts = await train(client, args, shuffled=shuffled)
+        train_s = round(time.monotonic() - began)
         compared = await evaluation.play(
             client, [f"{MODEL}@0", f"{MODEL}@{args.steps}"], held_out.batches(args.held_out), held_out.play,
             concurrency=held_out.AT_ONCE, progress=False,
@@ -115,8 +134,8 @@ async def main() -> None:
     report = {
         "command": args.command + " --shuffled" * shuffled,
         "seed": args.seed,
-        "games": games,
-        "objections": user.objections,
+        **counts,
+        "train_s": train_s,
         "before": as_json(compared.entrants[0].estimate("win")),
         "after": as_json(compared.entrants[1].estimate("win")),
         "difference": as_json(compared.difference(1, "win")),

@@ -12,7 +12,8 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     """Time between two checks, which the store service makes. It is longer where a check takes more than a twentieth of
     it."""
     steps: Several = 10
-    """Newest steps of a model that `entropy_collapse`, `kl_rise` and `sampler_mismatch` look at."""
+    """Newest steps of a model that `entropy_collapse`, `kl_rise`, `sampler_mismatch` and `hints_unused` look
+    at."""
     groups: Several = 50
     """Newest training groups of a model that `no_variance` and `stale_discards` look at."""
     window_s: Positive = 3600.0
@@ -32,6 +33,8 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     scored."""
     no_variance_share: Share = 0.9
     """`no_variance`: share of the newest groups whose rewards are equal."""
+    hints_unused_share: Share = 0.2
+    """`hints_unused`: share of the newest steps' hints that no prompt can be made of."""
     starved_share: Share = 0.5
     """`starvation`: share of the longest quarter of the runs that is not trained."""
     stale_share: Share = 0.2

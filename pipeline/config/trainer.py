@@ -134,7 +134,10 @@ class DistillConfig(Section, frozen=True, kw_only=True):
     hint_template: str = "\n\n[user's hint / instruction]\n{hint}"
     """What is appended to the call's last user message for a hint in words."""
     correction_template: str = "\n\nCorrect solution:\n\n{hint}\n\nCorrectly solve the original question."
-    """The same for a corrected answer."""
+    """The same for a corrected answer, and for the group's best run."""
+    best_run_reward: Weight | None = None
+    """The group's best run stands in the teacher's prompt of its worse runs, if its reward is at least this. `None`:
+    never."""
 
 
 class OptimizerConfig(Section, frozen=True, kw_only=True):

@@ -178,6 +178,18 @@ GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
         "groups per step (`trainer.groups_per_step`), or raise `trainer.max_staleness`.",
     ),
     Alarm(
+        "hints_unused",
+        "Hints not used",
+        "Many hints teach nothing, because no prompt for the teacher can be made of them.",
+        "alarms.hints_unused_share",
+        f"""{_NUMBERED_STEPS}
+SELECT project, model, '' AS about, sum(metrics['hints_unused']) / sum(metrics['hints']) AS value,
+  format('no prompt could be made of {{:.0f}}% of the hints of the newest steps', 100 * value) AS detail
+FROM steps WHERE from_last <= $steps AND metrics['hints'] > 0 GROUP BY ALL HAVING value > $threshold""",
+        "The trainer's log has the reason of each: `hint not used`. A hint needs a chat call of the run, with content "
+        "that is text, and a prompt that the trainer's model takes with it.",
+    ),
+    Alarm(
         "starvation",
         "Starvation",
         "Many long runs are discarded, so the policy is trained on short runs only.",

@@ -77,6 +77,8 @@ class TrainingGroup:
     """Sequences of the members that train; `None` until the exchanges are read (`trainer.batches.histories`)."""
     hinted: dict[str, dict[int, npt.NDArray[np.int32]]] = field(default_factory=dict)
     """Prompts of the teacher, by trajectory and call (`trainer.distillation.prompts`)."""
+    hints: int = 0
+    """Number of hints on calls, with the group's best run for each call that it is shown to."""
     hints_unused: int = 0
     """Number of hints that no prompt could be made of."""
     left_out: Counter[str] = field(default_factory=Counter)
@@ -107,28 +109,38 @@ class TrainingGroup:
         members, bound = self.members, self.staleness_bound(config)
         if self.event.members and all(m.split == "val" for m in self.event.members):
             return Refusal("validation", "every member is a validation run")
-        supervised = config.loss.type == "sft"
-        taught = config.distill.weight > 0 and not supervised and any(m.hints for m in members)
-        compared = config.loss.baseline == "group" and not supervised and not taught
+        compared = self._compared(config) and not (
+            config.distill.weight > 0 and any(m.hints for m in members)
+        )
         if len(members) < 1 + compared:
             return Refusal(
                 "too_small",
                 f"{len(members)} scored member(s) in the training split; at least {1 + compared} are needed",
             )
-        rewards = [m.reward for m in members]
-        alike = all(m.call_rewards == members[0].call_rewards for m in members)
-        if compared and alike and max(rewards) - min(rewards) <= REWARD_TOLERANCE:
-            return Refusal("no_variance", f"all {len(members)} rewards are {rewards[0]:.6g}")
+        if compared and self._alike():
+            return Refusal("no_variance", f"all {len(members)} rewards are {members[0].reward:.6g}")
         newest = max(m.last_step for m in members)
         if step - newest > bound:
             why = f"newest token is from step {newest}, the policy is at {step}, the bound is {bound}"
             return Refusal("stale", why + (f"; {self.late_refused}" if self.late_refused else ""))
         return None
 
+    @staticmethod
+    def _compared(config: TrainerConfig) -> bool:
+        """Whether rewards are compared within the group."""
+        return config.loss.baseline == "group" and config.loss.type != "sft"
+
+    def _alike(self) -> bool:
+        """Whether the members' rewards are equal; those of a single member are."""
+        members, rewards = self.members, [m.reward for m in self.members]
+        alike = all(m.call_rewards == members[0].call_rewards for m in members)
+        return alike and max(rewards) - min(rewards) <= REWARD_TOLERANCE
+
     def bound_staleness(self, step: int, config: TrainerConfig) -> Refusal | None:
         """Make the tokens that are too old at `step` context, and drop the sequences that have no other token to train.
 
-        Returns the reason where no token is left. Requires `sequences`."""
+        Returns the reason where no token is left, or where rewards are equal and no hint can be used. Requires
+        `sequences`."""
         assert self.sequences is not None
         bound = self.staleness_bound(config)
         trained: list[TokenSequence] = []
@@ -141,7 +153,16 @@ class TrainingGroup:
                 trained.append(sequence)
         self.sequences = trained
         if trained:
-            return None
+            hinted = self._compared(config) and any(m.hints for m in self.members)
+            taught = hinted and any(lessons_of(s, self.hinted.get(s.trajectory, {})) for s in trained)
+            if not hinted or taught or not self._alike():
+                return None
+            return Refusal(
+                "no_variance",
+                f"all {len(self.members)} rewards are {self.members[0].reward:.6g} and no hint can be used: of "
+                f"{self.hints}, no prompt could be made of {self.hints_unused} (the trainer's log says why), and the "
+                "others are on calls that are not trained",
+            )
         if self.stale_tokens:
             return Refusal(
                 "stale", f"all {self.stale_tokens} tokens are more than {bound} steps old at step {step}"

@@ -15,9 +15,11 @@ from pipeline.sampling import Defaults
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Refusal, TrainingGroup
 from trainer.batches.sequences import build
-from trainer.distillation.prompts import HintedPrompts, HintUnusableError
+from trainer.distillation.prompts import HintedPrompts, HintUnusableError, best_run, is_better, transcript
 
 log = get_logger("trainer.batches.histories")
+
+Run = tuple[Member, list[ExchangeRecorded]]
 
 _CONCURRENT_READS = 16
 """Trajectories whose exchanges are read at the same time."""
@@ -53,12 +55,13 @@ class Histories:
         read."""
         sequences = []
         group.left_out.clear()
-        group.hints_unused = 0
-        for member in group.members:
-            try:
-                exchanges = await self._exchanges(group.event.project, member)
-            except HistoryGoneError as error:
-                return Refusal("history_gone", str(error))
+        group.hinted.clear()
+        group.hints = group.hints_unused = 0
+        try:
+            runs = [(member, await self._exchanges(group.event.project, member)) for member in group.members]
+        except HistoryGoneError as error:
+            return Refusal("history_gone", str(error))
+        for member, exchanges in runs:
             group.duration_s = max(group.duration_s, _duration_s(exchanges))
             sequences += build(
                 member.trajectory,
@@ -67,29 +70,39 @@ class Histories:
                 mask_truncated=self._mask_truncated,
                 left_out=group.left_out,
             )
-            self._render_hints(group, member, exchanges)
+        if self._prompts is not None:
+            self._render_hints(group, self._prompts, runs)
         group.sequences = sequences
         return None
 
-    def _render_hints(
-        self, group: TrainingGroup, member: Member, exchanges: Sequence[ExchangeRecorded]
-    ) -> None:
-        """Set the teacher's prompts of a member's calls with hints, and count the hints that none can be made of."""
-        if self._prompts is None or not member.hints or not exchanges:
-            return
-        by_call = {e.seq: e for e in exchanges}
-        hints: dict[int, list[Hint]] = {}
-        for hint in member.hints:
-            hints.setdefault(min(by_call) if hint.call < 0 else hint.call, []).append(hint)
-        prompts = group.hinted[member.trajectory] = {}
-        for call, given in hints.items():
-            try:
-                if call not in by_call:
-                    raise HintUnusableError(f"the run has no call {call}")
-                prompts[call] = self._prompts.render(by_call[call], self._prompts.text_of(given))
-            except HintUnusableError as error:
-                group.hints_unused += len(given)
-                log.warning("hint not used", trajectory=member.trajectory, call=call, reason=str(error)[:500])
+    def _render_hints(self, group: TrainingGroup, prompts: HintedPrompts, runs: Sequence[Run]) -> None:
+        """Set the teacher's prompts of calls with hints, and of all calls of runs that the group's best run is
+        shown to. Counts the hints, and those that no prompt can be made of."""
+        best = best_run(group.members, prompts.config.best_run_reward)
+        shown: Sequence[ExchangeRecorded] = next(
+            (exchanges for member, exchanges in runs if member is best), ()
+        )
+        for member, exchanges in runs:
+            calls = {e.seq: e for e in exchanges}
+            example = bool(shown) and best is not None and is_better(best, member)
+            hints: dict[int, list[Hint]] = {}
+            for hint in member.hints if calls else ():
+                hints.setdefault(min(calls) if hint.call < 0 else hint.call, []).append(hint)
+            for call in sorted(hints.keys() | (calls.keys() if example else ())):
+                given = hints.get(call, [])
+                group.hints += len(given) + example
+                try:
+                    if call not in calls:
+                        raise HintUnusableError(f"the run has no call {call}")
+                    if example:
+                        given = [Hint(call=call, text=transcript(shown), kind="correction"), *given]
+                    prompt = prompts.render(calls[call], prompts.text_of(given))
+                    group.hinted.setdefault(member.trajectory, {})[call] = prompt
+                except HintUnusableError as error:
+                    group.hints_unused += len(hints.get(call, [])) + example
+                    log.warning(
+                        "hint not used", trajectory=member.trajectory, call=call, reason=str(error)[:500]
+                    )
 
     async def _exchanges(self, project: str, member: Member) -> list[ExchangeRecorded]:
         """The exchanges of a member. Raises `HistoryGoneError` where fewer can be read than the member had: the log

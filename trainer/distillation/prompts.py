@@ -1,8 +1,8 @@
 """A call's prompt with a hint in it, as the teacher reads it.
 
-The hint stands at the end of the call's last user message, where OpenClaw-RL (arXiv 2603.10165) and SDPO (arXiv
-2601.20802) put it. The messages are those that the agent sent (`rollout.exchange`), rendered by the model's own chat
-template with the request's tools and template arguments.
+A hint is what a user or a judge said of a call, or the group's best run. It stands at the end of the call's last user
+message, where OpenClaw-RL (arXiv 2603.10165) and SDPO (arXiv 2601.20802) put it. The messages are those that the agent
+sent (`rollout.exchange`), rendered by the model's own chat template with the request's tools and template arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy.typing as npt
 from transformers import AutoTokenizer
 
 from pipeline.config import DistillConfig
-from pipeline.events import ExchangeRecorded, Hint
+from pipeline.events import ExchangeRecorded, Hint, Member, unpack_ids
+from pipeline.events.types import REWARD_TOLERANCE
 
 Message = dict[str, Any]
 
@@ -26,27 +27,52 @@ class HintUnusableError(ValueError):
     """A hint can't be put into a call's prompt; the message says why."""
 
 
-class HintedPrompts:
-    """Renders prompts for the base model in the folder or of the hub name `base`."""
+def best_run(members: Sequence[Member], least: float | None) -> Member | None:
+    """The member with the highest reward, the first of several; `None` if that is below `least`, or `least` is
+    `None`."""
+    best = max(members, key=lambda member: member.reward, default=None)
+    return None if best is None or least is None or best.reward < least else best
 
-    def __init__(self, base: str, config: DistillConfig) -> None:
+
+def is_better(run: Member, other: Member) -> bool:
+    return run.reward > other.reward + REWARD_TOLERANCE
+
+
+def transcript(exchanges: Sequence[ExchangeRecorded]) -> str:
+    """A run as text: its reply if it made one call, else what followed the messages of its first call, each message
+    under its role. Where a later call does not go on from the first, only the last reply is known to belong to it.
+
+    Raises `HintUnusableError` for calls that are no chat."""
+    first, last = _messages(exchanges[0]), _messages(exchanges[-1])
+    try:
+        reply = msgspec.json.decode(exchanges[-1].response)["choices"][0]["message"]
+    except (msgspec.DecodeError, LookupError, TypeError) as error:
+        raise HintUnusableError("the group's best run has no chat reply to show") from error
+    followed = last[len(first) :] if last[: len(first)] == first else []
+    parts = [(m["role"], _as_text(m)) for m in [*followed, _as_template_reads(reply)]]
+    return parts[0][1] if len(parts) == 1 else "\n\n".join(f"{role}: {text}" for role, text in parts)
+
+
+class HintedPrompts:
+    """Renders prompts for the base model in the folder or of the hub name `base`. `longest`: tokens that the trainer's
+    model takes; `None`: any number."""
+
+    def __init__(self, base: str, config: DistillConfig, longest: int | None = None) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(base)
-        self._config = config
+        self.config, self._longest = config, longest
 
     def text_of(self, hints: Sequence[Hint]) -> str:
         """What is appended to the user's message for these hints."""
-        templates = {"text": self._config.hint_template, "correction": self._config.correction_template}
+        templates = {"text": self.config.hint_template, "correction": self.config.correction_template}
         return "".join(templates[hint.kind].replace("{hint}", hint.text) for hint in hints)
 
     def render(self, exchange: ExchangeRecorded, text: str) -> npt.NDArray[np.int32]:
         """The token ids of the call's prompt with `text` at the end of its last user message.
 
-        Raises `HintUnusableError` for a call without messages, and for messages that the template refuses."""
+        Raises `HintUnusableError` for a call without messages, for messages that the template refuses, and for a prompt
+        that is too long for the model."""
         body = msgspec.json.decode(exchange.request)
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise HintUnusableError("the call sent no messages: a hint needs a chat to stand in")
-        messages = [_as_template_reads(message) for message in messages]
+        messages = _messages(exchange)
         asked = next((m for m in reversed(messages) if m["role"] == "user"), None)
         if asked is None:
             messages.append({"role": "user", "content": text.lstrip()})
@@ -62,7 +88,26 @@ class HintedPrompts:
             raise HintUnusableError(
                 f"the model's chat template refuses the call's messages: {error}"
             ) from error
-        return np.array(self._tokenizer(prompt, add_special_tokens=False).input_ids, np.int32)
+        ids = np.array(self._tokenizer(prompt, add_special_tokens=False).input_ids, np.int32)
+        tokens = len(ids) + len(unpack_ids(exchange.sampled_ids))
+        if self._longest is not None and tokens > self._longest:
+            raise HintUnusableError(
+                f"the teacher's prompt and the reply are {tokens} tokens, the trainer's model takes {self._longest}"
+            )
+        return ids
+
+
+def _messages(exchange: ExchangeRecorded) -> list[Message]:
+    messages = msgspec.json.decode(exchange.request).get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise HintUnusableError("the call sent no messages: a hint needs a chat to stand in")
+    return [_as_template_reads(message) for message in messages]
+
+
+def _as_text(message: Message) -> str:
+    """The content of a message, with its tool calls as JSON."""
+    calls = [msgspec.json.encode(call["function"]).decode() for call in message.get("tool_calls") or ()]
+    return "\n".join([*([message["content"]] if message.get("content") else []), *calls])
 
 
 def _as_template_reads(message: Message) -> Message:

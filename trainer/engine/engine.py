@@ -209,13 +209,9 @@ class Engine:
         )
 
     def _taught(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> list[Example]:
-        """Return the examples with what the teacher says of their lessons. Lessons that the model cuts off, and those
-        that do not fit into memory, are left out."""
-        longest = self.model.longest or sys.maxsize
-        lessons = [
-            (i, lesson) for i, e in enumerate(examples) for lesson in e.lessons
-            if len(lesson.sequence.ids) <= longest
-        ]  # fmt: skip
+        """Return the examples with what the teacher says of their lessons. Lessons that do not fit into memory are left
+        out."""
+        lessons = [(i, lesson) for i, e in enumerate(examples) for lesson in e.lessons]
         if not lessons or not self.config.distill.weight or self.config.loss.type == "sft":
             return list(examples)
         average = state.average if self.config.distill.teacher == "average" else None

@@ -140,6 +140,10 @@ def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
         ),
         "nothing_trains": (unrewarded(3), unrewarded(3) + groups(0, 1)),
         "no_variance": (groups(GROUPS, 0), groups(GROUPS - 1, 1)),
+        "hints_unused": (
+            [checkpoint(i, metrics={"hints": 10.0, "hints_unused": n}) for i, n in ((1, 0.0), (2, 5.0))],
+            [checkpoint(i, metrics={"hints": 10.0, "hints_unused": n}) for i, n in ((1, 0.0), (2, 4.0))],
+        ),
         "starvation": (runs(5), runs(4)),
         "stale_discards": (groups(0, GROUPS) + stale(2), groups(0, GROUPS) + stale(1)),
         "dead_letters": (letters(1), letters(1, ago_us=7_200_000_000)),

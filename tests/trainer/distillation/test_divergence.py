@@ -54,6 +54,20 @@ def test_over_one_support_it_is_sdpos_loss_and_gradient(k: int) -> None:
     torch.testing.assert_close(*gradients, atol=1e-6, rtol=0)
 
 
+def test_the_sampled_tokens_advantage_has_the_gradient_of_sdpos_loss() -> None:
+    """A policy gradient whose advantage is log teacher - log policy (`sampled`)."""
+    policy, teacher = logits(3)
+    ids = torch.randint(12, (7,))
+    theirs = loss_utils.compute_sampled_token_self_distillation_loss(
+        policy, teacher, ids, distillation_alpha=1.0
+    )
+    mine, its = (x.log_softmax(-1).gather(-1, ids[:, None])[:, 0] for x in (policy, teacher))
+    ours = -(its - mine).detach() * mine
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    gradients = [torch.autograd.grad(x.sum(), policy, retain_graph=True)[0] for x in (ours, theirs)]
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=0)
+
+
 def test_over_the_vocabulary_it_is_sdpos_and_gkds_loss() -> None:
     policy, teacher = logits(5)
     ours = reverse_kl(*tops(policy, teacher, 12, teacher), tail=False)

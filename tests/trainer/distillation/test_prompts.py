@@ -15,7 +15,7 @@ from pipeline.events import Hint
 from tests.trainer.kit import exchange
 from trainer.batches.sequences import build
 from trainer.distillation.lessons import lessons_of
-from trainer.distillation.prompts import HintedPrompts, HintUnusableError
+from trainer.distillation.prompts import HintedPrompts, HintUnusableError, transcript
 
 TEXT = {"type": "text", "text": "No"}
 USER = {"role": "user", "content": "What?"}
@@ -76,6 +76,39 @@ def test_a_call_that_can_t_be_rendered_says_why(
 ) -> None:
     with pytest.raises(HintUnusableError, match=reason):
         rendered(prompts, "b2", **body)
+
+
+def test_a_prompt_that_is_too_long_for_the_model_is_refused(prompts: HintedPrompts) -> None:
+    call = exchange("t", 0, [5], [6, 7], request=msgspec.json.encode({"messages": [USER]}))
+    fits = len(prompts.render(call, "b2")) + 2
+    short = HintedPrompts(prompts._tokenizer.name_or_path, prompts.config, fits)
+    short.render(call, "b2")
+    with pytest.raises(HintUnusableError, match=f"are {fits + 1} tokens, the trainer's model takes {fits}"):
+        short.render(call, "b2.")
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+ASKS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "2", "tool_call_id": "1"}
+WHOLE = 'assistant: {"name":"add","arguments":{"a":1}}\n\ntool: 2\n\nassistant: Done'
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([[USER]], "Done"),
+        ([[USER], [USER, ASKS, RESULT]], WHOLE),
+        ([[USER], [RESULT]], "Done"),
+    ],
+)  # fmt: skip
+def test_a_run_is_shown_as_what_followed_its_first_prompt(
+    calls: list[list[dict[str, Any]]], expected: str
+) -> None:
+    response = msgspec.json.encode({"choices": [{"message": {"role": "assistant", "content": "Done"}}]})
+    assert expected == transcript([
+        exchange("t", seq, [5], [6], request=msgspec.json.encode({"messages": messages}), response=response)
+        for seq, messages in enumerate(calls)
+    ])  # fmt: skip
 
 
 def test_a_lesson_is_the_teachers_prompt_and_the_trained_tokens_of_the_call() -> None:

@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-import msgspec
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from pipeline.config import NatsConfig
-from pipeline.events import Hint, Member
+from pipeline.events import Hint
 from pipeline.log.broker import Broker
 from tests.trainer import kit
-from tests.trainer.kit import VOCAB, all_acked, discards, running, steps_reach, until
+from tests.trainer.distillation import kit as hinted
+from tests.trainer.distillation.kit import publish
+from tests.trainer.kit import all_acked, discards, running, steps_reach, until
 
 pytestmark = pytest.mark.anyio
-
-REQUEST = msgspec.json.encode({"messages": [{"role": "user", "content": "5 6"}]})
 
 
 @pytest.fixture
 def chat_base(tiny_base: str, tmp_path: Path) -> str:
-    """The tiny model with a tokenizer of its ids as words."""
-    folder = tmp_path / "base"
-    shutil.copytree(tiny_base, folder)
-    tokenizer = Tokenizer(WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template).save_pretrained(folder)
-    return str(folder)
-
-
-async def publish(broker: Broker, name: str, hints: tuple[Hint, ...], step: int = 0) -> None:
-    """A group of one run of two calls, which has hints and no reward."""
-    member = Member(
-        trajectory=f"{name}-0", reward=0.0, exchanges=2, first_step=step, last_step=step, hints=hints
-    )
-    for event in kit.turns(member.trajectory, 3, step=step):
-        await broker.publish(msgspec.structs.replace(event, request=REQUEST))
-    await broker.publish(kit.group(name, [], members=(member,)))
+    return hinted.chat_base(tiny_base, tmp_path / "base")
 
 
 async def test_single_runs_with_hints_and_no_reward_become_a_checkpoint(
@@ -56,7 +33,7 @@ async def test_single_runs_with_hints_and_no_reward_become_a_checkpoint(
            "distill.hint_template": " {hint}"},
     )  # fmt: skip
     async with Broker.connect(nats_config) as broker, running(config):
-        await publish(broker, "none", ())
+        await publish(broker, "none")
         await publish(broker, "hinted", (Hint(call=-1, text="9"), Hint(call=7, text="9")))
         (event,) = await steps_reach(broker, 1)
         assert event.groups == ("hinted",)
@@ -74,3 +51,41 @@ async def test_single_runs_with_hints_and_no_reward_become_a_checkpoint(
             ("none", "too_small"),
             ("old", "stale"),
         }
+
+
+@pytest.mark.parametrize("rewards", [(0.0,), (0.5, 0.5)])
+async def test_equal_rewards_and_hints_that_can_t_be_used_take_no_place_in_a_step(
+    nats_config: NatsConfig, chat_base: str, tmp_path: Path, rewards: tuple[float, ...]
+) -> None:
+    config = kit.settings(
+        chat_base, tmp_path, nats_config, groups_per_step=1, **{"distill.weight": 1.0}
+    )  # fmt: skip
+    async with Broker.connect(nats_config) as broker, running(config):
+        await publish(broker, "unusable", (Hint(call=7, text="9"),), rewards=rewards)
+        await publish(broker, "hinted", (Hint(call=0, text="9"),))
+        (event,) = await steps_reach(broker, 1)
+        assert event.groups == ("hinted",)
+        await all_acked(broker)
+        (discard,) = await discards(broker)
+        assert (discard.group, discard.reason) == ("unusable", "no_variance")
+        count = len(rewards)
+        assert f"of {count}, no prompt could be made of {count}" in discard.detail
+
+
+async def test_the_groups_best_run_teaches_its_worse_runs(
+    nats_config: NatsConfig, chat_base: str, tmp_path: Path
+) -> None:
+    """All calls of the worse run. Where no run is better, or the best is not good enough, nothing is taught."""
+    config = kit.settings(
+        chat_base, tmp_path, nats_config, groups_per_step=1, **{"distill.weight": 1.0, "distill.best_run_reward": 0.5}
+    )  # fmt: skip
+    async with Broker.connect(nats_config) as broker, running(config):
+        await publish(broker, "equal", rewards=(0.5, 0.5))
+        await publish(broker, "good", rewards=(0.0, 0.7, 0.7))
+        await publish(broker, "bad", rewards=(0.0, 0.4))
+        good, bad = await steps_reach(broker, 2)
+        assert (good.groups, good.metrics["tokens_taught"], good.metrics["hints"]) == (("good",), 6, 2)
+        assert (bad.groups, bad.metrics["hints"]) == (("bad",), 0)
+        assert "tokens_taught" not in bad.metrics
+        await all_acked(broker)
+        assert [d.reason for d in await discards(broker)] == ["no_variance"]
