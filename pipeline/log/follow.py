@@ -8,6 +8,7 @@ from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
+import anyio
 import nats.errors
 from nats.js import api
 
@@ -31,6 +32,8 @@ E = TypeVar("E", bound=Event)
 _PAGE = 100
 _LONG_POLL_S = 2.0
 _IDLE_S = 60.0
+_CATCH_UP_S = 2.0
+"""Time that a server which has just become a stream's leader gets to apply what the cluster has committed."""
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
@@ -134,17 +137,21 @@ async def _place_of(reader: StreamReader, stream: str, seq: int) -> Place:
 
 
 async def _check_end(reader: StreamReader, stream: str, last: Place) -> None:
-    """Raise `LogShrankError` if the log lost the message that the reader read last. Retention removes messages, too,
-    but the sequences after them stay in use."""
+    """Raise `LogShrankError` if the log lost the message that the reader read last."""
+    for pause_s in (0.0, _CATCH_UP_S):
+        await anyio.sleep(pause_s)
+        if await _has_reached(reader, stream, last):
+            return
+    raise LogShrankError(f"the log lost its end: {stream} no longer holds message {last.seq}. Start again")
+
+
+async def _has_reached(reader: StreamReader, stream: str, last: Place) -> bool:
+    """Return whether the leader holds the message at `last`, or later ones: retention removes messages, but their
+    sequences stay in use."""
     message = await reader.leader_get(stream, {"seq": last.seq}) if last.seq else None
     if message is not None:
-        lost = not last.matches(message.place)
-    else:
-        lost = int((await reader.stream_info(stream)).state.last_seq) < last.seq
-    if lost:
-        raise LogShrankError(
-            f"the log lost its end: {stream} no longer holds message {last.seq}. Start again"
-        )
+        return last.matches(message.place)
+    return int((await reader.stream_info(stream)).state.last_seq) >= last.seq
 
 
 def _stored(message: Pulled) -> StoredMessage:
