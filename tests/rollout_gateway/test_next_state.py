@@ -9,12 +9,14 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 import pytest
+from anthropic import Anthropic
 
 from pipeline.config import JudgeConfig, NatsConfig, RewardConfig
 from pipeline.events import GroupScored
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
 from tests.judge.kit import groups, judging
+from tests.kits.clients import closed_after_test
 from tests.kits.scoring_server import ScoringServer
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.trainer import kit
@@ -26,18 +28,29 @@ pytestmark = [pytest.mark.anyio, pytest.mark.inference, pytest.mark.timeout(300)
 CHATS = {
     ("a1=x", "thanks", "no, you should have played b2 there", "thanks"): (1.0, -1.0, 1.0, 0.0),
     ("b2=o", "no, wrong", "thanks", "a2=x"): (-1.0, 1.0, 0.0, 0.0),
+    ("c3=x", "thanks", "no, wrong", "no, wrong"): (1.0, -1.0, -1.0, 0.0),
 }
 """What the user of each chat says, and what each of its calls is worth by what the user says next."""
 DISCOUNT = 0.5
 
 
-def talk(gateway: GatewayProcess, said: tuple[str, ...]) -> None:
-    """A chat as any client has it: the whole conversation with each call, and no word about runs or rewards."""
-    client, messages = gateway.client(), list[Any]()
+def talk(gateway: GatewayProcess, said: tuple[str, ...], api: str) -> None:
+    """A chat by one of three APIs: the whole conversation with each call, and no word about runs or rewards."""
+    messages = list[Any]()
+    ask: Any = {"model": "tictactoe", "messages": messages, "max_tokens": 4}
+    openai, claude = gateway.client(), closed_after_test(Anthropic(base_url=gateway.url, api_key="none"))
     for text in said:
         messages.append({"role": "user", "content": text})
-        reply = client.chat.completions.create(model="tictactoe", messages=messages, max_tokens=4)
-        messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
+        match api:
+            case "chat":
+                reply: Any = openai.chat.completions.create(**ask).choices[0].message.content
+            case "responses":
+                reply = openai.responses.create(
+                    model="tictactoe", input=messages, max_output_tokens=4
+                ).output_text
+            case "messages":
+                reply = claude.messages.create(**ask).content
+        messages.append({"role": "assistant", "content": reply or ""})
 
 
 def returns(rewards: tuple[float, ...]) -> list[float]:
@@ -60,7 +73,7 @@ async def test_a_chat_client_that_reports_nothing_is_trained_by_what_its_users_s
     gateway = start_gateway(**detection)
     config = kit.settings(
         str(VllmServer.base), tmp_path / "trainer", nats_config,
-        **{"groups_per_step": 2, "loss.baseline": "batch", "loss.advantage_scaling": "none",
+        **{"groups_per_step": len(CHATS), "loss.baseline": "batch", "loss.advantage_scaling": "none",
            "loss.turn_discount": DISCOUNT},
     )  # fmt: skip
     models = (msgspec.structs.replace(config.models[0], name="tictactoe"),)
@@ -69,9 +82,9 @@ async def test_a_chat_client_that_reports_nothing_is_trained_by_what_its_users_s
         judge = JudgeConfig(min_size=1, model="openai/scorer", api_base=model.url, rewards=rewards)
         config = msgspec.structs.replace(config, project=PROJECT, models=models, judge=judge)
         async with judging(broker, config):
-            for said in CHATS:
-                await anyio.to_thread.run_sync(talk, gateway, said)
-            scored: list[GroupScored] = await groups(broker, 2)
+            for said, api in zip(CHATS, ("chat", "responses", "messages"), strict=True):
+                await anyio.to_thread.run_sync(talk, gateway, said, api)
+            scored: list[GroupScored] = await groups(broker, len(CHATS))
         async with kit.running(config):
             (step,) = await kit.steps_reach(broker, 1)
     worth = {g.members[0].trajectory: g.members[0] for g in scored}
