@@ -15,10 +15,6 @@ class UnsupportedError(ARTError):
     """The program uses a feature of ART that Journeywork does not have. The message says what to do instead."""
 
 
-class UnsupportedImportError(UnsupportedError, ImportError):
-    """The program imports a name of ART that Journeywork does not have."""
-
-
 UnsupportedBaseModelDeploymentError = UnsupportedLoRADeploymentProviderError = UnsupportedError
 LoRADeploymentTimedOutError = ForbiddenBucketCreationError = UnsupportedError
 """Nothing is deployed to a provider or copied to a bucket of its own, so these are never raised by themselves."""

@@ -1,13 +1,15 @@
-"""Names of ART that Journeywork does not provide. Importing one raises an error that says what to do instead."""
+"""Names of ART that Journeywork does not provide. They can be imported; their use raises an error that says what to do
+instead, so a program that imports what it does not reach runs."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Never
+from typing import Any, Never
 
-from journeywork.art.errors import UnsupportedError, UnsupportedImportError
+from journeywork.art.errors import UnsupportedError
 
 PACKAGE = "journeywork.art"
 _INTERNAL = "it is a part of ART's own trainer and server; here the installation trains and serves, as its settings say"
@@ -22,7 +24,7 @@ _RETENTION = (
 )
 _TUNING = "use train_sft_from_file of journeywork.art.utils.sft, which reads the file itself"
 REFUSED: dict[str, str] = {
-    "api_costs": _COSTS,
+    "api_costs": "use track_api_cost, which reads the answers' usage and litellm's prices",
     "auto_trajectory.AutoTrajectoryContext": _CAPTURE,
     "auto_trajectory.auto_trajectory_context_var": _CAPTURE,
     "auto_trajectory.parse_sse_to_chat_completion": "use consume_chat_completion_stream of journeywork.art.openai",
@@ -55,7 +57,6 @@ REFUSED: dict[str, str] = {
     "metrics.is_cumulative_metric_key": _COSTS,
     "metrics.to_cumulative_metric_key": _COSTS,
     "metrics_taxonomy": _COSTS,
-    "mcp.generate_scenarios.preview_scenarios": "use GeneratedScenarioCollection.preview",
     "model.METRIC_SECTIONS": _COSTS,
     "model.METRIC_SPLITS": _COSTS,
     "openai.init_chat_completion": "use consume_chat_completion_stream",
@@ -90,7 +91,6 @@ REFUSED: dict[str, str] = {
     "utils.get_repo_root_path": "use pathlib.Path of your repository",
     "utils.group_aggregate": "use polars or `journeywork sql`",
     "utils.lifecycle": _INTERNAL,
-    "utils.logging": "use Python's module logging; ours is the logger journeywork.art",
     "utils.managed_process": _INTERNAL,
     "utils.model_config": _INTERNAL,
     "utils.network": "bind a socket to port 0",
@@ -133,19 +133,41 @@ def sentence_for(name: str) -> str | None:
     return None
 
 
-def _refuse(full_name: str) -> None:
+class _Refusal(type):
+    """The type of names that are refused: classes, so they can be in annotations, `except` clauses and bases."""
+
+    said: str
+    """The message of the error."""
+
+    def refuse(cls, *_: object, **__: object) -> Never:
+        """Raise `UnsupportedError` with the sentence."""
+        raise UnsupportedError(cls.said)
+
+    __call__ = __contains__ = __getitem__ = __iter__ = __len__ = refuse
+
+    def __getattr__(cls, name: str) -> Never:
+        if name.startswith("_"):
+            raise AttributeError(f"{cls.__name__!r} has no attribute {name!r}")
+        cls.refuse()
+
+
+def _refusal(full_name: str) -> _Refusal | None:
+    """Return the stand-in of a name that is refused; `None` for others."""
     name = full_name.removeprefix(f"{PACKAGE}.")
-    if (sentence := sentence_for(name)) is not None:
-        raise UnsupportedImportError(f"art.{name} is not in Journeywork: {sentence} (docs/art.md)")
+    if (sentence := sentence_for(name)) is None:
+        return None
+    said = f"art.{name} is not in Journeywork: {sentence} (docs/art.md)"
+    return _Refusal(name.rpartition(".")[2], (UnsupportedError,), {"said": said})
 
 
-def refusing(module: str) -> Callable[[str], Never]:
-    """Return a module's `__getattr__`, which raises `UnsupportedImportError` for names that are refused."""
+def refusing(module: str) -> Callable[[str], Any]:
+    """Return a module's `__getattr__`, which returns stand-ins for names that are refused."""
 
-    def missing(name: str) -> Never:
-        if not name.startswith("_"):
-            _refuse(f"{module}.{name}")
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    def missing(name: str) -> _Refusal:
+        found = None if name.startswith("_") else _refusal(f"{module}.{name}")
+        if found is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return found
 
     return missing
 
@@ -158,15 +180,36 @@ def refuse_method(owner: object, name: str) -> Never:
     raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")
 
 
+class _RefusedModule(ModuleType):
+    """A module of ART, or a name that a package of ART has beside its modules, that is refused as a whole."""
+
+    def __getattr__(self, name: str) -> Any:
+        return refusing(self.__name__)(name)
+
+    def __call__(self, *_: object, **__: object) -> Never:
+        _Refusal.refuse(_refusal(self.__name__))  # type: ignore[arg-type]  # the finder made it
+
+    __getitem__ = __iter__ = __call__
+
+
 class RefusedModules:
-    """The last finder of modules: raises `UnsupportedImportError` for modules that are refused."""
+    """The last finder of modules: finds those that are refused."""
+
+    @classmethod
+    def find_spec(
+        cls, full_name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not full_name.startswith(f"{PACKAGE}.") or _refusal(full_name) is None:
+            return None
+        return ModuleSpec(full_name, cls, is_package=True)  # type: ignore[arg-type]  # as importlib's own finders
 
     @staticmethod
-    def find_spec(
-        full_name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> None:
-        if full_name.startswith(f"{PACKAGE}."):
-            _refuse(full_name)
+    def create_module(spec: ModuleSpec) -> ModuleType:
+        return _RefusedModule(spec.name)
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        """Nothing is executed."""
 
 
 sys.meta_path.append(RefusedModules)

@@ -13,10 +13,8 @@ from journeywork.art.mcp.types import (
     MCPResource,
     MCPTool,
 )
-from journeywork.art.refused import refusing
 from journeywork.scenarios import Writer, write_scenarios
 
-__getattr__ = refusing(__name__)
 _DESCRIPTION = """\
 It has the tools and resources of a server.
 
@@ -30,6 +28,11 @@ Resources:
 - Cover different tools and combinations: difficulty 1 takes one call, 5 takes many and an analysis.
 - Say in every task that the agent is to end with a summary of what it found.
 {more}"""
+
+
+def preview_scenarios(scenarios: Sequence[Mapping[str, Any]], n: int = 5) -> None:
+    """Log the first `n` of these scenarios. Raises `KeyError` for one without `task` or `difficulty`."""
+    GeneratedScenarioCollection.from_dicts(scenarios[:n]).preview(n)
 
 
 async def generate_scenarios(

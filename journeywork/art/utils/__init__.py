@@ -9,7 +9,7 @@
 | `format_message` | a message as text |
 | `log_http_errors` | logs the body of a refused request |
 | `get_model_step` | the newest step of a model in a folder |
-| `strip_logprobs`, `output_dirs` | smaller logs; where a model's files are |
+| `strip_logprobs`, `output_dirs`, `logging` | smaller logs; where a model's files are; lines on the terminal |
 | `litellm` | choices of litellm as those of OpenAI's client |
 """
 

@@ -32,6 +32,7 @@ CLASSES = (
     "ServerlessBackend",
 )
 WHOLE = {
+    "api_costs": ["track_api_cost"],
     "megatron": ["MegatronBackend"],
     "preprocessing": [],
     "test": [],
@@ -106,6 +107,9 @@ def table(modules: dict[str, list[str]]) -> str:
         if (
             refused := next((name for name in REFUSED if f"{module}.".startswith(f"{name}.")), None)
         ) is not None:
+            ours = importlib.import_module(f"journeywork.art.{module}").__dict__
+            if lacking := [name for name in WHOLE.get(module, ()) if name not in ours]:
+                raise LookupError(f"art.{module} lacks {', '.join(lacking)}")
             kept = ", ".join(f"`{name}`" for name in WHOLE.get(module, ()))
             rows += [f"| `art.{module}` | {kept} | here |"] if kept else []
             row = f"| `art.{refused}` | {'others' if kept else 'all'} | refused: {REFUSED[refused]} |"

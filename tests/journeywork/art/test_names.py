@@ -32,10 +32,49 @@ def test_the_table_of_the_page_is_the_generated_one() -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_name_says_what_to_do(name: str) -> None:
     module, _, member = (f"{name}.backend" if names.WHOLE.get(name) else name).rpartition(".")
-    with pytest.raises(art.UnsupportedError, match="is not in Journeywork: ") as refused:
-        exec(f"from journeywork.art.{module} import {member}".replace(". ", " "), {})
-    assert isinstance(refused.value, ImportError)
+    imported: dict[str, Any] = {}
+    exec(f"from journeywork.art.{module} import {member} as refused".replace(". ", " "), imported)
+    for use in (imported["refused"], iter, lambda refused: refused.some_name()):
+        with pytest.raises(art.UnsupportedError, match="is not in Journeywork: "):
+            use(imported["refused"])
     assert any(name == module or name.rpartition(".")[0] == module for module in MODULES)
+
+
+def test_a_program_that_names_what_it_does_not_reach_runs() -> None:
+    imported: dict[str, Any] = {}
+    exec(
+        "from journeywork.art.utils.deployment import TogetherDeploymentConfig\n"
+        "from journeywork.art.utils.deployment.wandb import deploy_wandb\n"
+        "from journeywork.art.utils.s3 import S3SyncError\n"
+        "class Config(TogetherDeploymentConfig): pass\n"
+        "def deploy(config: TogetherDeploymentConfig | None = None): return Config() if config else deploy_wandb()\n"
+        "try: raise ValueError\n"
+        "except (S3SyncError, ValueError): pass\n",
+        imported,
+    )
+    for config in (None, 1):
+        with pytest.raises(art.UnsupportedError, match="journeywork export"):
+            imported["deploy"](config)
+
+
+def test_lines_on_the_terminal_and_costs_are_where_programs_import_them(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    from journeywork.art.api_costs import track_api_cost
+    from journeywork.art.mcp.generate_scenarios import preview_scenarios
+    from journeywork.art.utils.logging import dim, ok
+
+    ok("served")
+    dim("later")
+    first, second = capsys.readouterr().out.splitlines()
+    assert (first[11:], second) == ("OK    served", "later")
+    assert track_api_cost(source="s", provider="p", model_name="m")(len)([1]) == 1
+    caplog.set_level(logging.INFO)
+    preview_scenarios([{"task": "look", "difficulty": 2}] * 3, n=2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "1. look (difficulty 2)",
+        "2. look (difficulty 2)",
+    ]
 
 
 def test_names_that_art_does_not_have_are_ordinary_errors() -> None:
