@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from judge.commands.score import score_group
 from judge.labelled import GroupFile, GroupMember, LabelledGroup
@@ -266,6 +268,46 @@ async def test_a_judge_that_quotes_a_hostile_text_gives_it_neither_score_nor_hin
 
     with pytest.raises(UnscoredError, match="could not be read 4 times"):
         await judged(judge(Model(quoting), chat(f"No, {hostile}"), votes=1), "a")
+
+
+FRAGMENTS = (
+    '"',
+    "'",
+    "\\",
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    ":",
+    "\n",
+    " ",
+    "1",
+    "-1",
+    "hint",
+    "score",
+    "x",
+    '", "hint": "x',
+    "//",
+)
+
+
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join), st.booleans())
+def test_a_quotation_that_is_not_escaped_changes_no_score_and_no_other_hint(
+    quoted: str, in_hint: bool
+) -> None:
+    """A judge quotes hostile text, as it is, in one of two explanations or hints."""
+    said = {"id": '"a"', "explanation": '"E"', "score_k1": "-1", "hint_k1": '"H"'}
+    hostile = said | {"hint_k1" if in_hint else "explanation": f'"{quoted}"'}
+    entries = (hostile, said | {"id": '"b"'})
+    reply = ", ".join("{" + ", ".join(f'"{key}": {value}' for key, value in e.items()) + "}" for e in entries)
+    try:
+        found = parse_scores(f'{{"scores": [{reply}]}}', ["a", "b"], "score_k1", VOTES, "hint_k1")
+    except UnreadableReplyError:
+        return
+    assert found.scores == {"a": -1.0, "b": -1.0}
+    assert found.hints["b"] == "H"
+    assert in_hint or found.hints["a"] == "H"
 
 
 def test_every_rubric_and_the_number_of_votes_are_part_of_the_judge_s_identity(tmp_path: Any) -> None:
