@@ -24,6 +24,7 @@
 | `scenarios` | `journeywork scenarios`: tasks that a model writes |
 | `feedback_file`, `langfuse_scores` | `journeywork feedback` |
 | `environments` | `journeywork run-env` |
+| `forking` | `journeywork fork`: versions of a lake, and the settings of an installation that begins with one |
 | `evaluation/` | `journeywork eval` |
 | `starter/` | `journeywork init` |
 | `statistics` | means with 95 % intervals |

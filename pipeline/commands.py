@@ -11,6 +11,7 @@ SDK = {
     "feedback": ("journeywork.feedback_file", "give the feedback in a file or in Langfuse"),
     "run-env": ("journeywork.environments", "play an environment of verifiers"),
     "scenarios": ("journeywork.scenarios", "make scenarios from a task description"),
+    "fork": ("journeywork.forking", "start an installation that begins with a version or a PEFT adapter"),
     "init": ("journeywork.starter.command", "write a starter project"),
 }
 """Commands that need the SDK only."""

@@ -16,7 +16,6 @@ It needs the extra `art` (the package `openai`). docs/art.md lists what behaves 
 | `types` | messages, configurations and results of training |
 | `gather`, `gathering`, `batches`, `pipeline_trainer` | play many trajectories concurrently; train meanwhile |
 | `auto_trajectory`, `yield_trajectory` | trajectories of code that returns something else |
-| `folders` | where a model's versions lie |
 | `records`, `metrics`, `api_costs` | a model's folder: its state, and what it logged; costs and times |
 | `tracking` | its run at Weights & Biases |
 | `local`, `remote`, `serverless` | backends: an installation here, or at a URL |

@@ -21,13 +21,13 @@ import httpx
 from journeywork.art.backend import AnyModel, AnyTrainableModel
 from journeywork.art.dev import settings_of
 from journeywork.art.errors import UnsupportedError
-from journeywork.art.folders import checkpoints_folder
-from journeywork.art.local.copies import bucket_url, copy_logs, copy_version, steps_in
+from journeywork.art.local.copies import bucket_url, copy_logs, copy_version, steps_in, unpack_adapter
 from journeywork.art.model import TrainableModel
 from journeywork.art.options import LEARNING_RATE, loss_settings
 from journeywork.art.remote import RemoteBackend
 from journeywork.art.trajectories import AnyGroup
 from journeywork.art.types import LocalTrainResult
+from journeywork.forking import ForkError, Version, checkpoints_folder, flags, version_to_fork
 
 log = logging.getLogger("journeywork.art")
 
@@ -157,10 +157,7 @@ class LocalBackend(RemoteBackend):
         }
         if start := self._starts.get(run_dir):
             settings["models.0.start"] = start
-        flags = [
-            part for name, value in settings.items() for part in ("--set", f"{name}={json.dumps(value)}")
-        ]
-        return [program, "up", "--run-dir", str(run_dir), *flags, *self._up_options]
+        return [program, "up", "--run-dir", str(run_dir), *flags(settings), *self._up_options]
 
     async def _experimental_fork_checkpoint(
         self,
@@ -186,12 +183,13 @@ class LocalBackend(RemoteBackend):
         lake = str(self._path.resolve() / project / "models" / from_model / "journeywork" / "store")
         if from_s3_bucket:
             lake = str(bucket_url(from_s3_bucket, prefix))
-        steps = await asyncio.to_thread(steps_in, lake, project, from_model)
-        if not_after_step is not None:
-            steps = [step for step in steps if step <= not_after_step]
-        if not steps:
-            raise UpError(f"{lake} holds no version of {from_model} in project {project} that can be forked")
-        self._starts[run_dir] = f"{lake}#{project}/main/{from_model}@{max(steps)}"
+        try:
+            version = await asyncio.to_thread(
+                version_to_fork, lake, project, from_model, not_after=not_after_step
+            )
+        except ForkError as error:
+            raise UpError(str(error)) from error
+        self._starts[run_dir] = f"{lake}#{version.name}"
         log.log(logging.INFO if verbose else logging.DEBUG, "training begins with %s", self._starts[run_dir])
 
     async def _experimental_push_to_s3(
@@ -268,7 +266,7 @@ class LocalBackend(RemoteBackend):
         verbose: bool = False,
     ) -> str:
         """Return the folder of a version, a PEFT adapter: the newest one that this machine or the bucket holds, or that
-        of `step`. It is copied to `local_path`, if that is given.
+        of `step`. It is unpacked into `local_path`, by default into `checkpoints/<step>` of the model's folder.
 
         Raises `UnsupportedError` for an installation at a URL, `LookupError` if there is no such version, and
         `OSError`."""
@@ -279,13 +277,9 @@ class LocalBackend(RemoteBackend):
         chosen = max(held, default=-1) if step in (None, "latest") else int(step)
         if chosen not in held:
             raise LookupError(f"no version {step or 'latest'} of {model.name} in {' or '.join(lakes)}")
-        lake = lakes[0]
-        if held[chosen] != lake:
-            lake = str(run_dir.with_name("pulled"))
-            await asyncio.to_thread(copy_version, held[chosen], lake, *names, chosen)
-        folder = f"{lake}/{checkpoints_folder(*names)}/step-{chosen:08d}"
-        if local_path is not None:
-            folder = str(await asyncio.to_thread(shutil.copytree, folder, local_path, dirs_exist_ok=True))
+        folder = local_path or str(run_dir.with_name("checkpoints") / f"{chosen:04d}")
+        version = Version(model.project, "main", model.name, chosen)
+        await asyncio.to_thread(unpack_adapter, held[chosen], version, folder)
         log.log(
             logging.INFO if verbose else logging.DEBUG,
             "version %d of %s is in %s",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import tarfile
 
-from journeywork.art.folders import checkpoints_folder
+from journeywork.forking import ADAPTER, EVENT, Version, checkpoints_folder, versions_in
 
 _LOGS = ("history.jsonl", "state.json", "trajectories")
 """What a model's folder holds beside its installation."""
@@ -21,17 +21,7 @@ def steps_in(lake: str, project: str, model: str) -> list[int]:
     """Return the steps of the versions of a model that a lake holds whole, in no order. Blocks.
 
     `lake` is the path of a folder or an `s3://` URL. Raises `OSError` if object storage cannot be read."""
-    from pyarrow import fs  # not a dependency of the SDK alone; an installation has it
-
-    files, root = fs.FileSystem.from_uri(lake)
-    selector = fs.FileSelector(
-        f"{root}/{checkpoints_folder(project, model)}", allow_not_found=True, recursive=True
-    )
-    # The store writes the event last: a folder without it is a copy that was interrupted.
-    events = (
-        Path(entry.path) for entry in files.get_file_info(selector) if entry.base_name == "event.msgpack"
-    )
-    return [int(event.parent.name.removeprefix("step-")) for event in events]
+    return [version.step for version in versions_in(lake, checkpoints_folder(project, model))]
 
 
 def copy_version(source: str, destination: str, project: str, model: str, step: int) -> None:
@@ -40,13 +30,25 @@ def copy_version(source: str, destination: str, project: str, model: str, step: 
         return
     from pyarrow import fs
 
-    folder = f"{checkpoints_folder(project, model)}/step-{step:08d}"
+    folder = Version(project, "main", model, step).folder
     (files, root), (into, target) = fs.FileSystem.from_uri(source), fs.FileSystem.from_uri(destination)
     # The event goes last, as in `steps_in`.
     found = files.get_file_info(fs.FileSelector(f"{root}/{folder}"))
-    for entry in sorted(found, key=lambda entry: entry.base_name == "event.msgpack"):
+    for entry in sorted(found, key=lambda entry: entry.base_name == EVENT):
         into.create_dir(f"{target}/{folder}")
         fs.copy_files(entry.path, f"{target}/{folder}/{entry.base_name}", files, into)
+
+
+def unpack_adapter(lake: str, version: Version, folder: str) -> None:
+    """Write the PEFT adapter of a version into a folder. Blocks. Raises `OSError` and `tarfile.TarError`."""
+    from pyarrow import fs
+
+    files, root = fs.FileSystem.from_uri(lake)
+    with (
+        files.open_input_stream(f"{root}/{version.folder}/{ADAPTER}") as stream,
+        tarfile.open(fileobj=stream, mode="r|") as tar,
+    ):
+        tar.extractall(folder, filter="data")
 
 
 def copy_logs(source: str, destination: str) -> None:

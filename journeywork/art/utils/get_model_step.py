@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from journeywork.art.folders import checkpoints_folder
 from journeywork.art.refused import refusing
+from journeywork.forking import checkpoints_folder
 
 __getattr__ = refusing(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from journeywork.art.folders import checkpoints_folder
+from journeywork.forking import checkpoints_folder
 
 
 def get_default_art_path() -> str:

@@ -12,15 +12,31 @@ import journeywork.art as art
 from journeywork.art.local import copies
 from journeywork.art.local.copies import steps_in
 from pipeline.lake_files import ADAPTER, EVENT, checkpoint_folder
+from trainer.checkpoints.checkpoint import pack
 
 
 def add_version(
-    lake: Path, project: str, name: str, step: int, files: tuple[str, ...] = (ADAPTER, EVENT)
+    lake: Path,
+    project: str,
+    name: str,
+    step: int,
+    files: tuple[str, ...] = (ADAPTER, EVENT),
+    *,
+    branch: str = "main",
 ) -> None:
-    folder = lake / checkpoint_folder(project, "main", name, step)
+    folder = lake / checkpoint_folder(project, branch, name, step)
     folder.mkdir(parents=True)
     for file in files:  # the event is written last: without it, the copy is not whole
-        (folder / file).write_text(f"{file} of {step}")
+        (folder / file).write_bytes(
+            pack(
+                {
+                    "adapter_config.json": b'{"r": 4, "lora_alpha": 8, "base_model_name_or_path": "b"}',
+                    "adapter_model.safetensors": b"%d" % step,
+                }
+            )
+            if file == ADAPTER
+            else b"%d" % step
+        )
 
 
 @pytest.mark.parametrize("name", ["m", "qwen2.5", "Qwen/Qwen3-4B", "Größe ~x"])
@@ -69,11 +85,14 @@ async def test_versions_go_to_a_bucket_and_another_machine_begins_with_them(
     folder = await there._experimental_pull_model_checkpoint(
         model, step=1, s3_bucket="b", local_path=str(tmp_path / "adapter")
     )
-    assert (Path(folder) / ADAPTER).read_text() == f"{ADAPTER} of 1"
+    assert (Path(folder) / "adapter_model.safetensors").read_text() == "1"
     assert folder == str(tmp_path / "adapter")
-    assert (
-        Path(await here._experimental_pull_model_checkpoint(model)) / EVENT
-    ).read_text() == f"{EVENT} of 2"
+    newest_folder = Path(await here._experimental_pull_model_checkpoint(model))
+    assert sorted(file.name for file in newest_folder.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert (newest_folder / "adapter_model.safetensors").read_text() == "2"
     with pytest.raises(LookupError, match="no version 7 of m"):
         await here._experimental_pull_model_checkpoint(model, step=7)
 

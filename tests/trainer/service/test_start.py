@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from safetensors.torch import load_file
 
+from journeywork.forking import settings_of as fork_settings
 from pipeline import streams
 from pipeline.config import Config, ConfigError, NatsConfig
 from pipeline.events import CheckpointPublished
@@ -91,7 +92,7 @@ async def test_a_fork_from_the_lake_alone_goes_on_as_the_original(
     await train(original, 3)
     lake = tmp_path / "lake"
     await copy_to_lake(original, lake)
-    start = f"{lake}#{kit.MODEL}@2"
+    start = fork_settings(f"{lake}#{kit.MODEL}@2")["models.0.start"]
     nats = NatsConfig(url=start_nats().url)
     fork = with_start(kit.settings(tiny_base, tmp_path / "fork", nats, groups_per_step=1), start)
     await train(fork, 3, first=2)

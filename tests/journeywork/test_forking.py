@@ -1,0 +1,83 @@
+"""`journeywork fork`: which version a source names, and the settings of the installation that begins with it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from journeywork import forking
+from journeywork.forking import ForkError, settings_of, version_to_fork
+from pipeline.config import load
+from tests.journeywork.art.test_copies import add_version
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run whose lake has versions 1, 2 and 40 of `m`, and 7 of `m` on another branch."""
+    for step in (1, 2, 40):
+        add_version(tmp_path / "store", "p.1", "m", step)
+    add_version(tmp_path / "store", "p.1", "m", 7, branch="tried")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("names", "version"),
+    [
+        ("", "p.1/main/m@40"),
+        ("#m", "p.1/main/m@40"),
+        ("#m@2", "p.1/main/m@2"),
+        ("#p.1/tried/m", "p.1/tried/m@7"),
+    ],
+)
+def test_a_source_names_a_version(run: Path, names: str, version: str) -> None:
+    assert settings_of(f"{run}{names}") == {
+        "project": "p.1",
+        "models.0.name": "m",
+        "models.0.base": "b",
+        "models.0.start": f"{run / 'store'}#{version}",
+        "trainer.lora.rank": 4,
+        "trainer.lora.alpha": 8,
+    }
+
+
+def test_the_arguments_are_settings_that_up_takes_and_later_ones_win(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    became: list[str] = []
+    monkeypatch.setattr(forking.os, "execv", lambda _, command: became.extend(command))
+    forking.main([f"{run}#m@2", "--run-dir", str(run / "fork"), "--set", 'models.0.name="n"'])
+    assert became[1:6] == ["-m", "pipeline", "up", "--run-dir", str(run / "fork")]
+    config = load(None, [value for flag, value in itertools.pairwise(became) if flag == "--set"])
+    assert (config.project, config.models[0].name, config.models[0].base) == ("p.1", "n", "b")
+    assert config.models[0].start == f"{run / 'store'}#p.1/main/m@2"
+    assert (config.trainer.lora.rank, config.trainer.lora.alpha) == (4, 8.0)
+
+
+def test_a_peft_folder_is_a_source(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4, "base_model_name_or_path": "b"}')
+    assert settings_of(str(tmp_path)) == {
+        "models.0.start": str(tmp_path),
+        "models.0.base": "b",
+        "trainer.lora.rank": 2,
+        "trainer.lora.alpha": 4,
+    }
+
+
+def test_what_cannot_be_forked_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lake = str(run / "store")
+    with pytest.raises(
+        ForkError, match=r"no version that can be forked as \*/main/m@3; it has: p.1/main/m, p.1/tried/m"
+    ):
+        settings_of(f"{lake}#m@3")
+    with pytest.raises(ForkError, match="no version"):
+        version_to_fork(lake, not_after=0)
+    add_version(run / "store", "p.1", "other", 1)
+    with pytest.raises(ForkError, match=r"several models .* p.1/main/m, p.1/main/other"):
+        settings_of(lake)
+    (run / "config.toml").touch()
+    with pytest.raises(SystemExit) as ended:
+        forking.main([lake, "--run-dir", str(run)])
+    assert ended.value.code == 2
+    assert "has begun already" in capsys.readouterr().err
