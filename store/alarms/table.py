@@ -219,11 +219,12 @@ FROM counted GROUP BY ALL HAVING count(*) >= 8 AND value > $threshold""",
         "not distinguish the attempts.",
         "alarms.no_variance_share",
         f"""WITH {_NEWEST_GROUPS}
-SELECT project, model, '' AS about, avg((NOT has_signal)::INTEGER) AS value,
+SELECT project, model, '' AS about, avg((coalesce(reason, '') = 'no_variance')::INTEGER) AS value,
   format('{{:.0f}}% of the last {{}} groups have equal rewards', 100 * value, count(*)) AS detail
 FROM newest GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
-        'List these tasks: `journeywork sql "SELECT task, reward_mean, count(*) FROM groups WHERE NOT has_signal '
-        'GROUP BY ALL"`. Remove tasks that are always solved, add harder tasks or finer rewards, or end the training.',
+        'List these tasks: `journeywork sql "SELECT task, reward_mean, count(*) FROM groups '
+        "WHERE reason = 'no_variance' GROUP BY ALL\"`. "
+        "Remove tasks that are always solved, add harder tasks or finer rewards, or end the training.",
     ),
     Alarm(
         "entropy_collapse",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 
@@ -47,10 +47,10 @@ def groups(equal: int, different: int, **more: Any) -> list[Event]:
     ]  # fmt: skip
 
 
-def stale(count: int) -> list[Event]:
-    """Discards of the first groups as too old."""
+def discarded(reason: Literal["stale", "no_variance"], count: int) -> list[Event]:
+    """The trainer's discards of the first groups."""
     return [
-        GroupDiscarded(project="p", group=f"g{i}", model="m", trajectories=(f"g{i}-0", f"g{i}-1"), reason="stale",
+        GroupDiscarded(project="p", group=f"g{i}", model="m", trajectories=(f"g{i}-0", f"g{i}-1"), reason=reason,
                        by="trainer")
         for i in range(count)
     ]  # fmt: skip
@@ -139,13 +139,19 @@ def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
             passes(8, 8, AGO_US) + passes(3, 8),
         ),
         "nothing_trains": (unrewarded(3), unrewarded(3) + groups(0, 1)),
-        "no_variance": (groups(GROUPS, 0), groups(GROUPS - 1, 1)),
+        "no_variance": (
+            groups(GROUPS, 0) + discarded("no_variance", GROUPS),
+            groups(GROUPS, 0) + discarded("stale", 1),
+        ),
         "hints_unused": (
             [checkpoint(i, metrics={"hints": 10.0, "hints_unused": n}) for i, n in ((1, 0.0), (2, 5.0))],
             [checkpoint(i, metrics={"hints": 10.0, "hints_unused": n}) for i, n in ((1, 0.0), (2, 4.0))],
         ),
         "starvation": (runs(5), runs(4)),
-        "stale_discards": (groups(0, GROUPS) + stale(2), groups(0, GROUPS) + stale(1)),
+        "stale_discards": (
+            groups(0, GROUPS) + discarded("stale", 2),
+            groups(0, GROUPS) + discarded("stale", 1),
+        ),
         "dead_letters": (letters(1), letters(1, ago_us=7_200_000_000)),
         "log_full": ([], []),
         "store_behind": ([], []),
