@@ -352,7 +352,7 @@ def _too_large(
             reason="too_large", by="trainer", split=g.event.split, version=version, duration_s=g.duration_s,
             detail="one of their sequences is longer than the trainer's model takes, or a pass over it alone does not "
             "fit into memory; the rest of the group was trained",
-            branch=g.event.branch, owner=g.event.owner,
+            branch=g.event.branch, owner=g.event.owner, judge=g.event.judge,
         )
         for g, trajectories in groups if trajectories
     )  # fmt: skip

@@ -75,7 +75,7 @@ async def unacknowledged(
     floor = int(info.ack_floor.stream_seq) if info.ack_floor else 0
     delivered = int(info.delivered.stream_seq) if info.delivered else 0
     discarded = {
-        (r.event.branch, r.event.model, r.event.group)
+        (r.event.branch, r.event.model, r.event.group, r.event.judge)
         for r in await broker.read(GroupDiscarded, start_seq=floor + 1)
         # `too_large` concerns some trajectories; the group itself trains.
         if r.event.by == "trainer" and r.event.reason != "too_large"
@@ -85,7 +85,7 @@ async def unacknowledged(
     groups = [r for r in await broker.read(GroupScored, start_seq=floor + 1) if r.seq <= delivered]
     for recorded in groups:
         event = recorded.event
-        if recorded.place in dead or (event.branch, event.model, event.group) in discarded:
+        if recorded.place in dead or (event.branch, event.model, event.group, event.judge) in discarded:
             consumed.add(recorded.place)
     return pending, groups
 

@@ -236,7 +236,7 @@ class Trainer:
                 project=event.project, group=event.group, model=event.model,
                 trajectories=tuple(m.trajectory for m in event.members), reason=refusal.reason, by="trainer",
                 split=event.split, detail=refusal.detail, version=queue.learner.version,
-                duration_s=group.duration_s, branch=event.branch, owner=event.owner,
+                duration_s=group.duration_s, branch=event.branch, owner=event.owner, judge=event.judge,
             )
         )  # fmt: skip
         if refusal.reason != "repeated":  # its rewards were counted when it was trained

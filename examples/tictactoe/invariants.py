@@ -25,12 +25,12 @@ NEVER: dict[str, str] = {
             WHERE a.version = e.policy_version AND a.replica = e.replica AND a.loaded_at <= e.ended_at)""",
     "a call whose version is not that of its model and step": """
         SELECT count(*) FROM exchanges WHERE policy_version <> model || '@' || step""",
-    "a call trained in two checkpoints of a branch, or twice in one": """
+    "a call trained in two checkpoints of a branch under one verdict set, or twice in one": """
         SELECT count(*) FROM (SELECT 1 FROM lineage WHERE seq IS NOT NULL
-            GROUP BY project, model, branch, trajectory, seq, choice HAVING count(*) > 1)""",
-    "a group trained in two checkpoints of a branch": """
-        SELECT count(*) FROM (SELECT 1 FROM (SELECT project, model, branch, unnest(groups) AS group_id FROM checkpoints)
-            GROUP BY project, model, branch, group_id HAVING count(*) > 1)""",
+            GROUP BY project, model, branch, judge, trajectory, seq, choice HAVING count(*) > 1)""",
+    "a run trained in two checkpoints of a branch under one verdict set": """
+        SELECT count(*) FROM (SELECT 1 FROM lineage
+            GROUP BY project, model, branch, judge, trajectory HAVING count(DISTINCT version) > 1)""",
     "a call of an evaluation that was trained": """
         SELECT count(*) FROM lineage l JOIN trajectories t USING (project, trajectory) WHERE t.split = 'val'""",
     "a call that did not end and was trained": """

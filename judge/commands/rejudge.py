@@ -1,12 +1,18 @@
 """`journeywork rejudge`: score history again with another judge or rubric, as a verdict set of its own.
 
     journeywork rejudge --run-dir runs/x --set judge.rubric=stricter.md [--branch NAME] [--limit N]
+    journeywork rejudge --run-dir runs/x --config labels.toml --branch main --verdicts labels-1 --since 2026-11-20
 
 Every scored group of one branch (`--from-branch`) is judged by the judge of the settings and published on another
-branch, with its origin. The trainer reads `main` only, so nothing trains twice. If a judge model is set, it is asked
-even if agents gave rewards. Feedback that came late counts, under rewards of kind `feedback`. Groups that the judge
-discarded as unscored or too small are scored too if this judge can. A group that is on the branch already is skipped,
-so the command can be stopped and run again. A group that the log no longer holds is recorded as discarded.
+branch, with its origin. The trainer reads `main` only, so nothing trains twice. With `--branch main` the groups of
+`main` train once more, each once under every verdict set: what has the same `--verdicts`, or without that the same
+judge configuration, is one set. Only groups as they were first scored are judged again, so as long as the log holds
+one of them, it holds the newer event of each set, and the command can tell.
+
+If a judge model is set, it is asked even if agents gave rewards. Feedback that came late counts, under rewards of kind
+`feedback`. Groups that the judge discarded as unscored or too small are scored too if this judge can. A group that is
+on the branch already is skipped, so the command can be stopped and run again. A group that the log no longer holds is
+recorded as discarded.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import anyio
@@ -35,6 +42,7 @@ from judge.scoring import (
     score_closed,
     with_feedback,
 )
+from pipeline import crash
 from pipeline.config import Config, ConfigError
 from pipeline.events import GroupDiscarded, GroupScored, SignalGiven, TrajectoryCompleted, now_us
 from pipeline.gather import gather
@@ -81,18 +89,23 @@ class Rejudge:
         *,
         branch: str = "",
         source: str = "main",
+        verdicts: str = "",
     ) -> None:
-        """`branch` is `judge-<hash>` if empty. Raises `ConfigError` if it is the branch that is read, or `main`."""
+        """`branch` is `judge-<verdicts>` if empty, and `verdicts` the hash of the judge configuration. Raises
+        `ConfigError` if the branch is the one that is read, unless that is `main`, or if it is `main` and another one
+        is read."""
         self._broker, self._config, self._composer, self._source = broker, config, composer, source
-        judge = judge_hash(config.judge)
+        judge = verdicts or judge_hash(config.judge)
         self.report = RejudgeReport(branch or f"judge-{judge}", judge)
-        if self.report.branch in (source, "main"):
+        if (self.report.branch == "main") != (source == "main") and self.report.branch in (source, "main"):
             raise ConfigError(
-                f"--branch {self.report.branch}: name a branch other than main and the one that is judged again"
+                f"--branch {self.report.branch}: name a branch other than the one that is judged again; only groups of "
+                "main can be judged again on main"
             )
 
-    async def run(self, limit: int = 0) -> RejudgeReport:
-        """Judge the newest `limit` groups (0: all), `judge.concurrency` at once."""
+    async def run(self, limit: int = 0, since: int = 0, until: int = sys.maxsize) -> RejudgeReport:
+        """Judge the newest `limit` groups (0: all) of those that were scored from `since` to before `until`, in
+        microseconds since 1970; `judge.concurrency` at once."""
         project = self._config.project
         history = await self._broker.read(GroupScored, project=project)
         done = {
@@ -100,7 +113,11 @@ class Rejudge:
             for r in history
             if (r.event.branch, r.event.judge) == (self.report.branch, self.report.judge)
         }
-        scored = {_key(r.event): r for r in history if r.event.branch == self._source}
+        scored = {
+            _key(r.event): r
+            for r in history
+            if r.event.branch == self._source and not r.event.origin.startswith(f"{self._source}/")
+        }
         dropped = [
             r
             for r in await self._broker.read(GroupDiscarded, project=project)
@@ -109,6 +126,12 @@ class Rejudge:
             and _key(r.event) not in scored
         ]
         candidates: list[Recorded[Any]] = [*scored.values(), *dropped]
+        candidates = [
+            r
+            for r in candidates
+            # On main, validation runs would count again in the choice of the best version.
+            if since <= r.event.at < until and (self.report.branch != "main" or r.event.split == "train")
+        ]
         chosen = sorted(candidates, key=lambda recorded: recorded.seq)[-limit:]
         todo = [r for r in chosen if _key(r.event) not in done]
         self.report.skipped = len(chosen) - len(todo)
@@ -167,7 +190,7 @@ class Rejudge:
             for m in event.members
         )
         new = {"members": rejudged, "verdicts": rewards.verdicts}
-        await self._publish(seq, msgspec.structs.replace(event, at=now_us(), judge=self.report.judge, **new))
+        await self._publish(seq, msgspec.structs.replace(event, at=now_us(), **new))
         before = {
             m.trajectory: m.reward
             for m in event.members
@@ -205,11 +228,15 @@ class Rejudge:
         return found
 
     async def _publish(self, seq: int, event: GroupScored) -> None:
+        onto_main = self.report.branch == "main"
         await self._broker.publish(
             msgspec.structs.replace(
-                event, branch=self.report.branch, closed_by="replay", offline=True, origin=f"{self._source}/{seq}"
+                event, branch=self.report.branch, judge=self.report.judge, closed_by="replay", offline=True,
+                origin=f"{self._source}/{seq}",
+                batch=None if onto_main else event.batch,  # what it was requested for was trained
             )
         )  # fmt: skip
+        crash.point("rejudge.published")
         self.report.rejudged += 1
 
     async def _publish_gone(self, event: GroupEvent, detail: str) -> None:
@@ -230,12 +257,21 @@ def _key(event: GroupEvent) -> tuple[str, str, str]:
     return event.model, event.group, event.split
 
 
-async def _run(config: Config, branch: str, source: str, limit: int) -> RejudgeReport:
+async def _run(config: Config, args: argparse.Namespace) -> RejudgeReport:
     async with (
         Broker.connect(config.nats, name="rejudge", provision=False) as broker,
         open_composer_on_log(config, broker) as composer,
     ):
-        return await Rejudge(broker, config, composer, branch=branch, source=source).run(limit)
+        rejudge = Rejudge(
+            broker, config, composer, branch=args.branch, source=args.from_branch, verdicts=args.verdicts
+        )
+        return await rejudge.run(args.limit, args.since, args.until)
+
+
+def _microseconds(text: str) -> int:
+    """A time in ISO 8601, UTC where it names no zone, in microseconds since 1970. Raises `ValueError`."""
+    at = datetime.fromisoformat(text)
+    return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1e6)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -252,15 +288,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--nats-url", default="", help="the log; default: the run's")
     parser.add_argument("--branch", default="", help="name of the verdict set; default: judge-<hash>")
     parser.add_argument("--from-branch", default="main", help="branch whose groups are judged again")
+    parser.add_argument(
+        "--verdicts",
+        default="",
+        help="name of the verdicts, under which a group trains once; default: the judge's hash",
+    )
+    parser.add_argument(
+        "--since", type=_microseconds, default=0, help="only groups scored then or later, ISO 8601"
+    )
+    parser.add_argument(
+        "--until", type=_microseconds, default=sys.maxsize, help="only groups scored before that"
+    )
     parser.add_argument("--limit", type=int, default=0, help="only the newest N groups")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     try:
-        if args.branch:
-            check_name(args.branch)
+        for name in filter(None, (args.branch, args.verdicts)):
+            check_name(name)
         config = run_settings(args.run_dir, args.config, args.overrides, args.nats_url)
         log_of(config)
-        report = anyio.run(_run, config, args.branch, args.from_branch, args.limit)
+        report = anyio.run(_run, config, args)
     except (ConfigError, BrokerError, InvalidNameError) as error:
         sys.stderr.write(f"journeywork: {error}\n")
         raise SystemExit(1 if isinstance(error, BrokerError) else 2) from error

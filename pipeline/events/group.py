@@ -149,10 +149,15 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
     split: Split = "train"
     owner: str = ""
     """Name of the API key that opened the trajectories."""
+    judge: str = ""
+    """Verdict set of the scored group that the trainer discarded. The group may train under another one."""
 
     def message_id(self) -> str:
         first = self.trajectories[0] if self.trajectories else ""
-        return f"{self.project}/{self.model}/{self.branch}/{self.group}/{first}/{self.reason}/{self.by}"
+        of_set = f"/{self.judge}" if self.judge else ""
+        return (
+            f"{self.project}/{self.model}/{self.branch}/{self.group}/{first}/{self.reason}/{self.by}{of_set}"
+        )
 
 
 class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):

@@ -89,7 +89,7 @@ FAULTS: dict[str, tuple[str, Event | dict[str, Any]]] = {
     "before the version was published": ("call t2 0", {"at": START + 29_000_000}),
     "at a server that had not loaded": ("call t2 0", {"replica": "r9"}),
     "not that of its model and step": ("call t2 0", {"policy_version": "m@7"}),
-    "a group trained in two checkpoints": ("again", checkpoint(2, "train-0")),
+    "a run trained in two checkpoints": ("again", checkpoint(2, "train-0")),
     "a call trained in two checkpoints": ("again", checkpoint(2, "train-0")),
     "did not end and was trained": ("call t0 0", {"status": "cancelled"}),
     "parent is not the step before": ("checkpoint", {"parent": "m@5"}),

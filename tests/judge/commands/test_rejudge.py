@@ -83,6 +83,35 @@ async def test_late_labels_of_people_become_the_rewards_of_a_verdict_set(nats_co
     assert {m.reward for m in found["g0"].members} == {0.5}
 
 
+async def test_on_main_each_group_trains_once_under_each_verdict_set(nats_config: NatsConfig) -> None:
+    """Also where the command dies after its first group, and where other verdict sets were made meanwhile."""
+    labels = (RewardConfig(name="label", kind="feedback", default=0.5),)
+    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3))
+    async with Broker.connect(nats_config) as broker:
+        await history(broker, config)
+        later = msgspec.structs.replace(config, judge=JudgeConfig(group_size=3, rewards=labels))
+        with pytest.raises(ConfigError, match="only groups of main can be judged again on main"):
+            Rejudge(broker, later, None, branch="main", source="b")
+        async with open_composer_on_log(later, broker) as judge:
+            done = []
+            for verdicts, limit in (("one", 1), ("one", 0), ("two", 0), ("one", 0), ("two", 0)):
+                made = Rejudge(broker, later, judge, branch="main", verdicts=verdicts)
+                done.append((await made.run(limit)).rejudged)
+            assert done == [1, 1, 2, 0, 0]
+            newest = [r.event.at for r in await broker.read(GroupScored) if not r.event.origin][-1]
+            ranged = Rejudge(broker, later, judge, branch="main", verdicts="three")
+            assert (
+                (await ranged.run(since=newest + 1)).rejudged,
+                (await ranged.run(since=newest)).rejudged,
+            ) == (0, 1)
+        found = await groups(broker, 7)
+        assert sorted((g.group, g.judge) for g in found if g.offline) == [
+            ("g0", "one"), ("g0", "two"), ("g1", "one"), ("g1", "three"), ("g1", "two")
+        ]  # fmt: skip
+        assert {g.origin for g in found if g.offline} == {"main/1", "main/2"}
+        assert {g.branch for g in found} == {"main"}
+
+
 async def test_a_running_judge_ignores_other_branches(nats_config: NatsConfig) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
     async with Broker.connect(nats_config) as broker:
@@ -149,12 +178,6 @@ async def test_a_failing_judge_publishes_nothing(nats_config: NatsConfig) -> Non
         report = await Rejudge(broker, config, failing, branch="b").run()
         assert (report.rejudged, report.failed) == (0, 2)
         await groups(broker, 2)
-
-
-async def test_the_branch_main_can_t_be_written(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        with pytest.raises(ConfigError, match="name a branch other than main"):
-            Rejudge(broker, Config(), None, branch="main")
 
 
 def test_without_a_run_the_command_says_so(

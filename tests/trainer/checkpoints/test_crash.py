@@ -14,7 +14,7 @@ import pytest
 
 from pipeline import config as configuration
 from pipeline.config import Config, NatsConfig
-from pipeline.events import GroupDiscarded, Hint
+from pipeline.events import GroupDiscarded, Hint, unpack_seqs
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.trainer import kit
@@ -68,6 +68,10 @@ async def fill(broker: Broker, groups: int, *, hints: bool) -> None:
             continue
         rewards = [0.5] * 2 if i % 7 == 3 else rng.random(2).tolist()
         await kit.publish_group(broker, f"g{i}", rewards, seed=i)
+        if i % 3 == 0:  # people's labels later became a verdict set of their own
+            await broker.publish(
+                kit.group(f"g{i}", rewards[::-1], judge="labels", offline=True, origin=f"main/{i}")
+            )
 
 
 def final_weights(config: Config, step: int) -> dict[str, np.ndarray]:
@@ -94,8 +98,10 @@ async def _check(
     events = await kit.checkpoints(broker)
     assert [e.step for e in events] == list(range(1, steps + 1))
     assert [e.groups for e in events] == groups
+    trained = [seq for e in events for seq in unpack_seqs(e.group_seqs).tolist()]
+    assert len(trained) == len(set(trained))
     discarded = await broker.read(GroupDiscarded)
-    assert len({r.event.group for r in discarded}) == len(discarded)  # type: ignore[union-attr]
+    assert len({(r.event.group, r.event.judge) for r in discarded}) == len(discarded)
     mine = final_weights(config, steps)
     assert mine.keys() == weights.keys()
     for name, tensor in mine.items():
@@ -135,7 +141,7 @@ async def test_killed_at_every_point_of_the_commit(
     start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, settings: dict[str, object]
 ) -> None:
     async with killed(start_nats, tiny_base, tmp_path, 8, 20, **settings) as trainer:
-        # With the group as baseline, three groups are discarded and acknowledged: the fifth is in the middle of a
+        # With the group as baseline, four groups are discarded and acknowledged: the fifth is in the middle of a
         # batch's.
         assert trainer.live("acked", 5) == DIED
         for point in POINTS:

@@ -260,3 +260,27 @@ async def test_a_lost_checkpoint_folder_does_not_restart_the_learning_rates_sche
             await kit.publish_group(broker, "g2", [0.0, 1.0], seed=2, step=2)
             events = await steps_reach(broker, 3)
     assert [e.metrics["learning_rate"] for e in events] == pytest.approx([1e-2, 0.75e-2, 0.5e-2])
+
+
+async def test_a_group_that_was_discarded_trains_under_another_verdict_set_after_a_death(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """Regression: a trainer that started again took the discard under the first judge for one of the waiting group."""
+    config = kit.settings(tiny_base, tmp_path, nats_config)
+    async with Broker.connect(nats_config) as broker:
+        async with kit.running(config):
+            await kit.publish_group(broker, "equal", [0.5, 0.5])
+            await kit.until(lambda: kit.discards(broker))
+            await broker.publish(
+                kit.group("equal", [0.0, 1.0], judge="labels", offline=True, origin="main/1")
+            )
+
+            async def waits() -> bool:
+                info = await broker.js.consumer_info("GROUPS", "trainer")
+                return info.num_ack_pending == 1 and not info.num_pending
+
+            await kit.until(waits)
+        async with kit.running(config):
+            await kit.publish_group(broker, "other", [0.0, 1.0], seed=1)
+            (event,) = await kit.steps_reach(broker, 1)
+            assert event.groups == ("equal", "other")
