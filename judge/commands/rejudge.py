@@ -42,7 +42,6 @@ from judge.scoring import (
     score_closed,
     with_feedback,
 )
-from pipeline import crash
 from pipeline.config import Config, ConfigError
 from pipeline.events import GroupDiscarded, GroupScored, SignalGiven, TrajectoryCompleted, now_us
 from pipeline.gather import gather
@@ -236,7 +235,6 @@ class Rejudge:
                 batch=None if onto_main else event.batch,  # what it was requested for was trained
             )
         )  # fmt: skip
-        crash.point("rejudge.published")
         self.report.rejudged += 1
 
     async def _publish_gone(self, event: GroupEvent, detail: str) -> None:

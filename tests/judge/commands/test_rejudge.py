@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
+import anyio
 import msgspec
 import pytest
 
@@ -13,6 +16,8 @@ from judge.group_log import GroupEnd, GroupLog
 from judge.groups import GroupKey
 from judge.rewards.compose import ConfiguredComposer, open_composer_on_log
 from judge.ruler.transcripts import load_transcript
+from pipeline import config as configuration
+from pipeline import crash
 from pipeline.config import Config, ConfigError, JudgeConfig, NatsConfig, RewardConfig
 from pipeline.events import GroupScored, SignalGiven, TrajectoryCompleted
 from pipeline.log.broker import Broker
@@ -110,6 +115,32 @@ async def test_on_main_each_group_trains_once_under_each_verdict_set(nats_config
         ]  # fmt: skip
         assert {g.origin for g in found if g.offline} == {"main/1", "main/2"}
         assert {g.branch for g in found} == {"main"}
+
+
+async def test_a_command_that_is_killed_goes_on_where_it_stopped(
+    nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    config = Config(project="p", nats=nats_config, run_dir=str(tmp_path), judge=JudgeConfig(group_size=3))
+    configuration.save(config, tmp_path / "config.toml")
+    arguments = [
+        "--run-dir", str(tmp_path), "--nats-url", nats_config.url, "--branch", "main", "--verdicts", "labels", "--json"
+    ]  # fmt: skip
+    deaths = ("broker.before_publish:1", "broker.after_publish:1", "broker.after_publish:1", "")
+    async with Broker.connect(nats_config) as broker:
+        await history(broker, config)
+        codes = []
+        for death in deaths:
+            process = await anyio.run_process(
+                [sys.executable, "-m", "judge.commands.rejudge", *arguments],
+                env=os.environ | {crash.VARIABLE: death}, check=False,
+            )  # fmt: skip
+            codes.append(process.returncode)
+        assert codes == [-9, -9, -9, 0]
+        assert msgspec.json.decode(process.stdout)["skipped"] == 2
+        found = [g for g in await groups(broker, 4) if g.offline]
+        assert sorted((g.group, g.judge, g.branch) for g in found) == [
+            ("g0", "labels", "main"), ("g1", "labels", "main")
+        ]  # fmt: skip
 
 
 async def test_a_running_judge_ignores_other_branches(nats_config: NatsConfig) -> None:
