@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 import journeywork.art as art
-from journeywork.art.local import copies
 from journeywork.art.local.copies import steps_in
+from journeywork.forking import settings_of
 from pipeline.lake_files import ADAPTER, EVENT, checkpoint_folder
+from tests.store.conftest import object_store, s3_server
 from trainer.checkpoints.checkpoint import pack
+
+__all__ = ["object_store", "s3_server"]  # fixtures
 
 
 def add_version(
@@ -49,12 +52,12 @@ def test_versions_are_found_under_every_name(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_versions_go_to_a_bucket_and_another_machine_begins_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    object_store: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("JOURNEYWORK_URL", raising=False)
-    bucket = tmp_path / "bucket"
-    monkeypatch.setattr(copies, "bucket_url", lambda *_: str(bucket))
-    monkeypatch.setattr("journeywork.art.local.backend.bucket_url", lambda *_: str(bucket))
+    monkeypatch.setenv("BACKUP_BUCKET", object_store["dir"].removeprefix("s3://"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", object_store["s3_endpoint"])
+    bucket = object_store["dir"]
     model: Any = art.TrainableModel(name="m", project="p", base_model="b", base_path=str(tmp_path / "here"))
     here, there = (
         art.LocalBackend(path=str(tmp_path / "here")),
@@ -69,7 +72,7 @@ async def test_versions_go_to_a_bucket_and_another_machine_begins_with_them(
         add_version(here.run_dir(model) / "store", "p", "m", step)
     model.overwrite_state({"epoch": 3})
     await here._experimental_push_to_s3(model)
-    assert sorted(steps_in(str(bucket), "p", "m")) == [1, 2]
+    assert sorted(steps_in(bucket, "p", "m")) == [1, 2]
 
     await there._experimental_pull_from_s3(model)
     pulled = there.run_dir(model).with_name("pulled")
@@ -83,7 +86,7 @@ async def test_versions_go_to_a_bucket_and_another_machine_begins_with_them(
     assert not there._starts, "its training has begun: the bucket's versions are older"
 
     folder = await there._experimental_pull_model_checkpoint(
-        model, step=1, s3_bucket="b", local_path=str(tmp_path / "adapter")
+        model, step=1, s3_bucket=bucket.removeprefix("s3://"), local_path=str(tmp_path / "adapter")
     )
     assert (Path(folder) / "adapter_model.safetensors").read_text() == "1"
     assert folder == str(tmp_path / "adapter")
@@ -93,6 +96,7 @@ async def test_versions_go_to_a_bucket_and_another_machine_begins_with_them(
         "adapter_model.safetensors",
     ]
     assert (newest_folder / "adapter_model.safetensors").read_text() == "2"
+    assert settings_of(bucket)["models.0.start"] == f"{bucket}#p/main/m@2"
     with pytest.raises(LookupError, match="no version 7 of m"):
         await here._experimental_pull_model_checkpoint(model, step=7)
 

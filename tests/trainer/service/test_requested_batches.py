@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
+from safetensors.torch import load_file
 
+from journeywork.art.options import loss_settings
 from pipeline import streams
-from pipeline.config import NatsConfig
-from pipeline.events import DeadLettered, TrainingBatch
+from pipeline.config import NatsConfig, with_batch_settings
+from pipeline.events import CheckpointPublished, DeadLettered, TrainingBatch
 from pipeline.log.broker import Broker
+from tests.conftest import NatsServer
 from tests.trainer import kit
 from tests.trainer.kit import (
     all_acked,
@@ -72,6 +76,40 @@ async def test_a_batch_of_another_key_with_the_same_id_is_another_batch(
         await kit.publish_group(broker, "a0", [0.0, 1.0], seed=2, batch=mine)
         (event,) = await steps_reach(broker, 1)
     assert (event.groups, event.metrics["learning_rate"]) == (("a0",), 0.125)
+
+
+async def test_two_callers_with_different_losses_each_get_their_own(
+    start_nats: Callable[[], NatsServer], tiny_base: str, tmp_path: Path
+) -> None:
+    """Their steps are those of an installation with the loss of the one, and then with that of the other."""
+    losses = {
+        "alice": loss_settings({"loss_fn": "ppo", "epsilon": 0.1, "scale_rewards": False}),
+        "bob": loss_settings({"loss_fn": "cispo"}),
+    }
+    trained: dict[str, list[CheckpointPublished]] = {}
+    for way in ("asked", "set"):
+        nats = NatsConfig(url=start_nats().url)
+        config = kit.settings(tiny_base, tmp_path / way, nats, groups_per_step=1)
+        async with Broker.connect(nats) as broker:
+            for i, (owner, loss) in enumerate(losses.items()):
+                batch, settings = None, config
+                if way == "asked":
+                    batch = TrainingBatch(
+                        id="b", groups=(owner,), settings=json.dumps(loss).encode(), owner=owner
+                    )
+                else:
+                    trainer = with_batch_settings(config.trainer, loss)
+                    settings = msgspec.structs.replace(config, trainer=trainer)
+                async with running(settings):
+                    await kit.publish_group(broker, owner, [0.0, 1.0], seed=1 + i, step=i, batch=batch)
+                    trained[way] = await steps_reach(broker, i + 1)
+    for asked, by_setting in zip(trained["asked"], trained["set"], strict=True):
+        assert asked.groups == by_setting.groups
+        assert asked.metrics["grad_norm"] == pytest.approx(by_setting.metrics["grad_norm"], rel=1e-10)
+    for step in (1, 2):
+        folders = [tmp_path / way / "checkpoints/p/main" / kit.MODEL / f"step-{step:08d}" for way in trained]
+        one, other = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+        assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-10
 
 
 async def test_a_batch_that_trains_nothing_or_stays_incomplete_holds_nothing_up(
