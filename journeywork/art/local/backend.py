@@ -266,7 +266,8 @@ class LocalBackend(RemoteBackend):
         verbose: bool = False,
     ) -> str:
         """Return the folder of a version, a PEFT adapter: the newest one that this machine or the bucket holds, or that
-        of `step`. It is unpacked into `local_path`, by default into `checkpoints/<step>` of the model's folder.
+        of `step`. It is unpacked into `local_path`, by default into `pulled/adapters/<step>` of the
+        model's folder.
 
         Raises `UnsupportedError` for an installation at a URL, `LookupError` if there is no such version, and
         `OSError`."""
@@ -277,7 +278,8 @@ class LocalBackend(RemoteBackend):
         chosen = max(held, default=-1) if step in (None, "latest") else int(step)
         if chosen not in held:
             raise LookupError(f"no version {step or 'latest'} of {model.name} in {' or '.join(lakes)}")
-        folder = local_path or str(run_dir.with_name("checkpoints") / f"{chosen:04d}")
+        # Not `checkpoints/<step>` of the model's folder: that is a link to the trainer's own checkpoint.
+        folder = local_path or str(run_dir.with_name("pulled") / "adapters" / f"{chosen:04d}")
         version = Version(model.project, "main", model.name, chosen)
         await asyncio.to_thread(unpack_adapter, held[chosen], version, folder)
         log.log(

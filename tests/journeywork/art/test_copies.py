@@ -90,7 +90,14 @@ async def test_versions_go_to_a_bucket_and_another_machine_begins_with_them(
     )
     assert (Path(folder) / "adapter_model.safetensors").read_text() == "1"
     assert folder == str(tmp_path / "adapter")
+    # `train` links a step's folder to the trainer's checkpoint, which a pull leaves as it is.
+    own = here.run_dir(model).with_name("own")
+    own.mkdir()
+    link = here.run_dir(model).with_name("checkpoints") / "0002"
+    link.parent.mkdir()
+    link.symlink_to(own)
     newest_folder = Path(await here._experimental_pull_model_checkpoint(model))
+    assert not list(own.iterdir())
     assert sorted(file.name for file in newest_folder.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
