@@ -13,6 +13,7 @@ from tests.trainer.kit import exchange, training_group
 from trainer.batches.groups import TrainingGroup, examples
 from trainer.batches.returns import returns_of
 from trainer.batches.sequences import build
+from trainer.batches.tasks import EarlierRuns
 
 Runs = dict[str, tuple[float, dict[int, float], int]]
 """Name of a run to its reward, the rewards of its calls, and its number of calls."""
@@ -68,34 +69,87 @@ RUNS: Runs = {
 OTHERS: Runs = {"e": (0.3, {0: 0.1}, 2), "f": (0.9, {}, 2)}
 
 
+EARLIER: Runs = {"x": (0.2, {1: -0.75}, 3), "y": (1.0, {}, 1)}
+"""Runs of an earlier group, which the baseline `task` compares with."""
+
+
+def compared(name: str, group: Runs, baseline: str) -> Runs:
+    """The runs whose mean return is the baseline of a run of `group`."""
+    match baseline:
+        case "group":
+            return group
+        case "task":
+            return EARLIER | {other: run for other, run in group.items() if other != name}
+        case _:
+            return RUNS | OTHERS
+
+
+def differences(gamma: float, baseline: str) -> dict[str, list[float]]:
+    """The return of each call less the mean return of its position, by run; a run that is over counts with its last
+    call."""
+    out = {}
+    for group in (RUNS, OTHERS):
+        for name, own in literal(group, gamma).items():
+            others = literal(compared(name, group, baseline), gamma).values()
+            out[name] = [
+                value - sum(r[min(call, len(r) - 1)] for r in others) / len(others)
+                for call, value in enumerate(own)
+            ]
+    return out
+
+
+def batch_of(gamma: float) -> list[TrainingGroup]:
+    earlier, batch = made("earlier", EARLIER), [made("g", RUNS), made("h", OTHERS)]
+    runs = EarlierRuns()
+    runs.add(earlier.event, earlier.members, 1, gamma)
+    for group in batch:
+        group.earlier = runs.before(group.event, 2)
+    return batch
+
+
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.5, 0.0])
 @pytest.mark.parametrize("scaling", ["none", "group", "batch"])
-@pytest.mark.parametrize("baseline", ["group", "batch"])
+@pytest.mark.parametrize("baseline", ["group", "task", "batch"])
 def test_an_advantage_is_the_calls_return_less_that_of_its_position(
     gamma: float, scaling: str, baseline: str
 ) -> None:
-    if (baseline, scaling) == ("batch", "group"):
-        return
-    found = of_tokens(
-        [made("g", RUNS), made("h", OTHERS)],
-        turn_discount=gamma,
-        advantage_scaling=scaling,
-        baseline=baseline,
-    )
-    of_groups = [literal(RUNS, gamma), literal(OTHERS, gamma)]
-    if not any(of_calls for _, of_calls, _ in OTHERS.values()) and gamma == 1.0:
-        of_groups[1] = {name: returns[:1] for name, returns in of_groups[1].items()}
-    everything = of_groups[0] | of_groups[1]
-    for returns in of_groups:
-        compared = everything if baseline == "batch" else returns
-        spread = everything if scaling == "batch" else returns
+    found = of_tokens(batch_of(gamma), turn_discount=gamma, advantage_scaling=scaling, baseline=baseline)
+    expected = differences(gamma, baseline)
+    for group in (RUNS, OTHERS):
+        spread = literal(RUNS | OTHERS if scaling == "batch" else group, gamma)
         divisor = 1.0 if scaling == "none" else np.std([g for r in spread.values() for g in r], ddof=1) + 1e-4
-        for name, own in returns.items():
-            expected = []
-            for call, value in enumerate(own):
-                mean = sum(r[min(call, len(r) - 1)] for r in compared.values()) / len(compared)
-                expected += [(value - mean) / divisor] * 2
-            np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-10)
+        for name in group:
+            of_calls = np.array(expected[name]) / divisor
+            np.testing.assert_allclose(found[name], np.repeat(of_calls, 2), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("balance", [0.0, 0.5, -0.25])
+@pytest.mark.parametrize(
+    ("loss", "weighting"),
+    [("dapo", "loss"), ("dapo", "trajectory"), ("grpo", "loss"), ("grpo", "trajectory")],
+)
+@pytest.mark.parametrize("baseline", ["group", "task", "batch"])
+def test_normalised_advantages_have_the_mean_size_one_as_the_loss_averages(
+    balance: float, loss: str, weighting: str, baseline: str
+) -> None:
+    found = of_tokens(
+        batch_of(0.9), type=loss, turn_discount=0.9, baseline=baseline, advantage_scaling="none",
+        advantage_balance=balance, advantage_normalization="mean_abs", weighting=weighting,
+    )  # fmt: skip
+    balanced = {
+        name: [
+            a * (1 - balance) if a < 0 and balance > 0 else a * (1 + balance) if a >= 0 and balance < 0 else a
+            for a in of_calls
+        ]
+        for name, of_calls in differences(0.9, baseline).items()
+    }
+    sizes = [[abs(a) for a in of_calls] for of_calls in balanced.values()]
+    if (loss, weighting) == ("dapo", "loss"):  # over tokens, of which each call has as many
+        size = np.mean([a for of_run in sizes for a in of_run])
+    else:
+        size = np.mean([np.mean(of_run) for of_run in sizes])
+    for name, of_calls in balanced.items():
+        np.testing.assert_allclose(found[name], np.repeat(of_calls, 2) / size, rtol=0, atol=1e-10)
 
 
 def test_one_reward_a_run_gives_the_advantages_of_runs_bit_for_bit() -> None:
@@ -106,14 +160,6 @@ def test_one_reward_a_run_gives_the_advantages_of_runs_bit_for_bit() -> None:
     made_of = examples([made("g", runs)], TrainerConfig())
     assert [e.advantage for e in made_of] == expected.tolist()
     assert all(e.call_advantages is None for e in made_of)
-
-
-def test_normalisation_is_that_of_tokens() -> None:
-    found = of_tokens(
-        [made("g", RUNS)], advantage_scaling="none", advantage_normalization="mean_abs", advantage_balance=0.5
-    )
-    tokens = np.array([a for of_run in found.values() for a in of_run])
-    np.testing.assert_allclose(np.abs(tokens).mean(), 1.0, rtol=1e-12)
 
 
 def test_equal_rewards_with_other_rewards_of_calls_are_compared() -> None:
