@@ -175,7 +175,8 @@ SELECT n.project, n.model, '' AS about, count(s.group_id) / count(*) AS value,
 FROM newest n LEFT JOIN stale s USING (project, model, group_id)
 GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
         "Agents produce more groups than the trainer can train. Limit them (`gateway.max_groups_ahead`), train more "
-        "groups per step (`trainer.groups_per_step`), or raise `trainer.max_staleness`.",
+        "groups per step (`trainer.groups_per_step`), or raise `trainer.max_staleness`. Where results come late, set "
+        "`trainer.late`; if it is set, the step's metric `late_ess` shows how far late runs are from the policy.",
     ),
     Alarm(
         "hints_unused",
