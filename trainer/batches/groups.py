@@ -21,9 +21,9 @@ from pipeline.events import GroupScored, Member
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.log.broker import Delivery
 from pipeline.log.messages import Place
-from trainer.batches.returns import Floats, baseline, by_token, group_returns
+from trainer.batches.returns import baseline, by_token, group_returns
 from trainer.batches.sequences import TokenSequence
-from trainer.batches.tasks import task_baselines
+from trainer.batches.tasks import Earlier, task_baselines
 from trainer.distillation.lessons import Lesson, Teaching, lessons_of
 
 _STD_FLOOR = 1e-4
@@ -87,8 +87,8 @@ class TrainingGroup:
     """Number of tokens that `bound_staleness` made context."""
     late_refused: str = ""
     """Why its late tokens are not trained, where `trainer.late` trains such tokens."""
-    earlier: Sequence[Floats] = ()
-    """Returns of the earlier runs of its task (`trainer.batches.tasks`), with `trainer.loss.baseline` = `task`."""
+    earlier: Earlier = field(default_factory=Earlier)
+    """The earlier runs of its task (`trainer.batches.tasks`), with `trainer.loss.baseline` = `task`."""
     duration_s: float = 0.0
     """Seconds from the first call to the last answer of the longest trajectory; 0 until the exchanges are read."""
 

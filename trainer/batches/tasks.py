@@ -13,19 +13,39 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from pipeline.events import GroupScored, Member
-from trainer.batches.returns import Floats, baseline, group_returns, returns_of
+from trainer.batches.returns import Floats, group_returns, returns_of
 
 WINDOW = 20_000
 """Messages of the stream GROUPS before a group's own event in which its earlier runs lie. It bounds what is kept, what
 a start reads again, and the age of rewards that an improving policy is compared with."""
 
 
+class Earlier(NamedTuple):
+    """What a group is compared with."""
+
+    runs: int = 0
+    totals: tuple[float, ...] = (0.0,)
+    """Sum of the runs' returns at each position. A run that is over by then counts with its last call, so the last
+    number holds for all positions after it."""
+
+    def total_at(self, position: int) -> float:
+        return self.totals[min(position, len(self.totals) - 1)]
+
+    @classmethod
+    def of(cls, parts: Sequence[Earlier]) -> Earlier:
+        """The runs of all parts together."""
+        longest = max((len(p.totals) for p in parts), default=1)
+        totals = tuple(sum(p.total_at(k) for p in parts) for k in range(longest))
+        return cls(sum(p.runs for p in parts), totals)
+
+
 class _Scored(NamedTuple):
     seq: int
     group: str
-    returns: list[Floats]
-    """Of each run that trains."""
+    runs: Earlier
 
 
 class EarlierRuns:
@@ -39,14 +59,16 @@ class EarlierRuns:
         scored = self._groups.setdefault(_task(event), [])
         at = bisect_left(scored, seq, key=lambda one: one.seq)
         if at == len(scored) or scored[at].seq != seq:
-            insort(scored, _Scored(seq, event.group, _returns(members, discount)), key=lambda one: one.seq)
+            insort(
+                scored, _Scored(seq, event.group, _runs(_returns(members, discount))), key=lambda one: one.seq
+            )
 
-    def before(self, event: GroupScored, seq: int) -> list[Floats]:
-        """Return the returns of the earlier runs of the group that was scored at `seq`."""
+    def before(self, event: GroupScored, seq: int) -> Earlier:
+        """Return the earlier runs of the group that was scored at `seq`."""
         scored = self._groups.get(_task(event), [])
         first, end = (bisect_left(scored, n, key=lambda one: one.seq) for n in (seq - WINDOW, seq))
-        newest = {one.group: one.returns for one in scored[first:end] if one.group != event.group}
-        return [of_run for of_group in newest.values() for of_run in of_group]
+        newest = {one.group: one.runs for one in scored[first:end] if one.group != event.group}
+        return Earlier.of(list(newest.values()))
 
     def forget(self, floor: int) -> None:
         """Drop what no group after the sequence `floor` is compared with."""
@@ -54,15 +76,21 @@ class EarlierRuns:
         self._groups = {task: scored for task, scored in kept.items() if scored}
 
 
-def task_baselines(returns: Sequence[Floats], earlier: Sequence[Floats], batch_means: Floats) -> list[Floats]:
+def task_baselines(returns: Sequence[Floats], earlier: Earlier, batch_means: Floats) -> list[Floats]:
     """The baseline of each run of a group: at each position the mean return of the earlier runs of its task and of the
     other runs of its group. The mean of the batch where there are none."""
-    longest = len(batch_means)
-    count = len(earlier) + len(returns) - 1
+    count = earlier.runs + len(returns) - 1
     if not count:
         return [batch_means for _ in returns]
-    total = baseline([*earlier, *returns], longest) * (count + 1)
-    return [(total - baseline([own], longest)) / count for own in returns]
+    out = []
+    for own in range(len(returns)):
+        compared = Earlier.of([earlier, _runs([r for i, r in enumerate(returns) if i != own])])
+        out.append(np.array([compared.total_at(k) / count for k in range(len(batch_means))]))
+    return out
+
+
+def _runs(returns: Sequence[Floats]) -> Earlier:
+    return Earlier.of([Earlier(1, tuple(r.tolist())) for r in returns])
 
 
 def _task(event: GroupScored) -> tuple[str, str]:

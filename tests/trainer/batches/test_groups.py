@@ -12,7 +12,7 @@ from pipeline.events import GroupScored
 from tests.trainer.kit import exchange, group, training_group
 from trainer.batches.groups import Refusal, TrainingGroup, examples, trainable_members
 from trainer.batches.sequences import build
-from trainer.batches.tasks import WINDOW, EarlierRuns
+from trainer.batches.tasks import WINDOW, Earlier, EarlierRuns, task_baselines
 
 
 def made(scored: GroupScored) -> TrainingGroup:
@@ -107,8 +107,20 @@ def test_earlier_runs_of_the_task_are_the_baseline_and_the_own_run_is_left_out()
     ]  # fmt: skip
     np.testing.assert_allclose([e.advantage for e in examples(batch, config)], expected, rtol=1e-10)
     runs.forget(6 + WINDOW)
-    assert runs.before(log[4], 5) == []
-    assert runs.before(log[7], 8) == [0.6]
+    assert runs.before(log[4], 5) == Earlier()
+    assert runs.before(log[7], 8) == Earlier(1, (0.6,))
+
+
+def test_earlier_runs_with_rewards_of_calls_are_compared_at_the_same_position() -> None:
+    runs = EarlierRuns()
+    first = with_members(group("a", [1.0], task="t", exchanges=2), call_rewards={0: {"0": 0.5}})
+    second = group("b", [0.25], task="t")
+    for seq, scored in enumerate((first, second), 1):
+        runs.add(scored, scored.members, seq, 1.0)
+    own = [np.array([0.7, 0.2, 0.1]), np.array([0.3])]
+    means = task_baselines(own, runs.before(group("c", [], task="t"), 3), np.zeros(3))
+    earlier = np.array([1.5 + 0.25, 1.0 + 0.25, 1.0 + 0.25])
+    np.testing.assert_allclose(means, [(earlier + 0.3) / 3, (earlier + own[0]) / 3], rtol=1e-10)
 
 
 def with_members(scored: GroupScored, **changed: dict[int, object]) -> GroupScored:
