@@ -320,7 +320,7 @@ async def test_a_local_backend_starts_an_installation_fine_tunes_it_and_joins_it
         _internal_config=model._internal_config,
     )  # fmt: skip
     async with BeforeTheDouble(path=str(tmp_path), up_options=flags(DOUBLE_SETTINGS)) as backend:
-        with pytest.raises(UpError, match="holds no version of nobody"):
+        with pytest.raises(UpError, match="holds no version that can be forked as own/main/nobody"):
             await backend._experimental_fork_checkpoint(fork, "nobody")
         await backend._experimental_fork_checkpoint(fork, MODEL, not_after_step=2)
         await fork.register(backend)

@@ -42,10 +42,11 @@ async def test_a_restarted_trainer_trains_a_group_with_a_too_large_trajectory(
     async with Broker.connect(nats_config) as broker:
         await broker.provision_consumer(spec)
         for name, reason in (("done", "no_variance"), ("part", "too_large")):
-            await kit.publish_group(broker, name, [0.0, 1.0], seed=1)
+            scored = await kit.publish_group(broker, name, [0.0, 1.0], seed=1)
             await broker.publish(
                 GroupDiscarded(
-                    project="p", group=name, model=kit.MODEL, trajectories=(f"{name}-0",), reason=reason, by="trainer"
+                    project="p", group=name, model=kit.MODEL, trajectories=(f"{name}-0",), reason=reason, by="trainer",
+                    judge=scored.judge,
                 )
             )  # fmt: skip
         async with broker.consume(spec) as consumption:
