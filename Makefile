@@ -59,12 +59,10 @@ LOCK := uv pip compile --python-version 3.11 --python-platform x86_64-manylinux_
   --no-binary nkeys --no-emit-package nkeys --constraint requirements/source.txt \
   --no-emit-index-url --no-emit-find-links --no-annotate --custom-compile-command "make lock" --quiet
 
-LOCKED := $(foreach name,cpu gpu compat environments trackers,requirements/$(name).txt)
+LOCKED := $(foreach name,cpu gpu compat trackers,requirements/$(name).txt)
 
 # What the agents' programs name and the tests never import: 300 MB of data frames.
 COMPAT_UNUSED := datasets dill hf-xet multiprocess pandas pyarrow
-# What verifiers names and the tests never import: 60 MB of mathematics and tokenizers.
-ENVIRONMENTS_UNUSED := hf-xet latex2sympy2-extended math-verify mpmath openai-agents openai-harmony sympy tiktoken
 
 # uv keeps the hashes that it finds in its output, also when they are those of one platform only: it gets the versions alone.
 # xformers is left out of the GPU lock: its newest build is for torch 2.10 and CUDA 12.8, and can't be loaded. Unsloth does without it.
@@ -75,7 +73,6 @@ lock:
 	  -o requirements/cpu.txt
 	$(LOCK) pyproject.toml --extra gpu --extra proof --no-emit-package xformers -o requirements/gpu.txt
 	$(LOCK) requirements/compat.in $(foreach package,$(COMPAT_UNUSED),--no-emit-package $(package)) -o requirements/compat.txt
-	$(LOCK) requirements/environments.in $(foreach package,$(ENVIRONMENTS_UNUSED),--no-emit-package $(package)) -o requirements/environments.txt
 	$(LOCK) requirements/trackers.in -o requirements/trackers.txt
 
 clean:

@@ -23,7 +23,6 @@
 | `looping`, `attempts` | playing while the trainer trains; what the gateway has of it, for a resume |
 | `scenarios` | `journeywork scenarios`: tasks that a model writes |
 | `feedback_file`, `langfuse_scores` | `journeywork feedback` |
-| `environments` | `journeywork run-env` |
 | `forking` | `journeywork fork`: versions of a lake, and the settings of an installation that begins with one |
 | `evaluation/` | `journeywork eval` |
 | `starter/` | `journeywork init` |

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 SDK = {
     "eval": ("journeywork.evaluation.command", "play held-out tasks with versions and other models"),
     "feedback": ("journeywork.feedback_file", "give the feedback in a file or in Langfuse"),
-    "run-env": ("journeywork.environments", "play an environment of verifiers"),
     "scenarios": ("journeywork.scenarios", "make scenarios from a task description"),
     "fork": ("journeywork.forking", "start an installation that begins with a version or a PEFT adapter"),
     "init": ("journeywork.starter.command", "write a starter project"),

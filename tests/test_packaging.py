@@ -214,7 +214,7 @@ def test_the_metadata_names_extras_and_versions(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith("METADATA")]
         told = archive.read(name).decode()
-    for extra in ("cpu", "gpu", "verifiers"):
+    for extra in ("cpu", "gpu", "wandb"):
         assert f"Provides-Extra: {extra}\n" in told
     for version in PYTHONS:
         assert f"Classifier: Programming Language :: Python :: {version}\n" in told
