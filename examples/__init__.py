@@ -5,7 +5,6 @@
 | `common` | what the examples share: tiny base models, a running installation, recorded learning curves |
 | `corrections` | an agent that learns from a user's words, without any reward |
 | `database` | an agent with tools that answers questions about a SQLite database; RULER is its judge |
-| `langgraph_team` | a team of two agents in a LangGraph, both played by the trained model |
 | `support` | a support agent with a rubric judge, from production to a better version in production |
 | `tictactoe` | agents that learn to beat a random opponent, with every part of the system (`make demo`) |
 """

@@ -29,7 +29,6 @@ EXAMPLES: dict[str, list[str]] = {
     "support": [
         f"{first} {action} Your order is 12." for first in MOODS.values() for action in ACTIONS.values()
     ],
-    "langgraph_team": ["Mon-am", "Wed-pm", "yes", "no"],
 }
 """For each example, the words that the double answers with: with arbitrary ones, all rewards would be equal."""
 SMALL = ["--steps", "2", "--held-out", "4", "--set", "trainer.groups_per_step=2"]
@@ -51,8 +50,6 @@ def run(*command: str) -> str:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_trains_two_steps_and_compares_them_with_its_base(name: str, tmp_path: Path) -> None:
     base, run_dir = tmp_path / "model", tmp_path / "run"
-    if name == "langgraph_team":
-        pytest.importorskip("langgraph", reason="the extra `langgraph` is not installed")
     run(f"examples.{name}.make_model", "--steps", "0", "--out", str(base))
     tokenizer = AutoTokenizer.from_pretrained(base)
     if tokenizer.add_tokens([word for word in EXAMPLES[name] if len(tokenizer(word).input_ids) > 1]):
