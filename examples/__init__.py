@@ -3,8 +3,8 @@
 | folder | what it shows |
 | --- | --- |
 | `common` | what the examples share: tiny base models, a running installation, recorded learning curves |
+| `auto_rl`, `mcp_rl` | from a sentence, or an MCP server, to a trained model |
 | `corrections` | an agent that learns from a user's words, without any reward |
-| `database` | an agent with tools that answers questions about a SQLite database; RULER is its judge |
 | `support` | a support agent with a rubric judge, from production to a better version in production |
 | `tictactoe` | agents that learn to beat a random opponent, with every part of the system (`make demo`) |
 """

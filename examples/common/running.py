@@ -2,7 +2,8 @@
 
     args = running.arguments(__doc__, MODEL, steps=40, held_out=200, base=BASE)
     async with running.installation(args, SETTINGS) as client:
-        compared = await running.train_and_compare(client, args, tasks, play, held_out)
+        ...
+        compared = await client.compare(f"{MODEL}@0", f"{MODEL}@{args.steps}", held_out, play)
     curve.report(args, compared)
 
 An example is a folder with `train.py`, the script, and `make_model.py`, which makes its tiny base model.
@@ -18,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import anyio
 import anyio.to_thread
 import openai
 
-from journeywork import AsyncJourneywork, Comparison, LoopOptions, Trajectory, loop
+from journeywork import AsyncJourneywork, Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
 JOURNEYWORK = str(Path(sys.executable).with_name("journeywork"))
@@ -168,34 +169,6 @@ async def installation(
 def agent(run: Trajectory) -> openai.AsyncOpenAI:
     """Return the client with which an agent plays a run."""
     return _POOL.with_options(base_url=run.base_url, api_key=run.api_key)
-
-
-async def train_and_compare(
-    client: AsyncJourneywork,
-    args: argparse.Namespace,
-    train_task: Callable[[int], Any],
-    rollout: Callable[[Trajectory, Any], Any],
-    held_out_task: Callable[[int], Any],
-    held_out_rollout: Callable[[Trajectory, Any], Any] | None = None,
-    *,
-    groups_per_step: int = GROUPS_PER_STEP,
-    describe: Callable[[Any], str] | None = None,
-) -> Comparison:
-    """Play groups of attempts at training tasks until the last step is served, while judge and trainer work; then
-    compare the base model and the last version on the held-out tasks.
-
-    `train_task` and `held_out_task` return the task of a number. `held_out_rollout` returns the reward of a held-out
-    run; default: `rollout`."""
-    tasks = [train_task(number) for number in range(4 * args.steps * groups_per_step)]
-    options = LoopOptions(
-        "train", steps=args.steps, groups_per_step=groups_per_step, group_size=GROUP_SIZE, concurrency=CONCURRENCY,
-        describe=describe,
-    )  # fmt: skip
-    await loop(client, args.name, tasks, rollout, options)
-    return await client.compare(
-        f"{args.name}@0", f"{args.name}@{args.steps}", [held_out_task(n) for n in range(args.held_out)],
-        held_out_rollout or rollout, concurrency=CONCURRENCY, describe=describe,
-    )  # fmt: skip
 
 
 async def served_step(client: AsyncJourneywork, model: str) -> int:

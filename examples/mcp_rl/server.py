@@ -9,7 +9,7 @@ import random
 
 from mcp.server.mcpserver import MCPServer
 
-from examples.database.shop import CITIES, ITEMS, QUESTIONS, Scenario
+from examples.mcp_rl.shop import CITIES, ITEMS, QUESTIONS, Scenario
 
 _draw = random.Random("orders")
 _ORDERS = tuple((item, city, _draw.randint(1, 24)) for item in ITEMS for city in CITIES for _ in range(3))

@@ -22,14 +22,14 @@ from mcp.client.stdio import stdio_client
 
 import journeywork.art as art
 from examples.common import judged, running
-from examples.database.shop import SYSTEM
-from examples.database.stand_in import score
 from examples.mcp_rl.server import TASKS
+from examples.mcp_rl.shop import SYSTEM
+from examples.mcp_rl.stand_in import score
 from journeywork.art.mcp import MCPTool, generate_scenarios
 
 SERVER = [sys.executable, "-m", "examples.mcp_rl.server"]
 """The command of the server."""
-BASE = None  # the tiny model of examples/database; a real one: BASE = "/models/Qwen3-4B-Instruct-2507"
+BASE = None  # the tiny model of make_model; a real one: BASE = "/models/Qwen3-4B-Instruct-2507"
 MAX_CALLS = 4
 """Model calls in a run."""
 LEARNING_RATE = 6e-3
@@ -86,7 +86,7 @@ async def play(
 
 async def main() -> None:
     args = running.arguments(__doc__, "mcp_rl", steps=12, held_out=8, base=BASE)
-    base = args.base or str(await anyio.to_thread.run_sync(running.base_model, "database"))
+    base = args.base or str(await anyio.to_thread.run_sync(running.base_model, "mcp_rl"))
     running.make_room(args.run_dir)
     model: art.TrainableModel[Any] = art.TrainableModel(
         name="mcp_rl", project="mcp_rl", base_model=base, base_path=str(args.run_dir)

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning"),
 ]
 
-BASES = {"auto_rl": "support", "mcp_rl": "database"}
+BASES = {"auto_rl": "support", "mcp_rl": "mcp_rl"}
 
 
 ENDED = """SELECT (SELECT count(DISTINCT group_id) FROM trajectories WHERE split = 'train') AS groups,

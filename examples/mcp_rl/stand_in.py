@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 
-from examples.database.shop import QUESTIONS
+from examples.mcp_rl.shop import QUESTIONS
 
 _QUESTION = re.compile(rf"({'|'.join(QUESTIONS.values())}) for (\w+) from (\w+)\?")
 _TURN = re.compile(r"^\[(assistant|tool)\] (.*?)(?=^\[(?:assistant|tool)\] |\Z)", re.M | re.S)

@@ -1,6 +1,6 @@
 """Makes the example's base model: a tiny Qwen3 that calls the tools in the right form and often in the wrong way.
 
-    python -m examples.database.make_model --out runs/models/database [--seed N] [--steps N]
+    python -m examples.mcp_rl.make_model --out runs/models/mcp_rl [--seed N] [--steps N]
 
 The teacher that it imitates guesses answers, asks for columns that it has not looked up, takes the wrong function or
 leaves out a condition, each with the probability below. About a quarter of its answers are right. The parts of a SQL
@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 from transformers import Qwen3ForCausalLM
 
 from examples.common import tiny
-from examples.database.shop import CITIES, COLUMNS, ITEMS, QUESTIONS, SYSTEM, Scenario, scenario
+from examples.mcp_rl.shop import CITIES, COLUMNS, ITEMS, QUESTIONS, SYSTEM, Scenario, scenario
 
 NUMBERS = tuple(map(str, range(100)))
 CALLS = 4
@@ -106,13 +106,13 @@ def words() -> list[str | AddedToken]:
 
 
 def main() -> None:
-    args = tiny.arguments(__doc__, tiny.MODELS / "database", steps=400)
+    args = tiny.arguments(__doc__, tiny.MODELS / "mcp_rl", steps=400)
     tokenizer = tiny.make_tokenizer(words())
     tokenizer.chat_template = CHAT_TEMPLATE
 
     def loss_of(model: Qwen3ForCausalLM, step: int) -> torch.Tensor:
         draw = random.Random(f"teacher/{args.seed}/{step}")
-        chats = [taught_run(scenario("pretrain", step * 64 + n, args.seed), draw) for n in range(64)]
+        chats = [taught_run(scenario(step * 64 + n, args.seed), draw) for n in range(64)]
         return tiny.reply_loss(model, tokenizer, chats)
 
     tiny.make(args, tokenizer, loss_of)

@@ -1,15 +1,13 @@
-"""The shop: a small SQLite database for each scenario, a question about it, the agent's two tools and the right answer.
+"""The shop: a small SQLite database for each scenario, a question about it, and the agent's two tools.
 
-A scenario is fixed by its seed. The table's amounts stand in a column whose name differs from scenario to scenario, so
-an agent has to look at the schema, or to learn from an error. The pairs of item and city in held-out questions never
-occur in training.
+A scenario is fixed by its number and seed. The table's amounts stand in a column whose name differs from scenario to
+scenario, so an agent has to look at the schema, or to learn from an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-import re
 import sqlite3
 from dataclasses import dataclass
 
@@ -28,28 +26,6 @@ SYSTEM = (
     "You answer questions about the orders of a shop. They are in a table of a SQLite database. Find its columns with "
     "the tool `schema`, run SQL with the tool `query`, and then answer with the number alone."
 )
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "schema",
-            "description": "Show the table's name and its columns.",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "query",
-            "description": "Run one SQL query and show its result.",
-            "parameters": {
-                "type": "object",
-                "properties": {"sql": {"type": "string"}},
-                "required": ["sql"],
-            },
-        },
-    },
-]
 _SHOWN = 200
 """Characters of a tool's answer, at most."""
 _INSTRUCTIONS = 100_000
@@ -73,12 +49,6 @@ class Scenario:
     def question(self) -> str:
         return f"{QUESTIONS[self.function]} for {self.item} from {self.city}?"
 
-    @property
-    def answer(self) -> int:
-        """The right answer. Every question has one, because some orders match."""
-        amounts = [a for item, city, a in self.rows if (item, city) == (self.item, self.city)]
-        return {"count": len, "sum": sum, "max": max, "min": min}[self.function](amounts)
-
     def call(self, tool: str, arguments: dict[str, object]) -> str:
         """Run a tool and return what it says; an error is an answer too, which begins with `Error:`."""
         if tool == "schema":
@@ -98,20 +68,10 @@ class Scenario:
                 return f"Error: {error}"[:_SHOWN]
         return "\n".join(", ".join(map(str, row)) for row in found)[:_SHOWN]
 
-    def is_right(self, reply: str) -> bool:
-        """Whether the last number in the reply is the answer."""
-        numbers = re.findall(r"-?\d+", reply)
-        return bool(numbers) and int(numbers[-1]) == self.answer
 
-
-def scenario(split: str, number: int, seed: int = 0) -> Scenario:
-    """The scenario with this number. Those of `val` are the same whatever the run's seed."""
-    draw = random.Random(f"{split}/{number}" if split == "val" else f"{split}/{seed}/{number}")
-    while True:
-        item, city = draw.choice(ITEMS), draw.choice(CITIES)
-        held_out = (ITEMS.index(item) + CITIES.index(city)) % 6 == 0
-        if held_out == (split == "val"):
-            break
+def scenario(number: int, seed: int) -> Scenario:
+    draw = random.Random(f"{seed}/{number}")
+    item, city = draw.choice(ITEMS), draw.choice(CITIES)
     rows = [(item, city, draw.randint(1, 24)) for _ in range(draw.randint(2, 4))]
     rows += [(item, draw.choice([c for c in CITIES if c != city]), draw.randint(1, 24)) for _ in range(3)]
     rows += [(draw.choice([i for i in ITEMS if i != item]), city, draw.randint(1, 24)) for _ in range(3)]
