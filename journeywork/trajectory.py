@@ -77,8 +77,6 @@ class Usage:
     completion_tokens: int = 0
     calls_s: float = 0.0
     """Seconds, added up over the calls."""
-    cost_usd: float | None = None
-    """`None` if no price is known."""
 
     @classmethod
     def of_completion(cls, answer: Mapping[str, Any]) -> Usage:

@@ -5,8 +5,6 @@
 | module | contents |
 | --- | --- |
 | `entrants` | who plays: names given on the command line |
-| `endpoint` | the endpoint of a model that the gateway does not serve: counts tokens, seconds and cost |
-| `upstreams` | where its calls go: an OpenAI-compatible server |
 | `playing` | every entrant plays the same tasks |
 | `results` | means, paired differences, cost and latency of what was played |
 | `loading` | rollouts as `module:function`, scenarios as `module:name` or JSONL |

@@ -28,9 +28,8 @@ from journeywork.command_line import (
     client_of,
     exit_status,
     gateway_of,
-    not_negative,
 )
-from journeywork.evaluation.entrants import Entrant, parse_entrant, parse_price
+from journeywork.evaluation.entrants import Entrant, parse_entrant
 from journeywork.evaluation.loading import load_rollout, load_scenarios
 from journeywork.evaluation.playing import play
 from journeywork.evaluation.report import text_report
@@ -72,7 +71,6 @@ async def _run(
         "attempts": args.attempts,
         "concurrency": args.concurrency,
         "max_exceptions": args.max_exceptions,
-        "usd_per_hour": args.usd_per_hour,
         "progress": not args.json,
         "scenarios": args.scenarios,
         "rollout_name": args.rollout,
@@ -86,16 +84,10 @@ async def _run(
 
 def _entrants(args: argparse.Namespace) -> list[Entrant]:
     """Return the entrants with their settings. Raises `ValueError` or `OSError`."""
-    prices = dict(parse_price(text) for text in args.price)
     if args.key_env and not os.environ.get(args.key_env):
         raise ValueError(f"--key-env {args.key_env}: this environment variable is not set")
-    found = [parse_entrant(text) for text in args.entrants]
-    if unknown := prices.keys() - {entrant.name for entrant in found}:
-        raise ValueError(f"--price names no entrant: {', '.join(sorted(unknown))}")
-    return [
-        replace(e, price=prices.get(e.name), key_env=args.key_env if e.kind == "external" else "")
-        for e in found
-    ]
+    parsed = [parse_entrant(text) for text in args.entrants]
+    return [replace(e, key_env=args.key_env) if e.kind == "external" else e for e in parsed]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,16 +112,6 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         metavar="NAME",
         help="variable with the API key of <base URL>#<model> entrants",
-    )
-    add(
-        "--price",
-        action="append",
-        default=[],
-        metavar="ENTRANT=PROMPT/COMPLETION",
-        help="USD per million tokens",
-    )
-    add(
-        "--usd-per-hour", type=not_negative, default=0.0, help="price of the machine that serves the policies"
     )
     add("--no-record", action="store_true", help="send no results to the log")
     add_gateway(parser)

@@ -10,19 +10,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from journeywork.trajectory import parse_policy
-
-
-@dataclass(frozen=True)
-class Price:
-    """US dollars per million tokens."""
-
-    prompt: float
-    completion: float
 
 
 @dataclass(frozen=True)
@@ -40,8 +31,6 @@ class Entrant:
     """Base URL of an external entrant's OpenAI-compatible server, up to `/v1`."""
     key_env: str = ""
     """Environment variable that holds the server's API key."""
-    price: Price | None = None
-    """`None`: its cost is unknown."""
 
 
 def parse_entrant(text: str) -> Entrant:
@@ -55,18 +44,3 @@ def parse_entrant(text: str) -> Entrant:
         return Entrant(text, "policy", *parse_policy(text))
     except ValueError:
         raise ValueError(f"{text!r} is no entrant: write <model>, <model>@<step> or <url>#<model>") from None
-
-
-def parse_price(text: str) -> tuple[str, Price]:
-    """Return entrant and price of `NAME=PROMPT/COMPLETION`. Raises `ValueError`."""
-    name, _, prices = text.rpartition("=")
-    prompt, _, completion = prices.partition("/")
-    try:
-        price = Price(float(prompt), float(completion))
-        if not all(0 <= dollars < math.inf for dollars in (price.prompt, price.completion)):
-            raise ValueError
-        return name, price
-    except ValueError:
-        raise ValueError(
-            f"{text!r} is no price: write ENTRANT=PROMPT/COMPLETION in USD per million tokens, such as m@0=0.1/0.4"
-        ) from None

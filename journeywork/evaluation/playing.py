@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypedDict
 
@@ -13,11 +15,10 @@ from typing_extensions import Unpack
 
 from journeywork import gathering
 from journeywork.client import AsyncJourneywork
-from journeywork.evaluation.endpoint import ExternalClient
 from journeywork.evaluation.entrants import Entrant, parse_entrant
 from journeywork.evaluation.results import EntrantResult, EvaluationReport, result_of
 from journeywork.gathering import Rollout, Task, TaskGroup
-from journeywork.trajectory import Trajectory
+from journeywork.trajectory import OpenOptions, Trajectory
 from journeywork.versions import resolve
 
 _MAX_GROUP = 190
@@ -42,7 +43,6 @@ async def play(
     name: Callable[[Any], str] | None = None,
     scenarios: str = "",
     rollout_name: str = "",
-    usd_per_hour: float = 0.0,
     record: bool = True,
     baseline: EntrantResult | None = None,
     **options: Unpack[PlayOptions],
@@ -52,9 +52,8 @@ async def play(
     The first entrant is the baseline of the differences. A policy plays with one version: the one that is named, or the
     one that the model's name stood for when the evaluation began, however long others play before it. `client` may be
     `None` if no entrant is a policy. `name` returns the name of a task (default: `task_name`). `scenarios` and
-    `rollout_name` are recorded. `usd_per_hour` is the price of the machine that serves the policies. `record` sends the
-    results of each entrant to the log, if there is a client. `baseline` is an entrant that has played these tasks
-    before: it is entrant 0 and does not play again.
+    `rollout_name` are recorded. `record` sends the results of each entrant to the log, if there is a client. `baseline`
+    is an entrant that has played these tasks before: it is entrant 0 and does not play again.
     Raises `ValueError` if there is no entrant or no task, `attempts` is below 1, two entrants have one name, or the
     gateway has no such model or version; `TooManyExceptionsError` and `JourneyworkError` as `gather`."""
     task_list = list(tasks)
@@ -77,7 +76,7 @@ async def play(
     for position, (entrant, version) in enumerate(zip(parsed_entrants, versions, strict=True), len(results)):
         numbered = _Tasks(task_list, names, f"{evaluation}-{position}")
         groups, wall_s = await _play(client, entrant, version, numbered, rollout, attempts, options)
-        results.append(result_of(entrant, version, groups, names, attempts, wall_s, usd_per_hour))
+        results.append(result_of(entrant, version, groups, names, attempts, wall_s))
     report = EvaluationReport(evaluation, scenarios, rollout_name, tuple(results))
     if record and client is not None:
         for position in range(len(results)):
@@ -135,9 +134,30 @@ async def _play(
     if entrant.kind == "policy":
         assert client is not None
         return await gather(client)
-    external = ExternalClient(entrant)
-    with external.serving():
-        return await gather(external)
+    return await gather(_ServerOfOthers(entrant))
+
+
+class _ServerOfOthers:
+    """Takes the place of the gateway in `gather`: agents call the server of an external entrant themselves, and nothing
+    is recorded of it. Its model is `run.model`."""
+
+    def __init__(self, entrant: Entrant) -> None:
+        """Raises `ValueError` if the variable of the key is not set."""
+        if entrant.key_env and not os.environ.get(entrant.key_env):
+            raise ValueError(f"{entrant.name}: the environment variable {entrant.key_env} is not set")
+        self._entrant, self._key = entrant, os.environ.get(entrant.key_env, "") or "none"
+
+    @asynccontextmanager
+    async def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> AsyncIterator[Trajectory]:
+        """Yield a run whose calls go to the entrant's server. `model` is not used."""
+        entrant, name = self._entrant, f"x-{secrets.token_hex(10)}"
+        run = Trajectory(name, entrant.model, options.get("group") or name, entrant.url, self._key)
+        try:
+            yield run
+            run.result()  # raises for a reward that is no number
+        except BaseException:
+            run.outcome = "no_result"
+            raise
 
 
 async def _versions(client: AsyncJourneywork | None, entrants: Sequence[Entrant]) -> list[str]:

@@ -68,13 +68,12 @@ def _shown(result: EntrantResult) -> str:
 
 def _costs(report: EvaluationReport) -> Table:
     head = ("entrant", "runs", "failed", "calls", "prompt tokens", "sampled tokens", "s per call", "s per run, p50",
-            "s per run, p95", "s in all", "cost, USD")  # fmt: skip
+            "s per run, p95", "s in all")  # fmt: skip
     rows = [
         (
             result.entrant.name, f"{result.runs:,}", f"{result.failed:,}", f"{result.usage.calls:,}",
             f"{result.usage.prompt_tokens:,}", f"{result.usage.completion_tokens:,}", _number(result.call_s),
             _number(result.quantile_s(0.5)), _number(result.quantile_s(0.95)), _number(result.wall_s),
-            _number(result.usage.cost_usd, "unknown"),
         )
         for result in report.entrants
     ]  # fmt: skip
@@ -98,5 +97,5 @@ def _end(value: float, sign: str = "") -> str:
     return f"{value:{sign}.3f}" if math.isfinite(value) else "?"
 
 
-def _number(value: float | None, missing: str = "") -> str:
-    return missing if value is None else f"{value:.4g}"
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -35,7 +35,7 @@ class EntrantResult:
     version: str
     tasks: tuple[TaskResult, ...]
     usage: Usage
-    """Of all runs. `cost_usd` is `None` if no price is known."""
+    """Of the calls of all runs that the gateway served; 0 for an external entrant."""
     runs_s: tuple[float, ...]
     """Seconds of each run, in ascending order."""
     wall_s: float
@@ -132,7 +132,6 @@ class EvaluationReport:
             "run_p50_s": result.quantile_s(0.5),
             "run_p95_s": result.quantile_s(0.95),
             "wall_s": result.wall_s,
-            "cost_usd": result.usage.cost_usd,
         }
 
     def _measure(self, position: int, name: str) -> dict[str, Any]:
@@ -167,21 +166,15 @@ def result_of(
     names: Sequence[str],
     attempts: int,
     wall_s: float,
-    usd_per_hour: float = 0.0,
 ) -> EntrantResult:
     """Return the result of the groups that an entrant played; a group's task is its number in `names`.
 
     `attempts`: attempts per task, with those whose trajectory could not be opened. `wall_s`: seconds that all groups
-    took. `usd_per_hour`: price of the machine that serves policies; 0 if unknown."""
+    took."""
     runs = [run for group in groups for run in group.trajectories]
     usages = [run.usage for run in runs if run.usage is not None]
     prompt, completion = sum(u.prompt_tokens for u in usages), sum(u.completion_tokens for u in usages)
-    cost = None
-    if entrant.price is not None:
-        cost = (prompt * entrant.price.prompt + completion * entrant.price.completion) / 1e6
-    elif entrant.kind == "policy" and usd_per_hour:
-        cost = wall_s / 3600 * usd_per_hour
-    usage = Usage(sum(u.calls for u in usages), prompt, completion, sum(u.calls_s for u in usages), cost)
+    usage = Usage(sum(u.calls for u in usages), prompt, completion, sum(u.calls_s for u in usages))
     tasks = tuple(_task_result(entrant, group, names[group.task], attempts) for group in groups)
     errors = tuple(f"{type(e).__name__}: {e}" for group in groups for e in group.exceptions)
     seconds = tuple(sorted(run.duration_s for run in runs if run.duration_s is not None))

@@ -67,6 +67,7 @@ class PolicyEvaluated(Event, frozen=True, kw_only=True, tag="policy.evaluated"):
     failed: int = 0
     """Runs that raised."""
     calls: int = 0
+    """Model calls that the gateway served: 0 for an external entrant."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     call_s: float | None = None
@@ -76,7 +77,7 @@ class PolicyEvaluated(Event, frozen=True, kw_only=True, tag="policy.evaluated"):
     run_p95_s: float | None = None
     wall_s: float = 0.0
     cost_usd: float | None = None
-    """`null` if no price is known."""
+    """What it cost, if whoever recorded it says so."""
     by: str = ""
     """Name of the API key that recorded it."""
 

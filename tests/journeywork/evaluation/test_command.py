@@ -44,19 +44,14 @@ async def test_versions_and_models_of_others_play_the_same_tasks(
     entrants = ["tictactoe@0", "tictactoe", f"{server}#{served}"]
     done = evaluate(
         *entrants, "--url", gateway.url, "--attempts", "2", "--json",
-        "--price", f"{entrants[2]}=1/2", "--usd-per-hour", "2",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert [e["entrant"] for e in told["entrants"]] == entrants
     assert [e["version"] for e in told["entrants"]] == ["tictactoe@0", "tictactoe@0", ""]
-    assert [(e["runs"], e["failed"], e["calls"]) for e in told["entrants"]] == [(6, 0, 6)] * 3
-    assert len({e["prompt_tokens"] for e in told["entrants"]}) == 1  # the same prompts, counted in two ways
-    assert all(e["prompt_tokens"] > 0 < e["completion_tokens"] and e["call_s"] > 0 for e in told["entrants"])
-    costs = [e["cost_usd"] for e in told["entrants"]]
-    assert costs[0] == pytest.approx(told["entrants"][0]["wall_s"] / 1800)
-    assert costs[2] == pytest.approx(
-        (told["entrants"][2]["prompt_tokens"] + 2 * told["entrants"][2]["completion_tokens"]) / 1e6
+    assert [(e["runs"], e["failed"], e["calls"]) for e in told["entrants"]] == [(6, 0, 6)] * 2 + [(6, 0, 0)]
+    assert all(
+        e["prompt_tokens"] > 0 < e["completion_tokens"] and e["call_s"] > 0 for e in told["entrants"][:2]
     )
 
     async with Broker.connect(nats_config, name="test") as broker:
@@ -85,14 +80,11 @@ async def test_versions_and_models_of_others_play_the_same_tasks(
     [
         (["m@x"], "'m@x' is no entrant"),
         (["m", "--scenarios", "none.jsonl"], "none.jsonl: No such file"),
-        (["m", "--price", "x=1/2"], "--price names no entrant: x"),
         (["m", "--run-dir", "nowhere"], "nowhere/state.json names no gateway"),
         (["m", "--run-dir", "nowhere", "--no-record"], "nowhere/state.json names no gateway"),
         (["m", "--limit", "-1"], "--limit: it must be a whole number of at least 1, not '-1'"),
         (["m", "--limit", "0"], "--limit: it must be a whole number of at least 1, not '0'"),
         (["m", "--attempts", "0"], "--attempts: it must be a whole number of at least 1, not '0'"),
-        (["m", "--usd-per-hour", "-1"], "--usd-per-hour: it must be a number of at least 0, not '-1'"),
-        (["m", "--price", "m=-1/2"], "'m=-1/2' is no price"),
         (["m", "--key-env", "NOT_SET"], "--key-env NOT_SET: this environment variable is not set"),
         (["m", "--url", "localhost:8000"], "'localhost:8000' must begin with http:// or https://: write"),
     ],

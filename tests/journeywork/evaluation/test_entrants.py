@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from journeywork.evaluation.entrants import Entrant, Price, parse_entrant, parse_price
+from journeywork.evaluation.entrants import Entrant, parse_entrant
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,3 @@ def test_an_entrant_is_read_from_its_name(text: str, entrant: Entrant) -> None:
 def test_what_names_nobody_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"names no model|is no entrant"):
         parse_entrant(text)
-
-
-def test_a_price_is_per_million_tokens() -> None:
-    assert parse_price("http://h#m=x=0.1/2") == ("http://h#m=x", Price(0.1, 2.0))
-    with pytest.raises(ValueError, match="'m=1' is no price"):
-        parse_price("m=1")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from journeywork import AsyncJourneywork
+from journeywork.evaluation.entrants import parse_entrant
 from journeywork.evaluation.playing import play, task_name
 from journeywork.statistics import paired_difference
 from journeywork.trajectory import Trajectory
+from tests.conftest import InferenceDouble
+from tests.journeywork.evaluation import kit
 from tests.kits.stub_gateway import StubGateway
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +45,6 @@ async def test_entrants_play_the_same_tasks_and_are_paired(stub: StubGateway) ->
             rollout,
             attempts=2,
             max_exceptions=4,
-            usd_per_hour=3600.0,
             progress=False,
         )
     assert {b["split"] for b in stub.opened.values()} == {"val"}
@@ -54,7 +57,6 @@ async def test_entrants_play_the_same_tasks_and_are_paired(stub: StubGateway) ->
     assert report.difference(1, "reward") == paired_difference([0.0, 1.0, 2.0, 2.0], [0.5, 1.5, 2.6, 2.6])
     assert second.estimate("win").mean == 0.5  # two of four tasks; the failed one has no value
     assert first.usage.calls == 16  # the stub says 2 for each completed run
-    assert first.usage.cost_usd == pytest.approx(first.wall_s)
     assert [e["position"] for e in stub.evaluations] == [0, 1]
     told = stub.evaluations[1]
     assert (told["entrant"], told["model"], told["version"], told["kind"]) == ("m@7", "m", "m@7", "policy")
@@ -142,3 +144,22 @@ async def test_one_task_has_no_interval(stub: StubGateway) -> None:
 )
 def test_a_task_has_a_name(task: Any, name: str) -> None:
     assert task_name(task, 7) == name
+
+
+async def test_an_external_entrant_plays_on_its_own_server_without_a_gateway(
+    inference_double: InferenceDouble,
+) -> None:
+    name = f"{inference_double.url}/v1#{inference_double.model}@0"
+    report = await play(None, [name], kit.held_out(), kit.play, progress=False)
+    (result,) = report.entrants
+    assert (result.runs, result.failed, len(result.runs_s)) == (3, 0, 3)
+    event = report.event(0)
+    assert (event["kind"], event["version"], event["calls"]) == ("external", "", 0)
+    assert all(task["trajectories"] == () and task["reward"] is not None for task in event["tasks"])
+
+
+async def test_a_missing_key_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    entrant = replace(parse_entrant("http://h/v1#m"), key_env="NO_SUCH_KEY")
+    with pytest.raises(ValueError, match="the environment variable NO_SUCH_KEY is not set"):
+        await play(None, [entrant], [1], kit.play, progress=False)
