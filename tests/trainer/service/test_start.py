@@ -14,18 +14,21 @@ from safetensors.torch import load_file
 
 from journeywork.forking import settings_of as fork_settings
 from pipeline import streams
-from pipeline.config import Config, ConfigError, NatsConfig
-from pipeline.events import CheckpointPublished
+from pipeline.config import Config, ConfigError, NatsConfig, StoreConfig
+from pipeline.events import STATE_FILE, CheckpointPublished
 from pipeline.lake_files import checkpoint_folder
 from pipeline.log import objects
 from pipeline.log.broker import Broker
-from store.lake.lake import lake_in
+from store.lake.lake import Lake, lake_in, open_lake
 from store.lake.versions import Versions
 from tests.conftest import NatsServer
+from tests.store.conftest import object_store, s3_server
 from tests.trainer import kit
 from tests.trainer.kit import checkpoints, running, steps_reach
 from trainer.checkpoints.start import read_start
 from trainer.engine.state import Weights
+
+__all__ = ["object_store", "s3_server"]  # fixtures
 
 pytestmark = pytest.mark.anyio
 
@@ -42,9 +45,9 @@ def weights(config: Config, step: int) -> Weights:
     return load_file(folder / "adapter_model.safetensors")
 
 
-def assert_equal(a: Weights, b: Weights) -> None:
+def largest_difference(a: Weights, b: Weights) -> float:
     assert a.keys() == b.keys()
-    assert max(float((a[name].float() - b[name].float()).abs().max()) for name in a) < 1e-6
+    return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
 
 
 async def train(config: Config, steps: int, *, first: int = 0) -> CheckpointPublished:
@@ -56,11 +59,12 @@ async def train(config: Config, steps: int, *, first: int = 0) -> CheckpointPubl
             return (await steps_reach(broker, steps - first + (first > 0)))[-1]
 
 
-async def copy_to_lake(config: Config, lake: Path) -> None:
+async def copy_to_lake(config: Config, lake: Lake, step: int) -> None:
     async with Broker.connect(config.nats) as broker:
-        versions = Versions(broker, lake_in(lake).storage, "all")
+        versions = Versions(broker, lake.storage, "all")
         for event in await checkpoints(broker):
-            await versions.copy(event)
+            if event.step == step:
+                await versions.copy(event)
 
 
 async def test_another_machine_resumes_with_the_optimizer(
@@ -81,28 +85,45 @@ async def test_another_machine_resumes_with_the_optimizer(
                 )  # sampled a step before
             await steps_reach(broker, 4)
         trained.append(weights(config, 4))
-    assert_equal(*trained)
+    assert largest_difference(*trained) < 1e-6
 
 
-async def test_a_fork_from_the_lake_alone_goes_on_as_the_original(
-    start_nats: StartNats, tiny_base: str, tmp_path: Path
+@pytest.mark.timeout(300)
+async def test_forks_of_step_40_from_the_lake_alone_go_on_as_the_original(
+    start_nats: StartNats,
+    tiny_base: str,
+    tmp_path: Path,
+    object_store: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """From a folder, and from object storage; without the optimizer the next step is another one."""
     nats = NatsConfig(url=start_nats().url)
     original = kit.settings(tiny_base, tmp_path / "original", nats, groups_per_step=1)
-    await train(original, 3)
-    lake = tmp_path / "lake"
-    await copy_to_lake(original, lake)
-    start = fork_settings(f"{lake}#{kit.MODEL}@2")["models.0.start"]
-    nats = NatsConfig(url=start_nats().url)
-    fork = with_start(kit.settings(tiny_base, tmp_path / "fork", nats, groups_per_step=1), start)
-    await train(fork, 3, first=2)
-    assert_equal(weights(original, 3), weights(fork, 3))
-    async with Broker.connect(nats) as broker:
-        first, second = await checkpoints(broker)
-    assert (first.step, first.source, first.groups) == (2, start, ())
-    assert (second.step, second.parent, second.source) == (3, f"{kit.MODEL}@2", "")
-    async with running(fork) as facts:  # a start that was used is not used again
-        assert facts == {"step": 3}
+    await train(original, 41)
+    expected = weights(original, 41)
+    store = StoreConfig(**object_store)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", object_store["s3_endpoint"])
+    lakes = (lake_in(tmp_path / "lake"), open_lake(msgspec.structs.replace(original, store=store)))
+    for lake in lakes:
+        await copy_to_lake(original, lake, step=40)
+    shutil.rmtree(original.run_dir)
+    shutil.copytree(tmp_path / "lake", tmp_path / "adapters")
+    (tmp_path / "adapters" / checkpoint_folder("p", "main", kit.MODEL, 40) / STATE_FILE).unlink()
+
+    for place in (f"{tmp_path}/lake", store.dir, f"{tmp_path}/adapters"):
+        nats = NatsConfig(url=start_nats().url)
+        start = fork_settings(f"{place}#{kit.MODEL}@40")["models.0.start"]
+        config = kit.settings(tiny_base, tmp_path / f"fork-{nats.url[-5:]}", nats, groups_per_step=1)
+        fork = with_start(msgspec.structs.replace(config, store=store), start)
+        await train(fork, 41, first=40)
+        difference = largest_difference(expected, weights(fork, 41))
+        assert difference > 1e-4 if place.endswith("adapters") else difference < 1e-6
+        async with Broker.connect(nats) as broker:
+            first, second = await checkpoints(broker)
+        assert (first.step, first.source, first.groups) == (40, start, ())
+        assert (second.step, second.parent, second.source) == (41, f"{kit.MODEL}@40", "")
+        async with running(fork) as facts:  # a start that was used is not used again
+            assert facts == {"step": 41}
 
 
 async def test_a_fork_that_died_before_its_first_version_was_on_the_log_publishes_it(
@@ -110,7 +131,9 @@ async def test_a_fork_that_died_before_its_first_version_was_on_the_log_publishe
 ) -> None:
     nats = NatsConfig(url=start_nats().url)
     await train(kit.settings(tiny_base, tmp_path / "original", nats, groups_per_step=1), 2)
-    await copy_to_lake(kit.settings(tiny_base, tmp_path / "original", nats), tmp_path / "lake")
+    await copy_to_lake(
+        kit.settings(tiny_base, tmp_path / "original", nats), lake_in(tmp_path / "lake"), step=2
+    )
     nats = NatsConfig(url=start_nats().url)
     fork = with_start(kit.settings(tiny_base, tmp_path / "fork", nats), f"{tmp_path}/lake#{kit.MODEL}@2")
 
@@ -150,7 +173,8 @@ async def test_training_begins_with_a_peft_adapter(
     model.save_pretrained(tmp_path / "adapter")
     event = await train(with_start(config, str(tmp_path / "adapter")), 2, first=1)
     assert (event.step, event.parent) == (2, f"{kit.MODEL}@1")
-    assert_equal(weights(config, 1), load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert largest_difference(weights(config, 1), adapter) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -178,7 +202,7 @@ async def test_a_damaged_version_and_another_base_are_refused(
     nats = NatsConfig(url=start_nats().url)
     config = kit.settings(tiny_base, tmp_path / "original", nats, groups_per_step=1)
     await train(config, 1)
-    await copy_to_lake(config, tmp_path / "lake")
+    await copy_to_lake(config, lake_in(tmp_path / "lake"), step=1)
     start = f"{tmp_path}/lake#{kit.MODEL}@1"
     other = kit.make_model(tmp_path / "other", seed=9)
     empty = NatsConfig(url=start_nats().url)
