@@ -7,15 +7,14 @@ called `reward` and the run's owner gave it. Words and corrections are hints, wh
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from pipeline.config import JudgeConfig
-from pipeline.events import Hint, SignalGiven, TrajectoryCompleted
-from pipeline.events.types import MAX_NUMBER
+from judge.rewards.combine import combine, is_usable
+from pipeline.config import JudgeConfig, RewardConfig
+from pipeline.events import Grader, Hint, SignalGiven, TrajectoryCompleted
 
 OWN_REWARD = "reward"
 """Name of a number about a call that is that call's reward if the run's owner gave it."""
@@ -28,20 +27,22 @@ class RunFeedback:
     call_rewards: Mapping[str, float] = field(default_factory=dict)
     """As in `Member`."""
     hints: tuple[Hint, ...] = ()
-    graders: Mapping[str, float] = field(default_factory=dict)
+    graders: tuple[Grader, ...] = ()
 
 
 def merge(parts: Iterable[RunFeedback]) -> RunFeedback:
-    """Return what several sources say about one run: the sum of a call's rewards, and all hints in this order."""
-    call_rewards: dict[str, float] = defaultdict(float)
-    graders: dict[str, float] = {}
-    hints: list[Hint] = []
+    """Return what several parts of a reward say about one run: the sum of a call's rewards, and all hints in this
+    order."""
+    said = list(parts)
+    return RunFeedback(_sum(p.call_rewards for p in said), tuple(hint for p in said for hint in p.hints))
+
+
+def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = defaultdict(float)
     for part in parts:
-        for call, reward in part.call_rewards.items():
-            call_rewards[call] += reward
-        hints += part.hints
-        graders.update(part.graders)
-    return RunFeedback(dict(call_rewards), tuple(hints), graders)
+        for call, reward in part.items():
+            total[call] += reward
+    return dict(total)
 
 
 def graded(signals: Iterable[SignalGiven], name: str, call: int = -1) -> dict[str, float]:
@@ -50,10 +51,14 @@ def graded(signals: Iterable[SignalGiven], name: str, call: int = -1) -> dict[st
     return {
         s.by: s.value
         for s in signals
-        if (s.kind, s.name, s.call) == ("number", name, call)
-        and s.value is not None
-        and abs(s.value) <= MAX_NUMBER
+        if (s.kind, s.name, s.call) == ("number", name, call) and is_usable(s.value) and s.value is not None
     }
+
+
+def feedback_value(signals: Iterable[SignalGiven], reward: RewardConfig) -> float | None:
+    """Return the value of a reward of kind `feedback` for a run with these signals."""
+    numbers = graded(signals, reward.name)
+    return fmean(numbers.values()) if numbers else reward.default
 
 
 def by_run(signals: Iterable[SignalGiven]) -> dict[str, list[SignalGiven]]:
@@ -65,37 +70,64 @@ def by_run(signals: Iterable[SignalGiven]) -> dict[str, list[SignalGiven]]:
 
 
 def feedback_on(
-    members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven], config: JudgeConfig
+    members: Sequence[TrajectoryCompleted],
+    signals: Sequence[SignalGiven],
+    config: JudgeConfig,
+    components: Mapping[str, Mapping[str, float]],
+    known: Mapping[str, RunFeedback],
 ) -> dict[str, RunFeedback]:
-    """Return what signals say about each of `members` that they are about."""
-    said = by_run(signals)
-    weights = {r.name: r.weight for r in config.rewards if r.kind == "feedback"}
-    total = math.fsum(abs(r.weight) for r in config.rewards if r.kind != "next_state") or 1.0
-    found = {}
+    """Return what is known about each of `members`, by trajectory: what signals say, added to `known`, which the other
+    parts of the reward say. `components`: the parts of each one's reward."""
+    said, found = by_run(signals), dict(known)
     for member in members:
         if not (own := said.get(member.trajectory)):
             continue
-        call_rewards: dict[str, float] = {}
-        graders: dict[str, float] = defaultdict(float)
-        for call in sorted({s.call for s in own if s.kind == "number"}):
-            for name, weight in weights.items():
-                if values := graded(own, name, call):
-                    # Where parts are added, each decides its share; a product or a minimum can hang on each of them.
-                    share = abs(weight) / total if config.combine in ("mean", "sum") else 1.0
-                    for by in values:
-                        graders[by] = min(graders[by] + share / len(values), 1.0)
-                    if call >= 0:
-                        call_rewards[str(call)] = call_rewards.get(str(call), 0.0) + weight * fmean(
-                            values.values()
-                        )
-            if call >= 0 and OWN_REWARD not in weights:
-                reward = graded(own, OWN_REWARD, call).get(member.owner)
-                if reward is not None:
-                    call_rewards[str(call)] = call_rewards.get(str(call), 0.0) + reward
-        hints = tuple(
+        earlier = known.get(member.trajectory, RunFeedback())
+        parts = components.get(member.trajectory, {})
+        hints = (
             Hint(call=s.call, text=s.text, kind="correction" if s.kind == "correction" else "text")
             for s in own
             if s.kind in ("text", "correction") and s.text
         )
-        found[member.trajectory] = RunFeedback(call_rewards, hints, dict(graders))
+        graders = []
+        for key in sorted(_graders(own, config)):
+            others = [s for s in own if s.by != key]
+            calls = _sum((earlier.call_rewards, _call_rewards(member, others, config)))
+            graders.append(Grader(key=key, reward=_reward(others, config, parts), call_rewards=calls))
+        calls = _sum((earlier.call_rewards, _call_rewards(member, own, config)))
+        found[member.trajectory] = RunFeedback(calls, (*earlier.hints, *hints), tuple(graders))
     return found
+
+
+def _graders(own: Iterable[SignalGiven], config: JudgeConfig) -> set[str]:
+    """Return the keys whose numbers rewards of kind `feedback` are made of."""
+    names = {r.name for r in config.rewards if r.kind == "feedback"}
+    return {s.by for s in own if s.kind == "number" and s.name in names and is_usable(s.value)}
+
+
+def _reward(
+    signals: Sequence[SignalGiven], config: JudgeConfig, components: Mapping[str, float]
+) -> float | None:
+    """Return the reward of a run with these signals and otherwise these parts; `None` if it would have none."""
+    rewards = [r for r in config.rewards if r.kind != "next_state"]  # which rewards calls only
+    values = (feedback_value(signals, r) if r.kind == "feedback" else components.get(r.name) for r in rewards)
+    parts = {r.name: value for r, value in zip(rewards, values, strict=True) if value is not None}
+    reward = combine(config, parts) if len(parts) == len(rewards) else None
+    return reward if is_usable(reward) else None
+
+
+def _call_rewards(
+    member: TrajectoryCompleted, own: Sequence[SignalGiven], config: JudgeConfig
+) -> dict[str, float]:
+    weights = {r.name: r.weight for r in config.rewards if r.kind == "feedback"}
+    rewards: dict[str, float] = {}
+    for call in sorted({s.call for s in own if s.kind == "number" and s.call >= 0}):
+        parts = [
+            weight * fmean(values.values())
+            for name, weight in weights.items()
+            if (values := graded(own, name, call))
+        ]
+        reward = graded(own, OWN_REWARD, call).get(member.owner) if OWN_REWARD not in weights else None
+        if parts or reward is not None:
+            rewards[str(call)] = sum(parts) + (reward or 0.0)
+    return rewards

@@ -16,9 +16,10 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from judge.feedback import RunFeedback, feedback_on, merge
+from judge.feedback import RunFeedback, feedback_on
 from judge.groups import Group, GroupKey, key_of
 from judge.models.params import scoring_params
+from judge.rewards.combine import is_usable
 from judge.ruler.rubrics import load_rubric, rubric_of
 from pipeline.config import JudgeConfig
 from pipeline.events import (
@@ -31,7 +32,6 @@ from pipeline.events import (
     TrajectoryCompleted,
     Verdict,
 )
-from pipeline.events.types import MAX_NUMBER
 
 AGENT = "agent"
 """Judge model in verdicts that pass agents' rewards through."""
@@ -95,15 +95,10 @@ def judge_hash(config: JudgeConfig) -> str:
     return hashlib.sha256(msgspec.json.encode(what, order="sorted")).hexdigest()[:16]
 
 
-def is_usable(value: float) -> bool:
-    """Return whether a number may be a reward or a part of one: it is finite and at most `MAX_NUMBER`."""
-    return abs(value) <= MAX_NUMBER
-
-
 def agent_reward(event: TrajectoryCompleted) -> float | None:
     """Return the agent's own reward, or the sum of its named ones; `None` if there is none or it is not usable."""
     value = sum(event.rewards.values()) if event.reward is None and event.rewards else event.reward
-    return value if value is not None and is_usable(value) else None
+    return value if is_usable(value) else None
 
 
 async def score_closed(
@@ -152,10 +147,8 @@ def with_feedback(
     config: JudgeConfig,
 ) -> GroupRewards:
     """Add to `rewards` what signals say about calls of `members`."""
-    said = feedback_on(members, signals, config)
-    known = rewards.feedback
-    both = {name: merge(by[name] for by in (known, said) if name in by) for name in {**known, **said}}
-    return replace(rewards, feedback=both)
+    said = feedback_on(members, signals, config, rewards.components, rewards.feedback)
+    return replace(rewards, feedback=said)
 
 
 def batch_of(group: Group) -> TrainingBatch | None:
@@ -199,7 +192,7 @@ def make_member(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> 
         completed_seq=seq,
         call_rewards=dict(said.call_rewards),
         hints=said.hints,
-        graders=dict(said.graders),
+        graders=said.graders,
     )
 
 

@@ -33,7 +33,7 @@ from pipeline.names import version_name
 from pipeline.sampling import sampling_of
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.graders import limit_graders
-from trainer.batches.groups import TrainingGroup, examples
+from trainer.batches.groups import TrainingGroup
 from trainer.batches.sampling import defaults_of
 from trainer.batches.sequences import TokenSequence
 from trainer.checkpoints.checkpoint import (
@@ -296,7 +296,7 @@ class Learner:
             raise UntrainableError(f"the trainer died {max_attempts} times while it computed this batch")
         self.engine.configure(settings)
         group_of = [i for i, g in enumerate(batch) for _ in g.sequences or ()]
-        made, metrics = limit_graders(batch, examples(batch, settings), self.config.feedback.max_share)
+        made, metrics = limit_graders(batch, settings, self.config.feedback.max_share)
         result = self.engine.step(self.state, made, group_of)
         return dataclasses.replace(result, metrics=result.metrics | metrics)
 

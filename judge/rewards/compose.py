@@ -7,24 +7,23 @@ none, the function failed) has no reward: a failure never counts as a low score.
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
 
-from judge.feedback import RunFeedback, by_run, graded, merge
+from judge.feedback import RunFeedback, by_run, feedback_value, merge
 from judge.models.judge_model import open_judge_model
 from judge.next_state import NextStateJudge
+from judge.rewards.combine import combine, is_usable
 from judge.rewards.sandbox import FunctionReward, RewardFunction, RewardFunctionError
 from judge.ruler.asking import LoadTranscript
 from judge.ruler.rubrics import load_rubric, rubric_of
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript, load_transcript
-from judge.scoring import AGENT, GroupRewards, agent_reward, is_usable, judge_hash
+from judge.scoring import AGENT, GroupRewards, agent_reward, judge_hash
 from pipeline.config import Config, JudgeConfig, RewardConfig
 from pipeline.events import GroupScored, Score, SignalGiven, TrajectoryCompleted, Verdict
 from pipeline.gather import gather
@@ -115,10 +114,7 @@ class ConfiguredComposer:
                 values = {m.trajectory: m.metrics.get(reward.name) for m in members}
             case "feedback":
                 source, said = f"feedback:{reward.name}", by_run(signals)
-                values = {}
-                for member in members:
-                    numbers = graded(said.get(member.trajectory, ()), reward.name)
-                    values[member.trajectory] = fmean(numbers.values()) if numbers else reward.default
+                values = {m.trajectory: feedback_value(said.get(m.trajectory, ()), reward) for m in members}
             case "agent":
                 source = AGENT
                 values = {m.trajectory: m.rewards.get(reward.name, agent_reward(m)) for m in members}
@@ -217,22 +213,6 @@ def _function_argument(member: TrajectoryCompleted, transcript: Transcript) -> d
 def _reported(member: TrajectoryCompleted) -> dict[str, float]:
     own = agent_reward(member)
     return {**member.rewards, **({AGENT: own} if own is not None else {})}
-
-
-def combine(config: JudgeConfig, components: Mapping[str, float]) -> float:
-    """Combine the parts of a reward by `judge.combine`. Weights do not count for `product` and `min`."""
-    weights = {r.name: r.weight for r in config.rewards}
-    weighted = math.fsum(weights[n] * v for n, v in components.items())
-    match config.combine:
-        case "product":
-            return math.prod(components.values())
-        case "min":
-            return min(components.values())
-        case "sum":
-            return weighted
-        case "mean":
-            total = math.fsum(abs(weights[n]) for n in components)
-            return weighted / total if total else 0.0
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from judge.rewards import sandbox_filter, sandbox_view
-from judge.scoring import is_usable
+from judge.rewards.combine import is_usable
 from pipeline.config import ConfigError, RewardConfig
 from pipeline.telemetry.logs import get_logger
 

@@ -85,9 +85,10 @@ class FeedbackConfig(Section, frozen=True, kw_only=True):
     """How long a group whose runs are complete waits until each has the feedback that `judge.rewards` names. It is
     scored as soon as all is there. 0: with the feedback that came before."""
     max_share: Share = 1.0
-    """Largest share of a step's absolute advantages that feedback of one API key may decide. Beyond it the advantages
-    that the key decided are made smaller, and the alarm `feedback_share` is raised. 1: no limit, for installations
-    where one program reports all results. Hints, which change no reward, are not limited."""
+    """How far the feedback of one API key may move a step: what it adds is at most `max_share / (1 - max_share)` times
+    the step without it, as the sum of absolute advantages. What a key adds beyond it is made smaller, and the alarm
+    `feedback_share` is raised. 1: no limit, for installations where one program reports all results. Hints, which
+    change no reward, are not limited."""
     late: Literal["record", "train"] = "train"
     """What feedback does that comes later. `record`: it stays in the history, and `journeywork rejudge` uses it.
     `train`: also, a run that was discarded for want of a reward is scored, once, when its reward comes."""

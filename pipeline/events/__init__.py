@@ -24,6 +24,7 @@ from pipeline.events.continuation import Continuation
 from pipeline.events.dead_letter import DeadLettered
 from pipeline.events.evaluation import Measure, PolicyEvaluated, TaskResult
 from pipeline.events.group import (
+    Grader,
     GroupAdmitted,
     GroupAhead,
     GroupDiscarded,

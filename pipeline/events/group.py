@@ -56,6 +56,16 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
     """`correction`: the answer that the call should have given."""
 
 
+class Grader(msgspec.Struct, frozen=True, kw_only=True):
+    """An API key that gave feedback on a trajectory, and what the trajectory would have without its feedback."""
+
+    key: str
+    """Name of the API key."""
+    reward: float | None = None
+    """`None`: no reward, so it would not be trained."""
+    call_rewards: dict[str, float] = {}
+
+
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """A trajectory in a scored group."""
 
@@ -77,9 +87,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Rewards of single calls, by `seq` of the call as text, beside `reward`, which is the run's."""
     hints: tuple[Hint, ...] = ()
     """What calls of the run should have done, for hindsight distillation."""
-    graders: dict[str, float] = {}
-    """Share of `reward` and `call_rewards` that feedback of an API key decided, by the key's name, from 0 to 1. What
-    `feedback.max_share` limits."""
+    graders: tuple[Grader, ...] = ()
+    """The API keys whose feedback is a part of `reward` or `call_rewards`. What `feedback.max_share` limits."""
 
 
 class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):

@@ -8,10 +8,10 @@ from typing import Any
 import anyio
 import pytest
 
-from judge.feedback import feedback_on
+from judge.feedback import RunFeedback, feedback_on
 from judge.groups import GroupKey, read_group
 from pipeline.config import Config, FeedbackConfig, JudgeConfig, NatsConfig, RewardConfig
-from pipeline.events import AnyEvent, FeedbackTimedOut, Hint, SignalGiven
+from pipeline.events import AnyEvent, FeedbackTimedOut, Grader, Hint, SignalGiven
 from pipeline.log.broker import Broker, Recorded
 from tests.judge.kit import completed, groups, judging
 from tests.judge.test_service import drained, timers
@@ -56,7 +56,7 @@ async def test_a_complete_run_waits_for_its_feedback_and_is_scored_with_it_by_an
             await drained(broker)
             await timers(broker, 0)
     (member,) = group.members
-    assert (member.reward, member.graders, group.closed_by) == (0.75, {"desk": 1.0}, "size")
+    assert (member.reward, member.graders, group.closed_by) == (0.75, (Grader(key="desk"),), "size")
 
 
 async def test_feedback_before_the_end_of_a_run_counts_and_none_is_waited_for(
@@ -107,7 +107,7 @@ async def test_a_default_stands_in_for_feedback_that_never_comes(nats_config: Na
     ):
         await broker.publish(run("a"))
         (group,) = await groups(broker, 1)
-    assert (group.members[0].reward, group.members[0].graders) == (0.25, {})
+    assert (group.members[0].reward, group.members[0].graders) == (0.25, ())
 
 
 async def test_a_group_waits_for_the_feedback_on_each_run_that_has_a_result(nats_config: NatsConfig) -> None:
@@ -154,20 +154,26 @@ async def test_a_judge_that_waits_no_longer_scores_what_waited_when_its_timer_is
 
 
 @pytest.mark.parametrize(
-    ("combine", "reward", "share"), [("mean", 0.75, 0.5), ("min", 0.5, 1.0), ("product", 0.5, 1.0)]
+    ("combine", "default", "reward", "without"),
+    [
+        ("mean", None, 0.75, None),
+        ("min", 1.0, 0.5, 1.0),
+        ("product", -1.0, 0.5, -1.0),
+        ("sum", 0.0, 1.5, 1.0),
+    ],
 )
 async def test_feedback_is_one_part_of_a_reward_or_a_veto(
-    nats_config: NatsConfig, combine: str, reward: float, share: float
+    nats_config: NatsConfig, combine: str, default: float | None, reward: float, without: float | None
 ) -> None:
-    agent = RewardConfig(name="own")
-    config = settings(nats_config, RESULT, agent, wait_s=600, combine=combine)
+    result, agent = RewardConfig(name="result", kind="feedback", default=default), RewardConfig(name="own")
+    config = settings(nats_config, result, agent, wait_s=600, combine=combine)
     async with Broker.connect(nats_config) as broker, judging(broker, config):
         await broker.publish(run("a", rewards={"own": 1.0}))
         await broker.publish(signal("a", 0.5))
         (group,) = await groups(broker, 1)
     (member,) = group.members
     assert (member.reward, member.components) == (reward, {"own": 1.0, "agent": 1.0, "result": 0.5})
-    assert member.graders == {"desk": share}
+    assert member.graders == (Grader(key="desk", reward=without),)
 
 
 def read(
@@ -209,11 +215,19 @@ def test_the_last_number_of_each_key_counts_and_keys_are_averaged() -> None:
         signal("a", text="Not there.", kind="text", call=1), signal("a", text="b2", kind="correction", name="right"),
         signal("a", 1e300, by="z"), signal("b", 1.0),
     ]  # fmt: skip
-    found = feedback_on([member], said, config)["a"]
-    assert found.call_rewards == {"1": 1.0, "2": 1.0}
-    assert found.hints == (Hint(call=1, text="Not there."), Hint(call=-1, text="b2", kind="correction"))
-    assert found.graders == {"x": 0.5, "y": 0.5, "desk": 1.0}
-    assert feedback_on([member], [], config) == {}
+    known = {"a": RunFeedback({"2": 0.5}, (Hint(call=2, text="No."),)), "c": RunFeedback({"0": 1.0})}
+    found = feedback_on([member], said, config, {"a": {"result": 0.5}}, known)
+    assert found["a"].call_rewards == {"1": 1.0, "2": 1.5}
+    assert found["a"].hints == (
+        Hint(call=2, text="No."), Hint(call=1, text="Not there."), Hint(call=-1, text="b2", kind="correction")
+    )  # fmt: skip
+    assert found["a"].graders == (
+        Grader(key="desk", reward=0.5, call_rewards={"1": 1.0, "2": 0.5}),
+        Grader(key="x", reward=1.0, call_rewards={"1": 1.0, "2": 1.5}),
+        Grader(key="y", reward=0.0, call_rewards={"1": 1.0, "2": 1.5}),
+    )
+    assert found["c"] == known["c"]
+    assert feedback_on([member], [], config, {}, {}) == {}
 
 
 async def test_a_run_with_hints_and_no_reward_is_scored_zero_for_its_teacher(nats_config: NatsConfig) -> None:

@@ -1,54 +1,118 @@
-"""How much of a step the feedback of one API key may decide (`feedback.max_share`).
+"""How far the feedback of one API key may move a step (`feedback.max_share`).
 
-What a key decides of a step is the sum of the absolute advantages of the trained tokens, each times the share of the
-run's reward that came from the key (`Member.graders`), as a share of the sum over all tokens. Above the limit, the part
-of these advantages that the key decided is made smaller by one factor, so that its share of what is left is the limit.
+The size of a step is the sum of the absolute advantages of what the loss averages over. What a key adds is the
+difference between the step and the step without the key: each run that it graded has the reward that it would have
+without that feedback (`Member.graders`), or is left out if it would have none, and baselines and spreads are computed
+from what is left. A key is above the limit m if what it adds is larger than m / (1 - m) times the step without it:
+it then decides more than the share m of a step that it graded runs of its own in. What such a key adds is made smaller
+by one factor, to that bound.
+
+Where several keys are above the limit, the step that bounds each of them is the one without all of them, and a run that
+two of them graded is left out. So a limited key moves a step no further than its bound, whatever its signals say, and
+signals of other keys count as if it had been silent. If nothing but keys above the limit gave rewards, nothing trains.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from trainer.batches.groups import Example, TrainingGroup
+from pipeline.config import TrainerConfig
+from pipeline.events import Member
+from trainer.batches.groups import Example, TrainingGroup, examples, units
+
+Vector = npt.NDArray[np.float64]
+"""Advantage times weight of a sequence: [k] where its calls have advantages of their own, else [1]."""
 
 
 def limit_graders(
-    groups: Sequence[TrainingGroup], examples: Sequence[Example], max_share: float
+    groups: Sequence[TrainingGroup], config: TrainerConfig, max_share: float
 ) -> tuple[list[Example], dict[str, float]]:
-    """Return the examples of a batch within the limit, and the step's metrics: `grader_share`, the largest share of a
-    key before the limit, and `graders_limited`, the number of keys above it. No metrics where nobody gave feedback."""
-    graders: dict[str, Mapping[str, float]] = {m.trajectory: m.graders for g in groups for m in g.members}
-    names = sorted({name for of_run in graders.values() for name in of_run})
-    limited, largest = 0, 0.0
-    out = list(examples)
-    for name in names:
-        parts = np.array([graders[e.sequence.trajectory].get(name, 0.0) for e in out])
-        sizes = np.array([_size(e) for e in out])
-        total, decided = float(sizes.sum()), float((sizes * parts).sum())
-        share = decided / total if total else 0.0
-        largest = max(largest, share)
-        if share > max_share:
-            limited += 1
-            factor = max_share * (total - decided) / ((1 - max_share) * decided)
-            out = [_scaled(e, 1 - part * (1 - factor)) for e, part in zip(out, parts, strict=True)]
-    metrics = {"grader_share": largest, "graders_limited": float(limited)} if names else {}
-    return out, metrics
+    """Return the examples of a batch within the limit, and the step's metrics: `grader_share`, what the largest key
+    would add, as a share of the step with it, and `graders_limited`, the number of keys above the limit. No metrics
+    where there is no limit, or nobody gave feedback."""
+    whole = examples(groups, config)
+    keys = sorted({grader.key for g in groups for m in g.members for grader in m.graders})
+    if max_share >= 1 or not keys:
+        return whole, {}
+    of_loss = [units(e.sequence, config) for e in whole]
+
+    def size(vectors: list[Vector]) -> float:
+        return sum(n * float(np.abs(v).mean()) for n, v in zip(of_loss, vectors, strict=True))
+
+    def without(left_out: frozenset[str]) -> list[Vector]:
+        made = {id(e.sequence): e for e in examples([_without(g, left_out) for g in groups], config)}
+        return [_vector(made.get(id(e.sequence))) for e in whole]
+
+    limited: frozenset[str] = frozenset()
+    bound_of = max_share / (1 - max_share)
+    largest = 0.0
+    while True:
+        rest = without(limited)
+        above = set()
+        for key in (k for k in keys if k not in limited):
+            base = without(limited | {key})
+            added, least = size(_minus(rest, base)), size(base)
+            if not limited and added:
+                largest = max(largest, added / (added + least))
+            if added > bound_of * least:
+                above.add(key)
+        if not above:
+            break
+        limited |= above
+    metrics = {"grader_share": largest, "graders_limited": float(len(limited))}
+    if not limited:
+        return whole, metrics
+    bound, step = bound_of * size(rest), rest
+    for key in sorted(limited):
+        part = _minus(without(limited - {key}), rest)
+        factor = min(1.0, bound / size(part)) if size(part) else 0.0
+        step = [s + factor * p for s, p in zip(step, part, strict=True)]
+    return [_with(e, vector) for e, vector in zip(whole, step, strict=True)], metrics
 
 
-def _size(example: Example) -> float:
-    """The sum of the absolute advantages of an example's trained tokens."""
-    if example.call_advantages is not None:
-        return float(np.abs(example.call_advantages).sum()) * example.weight
-    return abs(example.advantage) * example.sequence.trained_tokens * example.weight
-
-
-def _scaled(example: Example, factor: float) -> Example:
-    of_calls = example.call_advantages
+def _without(group: TrainingGroup, keys: frozenset[str]) -> TrainingGroup:
+    """The group as it would be without the feedback of some keys."""
+    members = [left for m in group.event.members if (left := _ungraded(m, keys)) is not None]
+    names = {m.trajectory for m in members}
     return dataclasses.replace(
-        example,
-        advantage=example.advantage * factor,
-        call_advantages=None if of_calls is None else of_calls * factor,
+        group,
+        event=msgspec.structs.replace(group.event, members=tuple(members)),
+        sequences=[s for s in group.sequences or () if s.trajectory in names],
     )
+
+
+def _ungraded(member: Member, keys: frozenset[str]) -> Member | None:
+    """The member without the feedback of some keys; `None` if it has no reward then, or two of them graded it."""
+    graders = [g for g in member.graders if g.key in keys]
+    if not graders:
+        return member
+    if len(graders) > 1 or graders[0].reward is None:
+        return None
+    return msgspec.structs.replace(
+        member, reward=graders[0].reward, call_rewards=graders[0].call_rewards, graders=()
+    )
+
+
+def _vector(example: Example | None) -> Vector:
+    if example is None:
+        return np.zeros(1)
+    of_calls = example.call_advantages
+    return example.weight * (np.array([example.advantage]) if of_calls is None else of_calls)
+
+
+def _minus(left: list[Vector], right: list[Vector]) -> list[Vector]:
+    return [a - b for a, b in zip(left, right, strict=True)]
+
+
+def _with(example: Example, vector: Vector) -> Example:
+    """The example with this advantage times weight."""
+    advantages = vector / example.weight
+    own = None if example.call_advantages is None and len(vector) == 1 else advantages
+    if own is not None and len(own) == 1:
+        own = np.full(example.sequence.trained_tokens, own[0])
+    return dataclasses.replace(example, advantage=float(advantages[0]), call_advantages=own)

@@ -21,7 +21,7 @@ from pipeline.events import GroupScored, Member
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.log.broker import Delivery
 from pipeline.log.messages import Place
-from trainer.batches.returns import baseline, by_token, group_returns
+from trainer.batches.returns import baseline, by_token, differ, group_returns
 from trainer.batches.sequences import TokenSequence
 from trainer.batches.tasks import Earlier, task_baselines
 from trainer.distillation.lessons import Lesson, Teaching, lessons_of
@@ -193,7 +193,14 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
             for g in groups
             for s in g.sequences or ()
         ]
-    returns = {g: group_returns(g.members, g.sequences or (), config.loss.turn_discount) for g in groups}
+    loss = config.loss
+    differing = {g: differ(g.members, loss.turn_discount) for g in groups}
+    if "batch" in (loss.baseline, loss.advantage_scaling):  # so all are compared at the same position
+        differing = dict.fromkeys(groups, any(differing.values()))
+    returns = {
+        g: group_returns(g.members, g.sequences or (), loss.turn_discount, by_call=differing[g])
+        for g in groups
+    }
     batch = [r for of_group in returns.values() for r in of_group]
     batch_std, batch_means = _std(batch), baseline(batch, max((len(r) for r in batch), default=0))
     out = []
@@ -229,7 +236,7 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
         ]  # fmt: skip
     if config.loss.advantage_normalization == "none":
         return out
-    shares = np.array([e.weight * _units(e.sequence, config) for e in out])
+    shares = np.array([e.weight * units(e.sequence, config) for e in out])
     sizes = [
         abs(e.advantage) if e.call_advantages is None else float(np.abs(e.call_advantages).mean())
         for e in out
@@ -252,7 +259,7 @@ def _std(returns: Sequence[npt.NDArray[np.float64]]) -> float:
     return float(np.std(numbers, ddof=1)) if len(numbers) > 1 else 0.0
 
 
-def _units(sequence: TokenSequence, config: TrainerConfig) -> int:
+def units(sequence: TokenSequence, config: TrainerConfig) -> int:
     """How often the loss counts a sequence: losses that average over sequences once, the others once per token."""
     return 1 if config.loss.type in ("grpo", "sapo") else sequence.trained_tokens
 
@@ -265,6 +272,6 @@ def _weights(groups: Sequence[TrainingGroup], config: TrainerConfig) -> dict[str
     shares: dict[str, int] = {}
     for group in groups:
         for s in group.sequences or ():
-            shares[s.trajectory] = shares.get(s.trajectory, 0) + _units(s, config)
+            shares[s.trajectory] = shares.get(s.trajectory, 0) + units(s, config)
     mean = sum(shares.values()) / len(shares) if shares else 1.0
     return {trajectory: mean / n for trajectory, n in shares.items()}

@@ -12,7 +12,7 @@ are at about the same point after as many calls; a run that is over by then coun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -33,17 +33,23 @@ def returns_of(member: Member, calls: int, discount: float) -> Floats:
     return returns
 
 
+def differ(members: Iterable[Member], discount: float) -> bool:
+    """Whether calls of one run may have different returns."""
+    return discount != 1.0 or any(m.call_rewards for m in members)
+
+
 def group_returns(
-    members: Sequence[Member], sequences: Sequence[TokenSequence], discount: float
+    members: Sequence[Member], sequences: Sequence[TokenSequence], discount: float, *, by_call: bool
 ) -> list[Floats]:
-    """The returns of each member. One number where all calls of a run have the same: its reward."""
-    if discount == 1.0 and not any(m.call_rewards for m in members):
+    """The returns of each member: `by_call` of each of its calls, also of those of which no token is trained, else one
+    number, its reward."""
+    if not by_call:
         return [np.array([m.reward], np.float64) for m in members]
-    last = {m.trajectory: max((int(call) for call in m.call_rewards), default=0) for m in members}
+    calls = {m.trajectory: max(m.exchanges, 1) for m in members}
     for sequence in sequences:
-        if sequence.calls is not None and sequence.trajectory in last:
-            last[sequence.trajectory] = max(last[sequence.trajectory], int(sequence.calls.max()))
-    return [returns_of(m, last[m.trajectory] + 1, discount) for m in members]
+        if sequence.calls is not None and sequence.trajectory in calls:
+            calls[sequence.trajectory] = max(calls[sequence.trajectory], int(sequence.calls.max()) + 1)
+    return [returns_of(m, calls[m.trajectory], discount) for m in members]
 
 
 def baseline(returns: Sequence[Floats], calls: int) -> Floats:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.events import GroupScored, Member
-from trainer.batches.returns import Floats, group_returns, returns_of
+from trainer.batches.returns import Floats, differ, group_returns
 
 WINDOW = 20_000
 """Messages of the stream GROUPS before a group's own event in which its earlier runs lie. It bounds what is kept, what
@@ -59,9 +59,9 @@ class EarlierRuns:
         scored = self._groups.setdefault(_task(event), [])
         at = bisect_left(scored, seq, key=lambda one: one.seq)
         if at == len(scored) or scored[at].seq != seq:
-            insort(
-                scored, _Scored(seq, event.group, _runs(_returns(members, discount))), key=lambda one: one.seq
-            )
+            # Their events alone say how many calls they have.
+            returns = group_returns(members, (), discount, by_call=differ(members, discount))
+            insort(scored, _Scored(seq, event.group, _runs(returns)), key=lambda one: one.seq)
 
     def before(self, event: GroupScored, seq: int) -> Earlier:
         """Return the earlier runs of the group that was scored at `seq`."""
@@ -95,12 +95,3 @@ def _runs(returns: Sequence[Floats]) -> Earlier:
 
 def _task(event: GroupScored) -> tuple[str, str]:
     return ("task", event.task) if event.task else ("key", event.owner)
-
-
-def _returns(members: Sequence[Member], discount: float) -> list[Floats]:
-    """The returns of runs by their event alone: a run has as many calls as its event says."""
-    if discount == 1.0 and not any(m.call_rewards for m in members):
-        return group_returns(members, (), discount)
-    return [
-        returns_of(m, max(m.exchanges, 1, *(int(c) + 1 for c in m.call_rewards)), discount) for m in members
-    ]
