@@ -16,6 +16,7 @@ _INTERNAL = "it is a part of ART's own trainer and server; here the installation
 _COSTS = "put costs into `trajectory.metrics`; the view `verdicts` holds the judge's"
 _TYPES = "import the types from journeywork.art.dev"
 _HISTORY = "query the history with `journeywork sql`, or read trajectories/<split>/<step>.jsonl of the model's folder"
+_FIGURES = "load_trajectories of journeywork.art.utils.benchmarking returns a table: aggregate and draw it"
 _DEPLOY = "write the adapter with `journeywork export`, and deploy that folder with the provider's own tool"
 _BUCKET = "set store.dir to a bucket, and write an adapter with `journeywork export`"
 _CAPTURE = "use auto_trajectory and capture_auto_trajectory of journeywork.art"
@@ -34,7 +35,6 @@ REFUSED: dict[str, str] = {
     "costs": _COSTS,
     "dev.engine": _TYPES,
     "dev.get_model_config": _INTERNAL,
-    "dev.get_openai_server_config": "the inference server is the installation's: set `vllm`",
     "dev.is_dedicated_mode": _INTERNAL,
     "dev.model": _TYPES,
     "dev.openai_server": _TYPES,
@@ -83,12 +83,15 @@ REFUSED: dict[str, str] = {
     "transformers": _INTERNAL,
     "unsloth": _INTERNAL,
     "utils.benchmark_rollout": "use gather_trajectories, and take the mean of the rewards",
-    "utils.benchmarking": _HISTORY,
+    "utils.benchmarking.aggregate_trajectories": _FIGURES,
+    "utils.benchmarking.charts": _FIGURES,
+    "utils.benchmarking.load_trajectories.cache_path": "load_trajectories reads the files and keeps no cache",
+    "utils.benchmarking.log_constant_metrics_wandb": "log the values with wandb, once for each step",
+    "utils.benchmarking.pull_model_trajectories": "use _experimental_pull_from_s3 of LocalBackend",
     "utils.convert_moe_lora": _INTERNAL,
     "utils.deploy_model": _DEPLOY,
     "utils.deployment": _DEPLOY,
     "utils.get_model_step.get_step_from_dir": "use get_model_step of journeywork.art.utils",
-    "utils.get_repo_root_path": "use pathlib.Path of your repository",
     "utils.group_aggregate": "use polars or `journeywork sql`",
     "utils.lifecycle": _INTERNAL,
     "utils.managed_process": _INTERNAL,

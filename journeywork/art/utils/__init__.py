@@ -10,6 +10,7 @@
 | `log_http_errors` | logs the body of a refused request |
 | `get_model_step` | the newest step of a model in a folder |
 | `strip_logprobs`, `output_dirs`, `logging` | smaller logs; where a model's files are; lines on the terminal |
+| `benchmarking`, `get_repo_root_path` | logged trajectories as a table; the program's repository |
 | `litellm` | choices of litellm as those of OpenAI's client |
 """
 
