@@ -85,7 +85,7 @@ def feedback_on(
         earlier = known.get(member.trajectory, RunFeedback())
         parts = components.get(member.trajectory, {})
         hints = (
-            Hint(call=s.call, text=s.text, kind="correction" if s.kind == "correction" else "text")
+            Hint(call=s.call, text=s.text, kind="correction" if s.kind == "correction" else "text", by=s.by)
             for s in own
             if s.kind in ("text", "correction") and s.text
         )

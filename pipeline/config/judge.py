@@ -87,8 +87,8 @@ class FeedbackConfig(Section, frozen=True, kw_only=True):
     max_share: Share = 1.0
     """How far the feedback of one API key may move a step: what it adds is at most `max_share / (1 - max_share)` times
     the step without it, as the sum of absolute advantages. What a key adds beyond it is made smaller, and the alarm
-    `feedback_share` is raised. 1: no limit, for installations where one program reports all results. Hints, which
-    change no reward, are not limited."""
+    `feedback_share` is raised. Hints of one key teach at most this share of a step's trained tokens. 1: no limit, for
+    installations where one program reports all results."""
     late: Literal["record", "train"] = "train"
     """What feedback does that comes later. `record`: it stays in the history, and `journeywork rejudge` uses it.
     `train`: also, a run that was discarded for want of a reward is scored, once, when its reward comes."""

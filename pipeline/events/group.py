@@ -54,6 +54,8 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     kind: Literal["text", "correction"] = "text"
     """`correction`: the answer that the call should have given."""
+    by: str = ""
+    """Name of the API key that gave it. Empty: the judge of what happened next."""
 
 
 class Grader(msgspec.Struct, frozen=True, kw_only=True):

@@ -81,7 +81,7 @@ async def test_without_feedback_a_run_ends_unscored_at_the_deadline_and_late_fee
         await drained(broker)
         await broker.publish(signal("a", 1.0))
         (group,) = await groups(broker, 1)
-        assert group.members[0].hints == (Hint(call=-1, text="no number"),)
+        assert group.members[0].hints == (Hint(call=-1, text="no number", by="desk"),)
         await broker.publish(signal("a", -1.0))
         await drained(broker)
         (group,) = await groups(broker, 1)
@@ -219,7 +219,8 @@ def test_the_last_number_of_each_key_counts_and_keys_are_averaged() -> None:
     found = feedback_on([member], said, config, {"a": {"result": 0.5}}, known)
     assert found["a"].call_rewards == {"1": 1.0, "2": 1.5}
     assert found["a"].hints == (
-        Hint(call=2, text="No."), Hint(call=1, text="Not there."), Hint(call=-1, text="b2", kind="correction")
+        Hint(call=2, text="No."), Hint(call=1, text="Not there.", by="desk"),
+        Hint(call=-1, text="b2", kind="correction", by="desk"),
     )  # fmt: skip
     assert found["a"].graders == (
         Grader(key="desk", reward=0.5, call_rewards={"1": 1.0, "2": 0.5}),
@@ -242,4 +243,4 @@ async def test_a_run_with_hints_and_no_reward_is_scored_zero_for_its_teacher(nat
         await drained(broker)
     (member,) = group.members
     assert (member.trajectory, member.outcome, member.reward) == ("a", "scored", 0.0)
-    assert member.hints == (Hint(call=1, text="play b2"),)
+    assert member.hints == (Hint(call=1, text="play b2", by="desk"),)

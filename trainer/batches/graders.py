@@ -10,11 +10,15 @@ by one factor, to that bound.
 Where several keys are above the limit, the step that bounds each of them is the one without all of them, and a run that
 two of them graded is left out. So a limited key moves a step no further than its bound, whatever its signals say, and
 signals of other keys count as if it had been silent. If nothing but keys above the limit gave rewards, nothing trains.
+
+Hints have no reward to be made smaller. Those of one key teach at most the share m of a step's trained tokens: calls
+are taught in the order of the batch, and the calls of a key that would exceed it are not taught.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -33,12 +37,61 @@ def limit_graders(
     groups: Sequence[TrainingGroup], config: TrainerConfig, max_share: float
 ) -> tuple[list[Example], dict[str, float]]:
     """Return the examples of a batch within the limit, and the step's metrics: `grader_share`, what the largest key
-    would add, as a share of the step with it, and `graders_limited`, the number of keys above the limit. No metrics
-    where there is no limit, or nobody gave feedback."""
+    would add by its numbers or teach by its hints, as a share of the step with it, and `graders_limited`, the number of
+    keys above the limit. No metrics where there is no limit, or nobody gave feedback."""
     whole = examples(groups, config)
-    keys = sorted({grader.key for g in groups for m in g.members for grader in m.graders})
-    if max_share >= 1 or not keys:
+    if max_share >= 1:
         return whole, {}
+    whole, taught = _limit_hints(groups, whole, max_share)
+    limited, added = _limit_numbers(groups, whole, config, max_share)
+    shares = [*taught.values(), *added.values()]
+    if not shares:
+        return limited, {}
+    above = {key for of_key in (taught, added) for key, share in of_key.items() if share > max_share}
+    return limited, {"grader_share": max(shares), "graders_limited": float(len(above))}
+
+
+def _limit_hints(
+    groups: Sequence[TrainingGroup], whole: Sequence[Example], max_share: float
+) -> tuple[list[Example], dict[str, float]]:
+    """Leave out lessons by hints of keys above the limit. Return also each key's share of the trained tokens before."""
+    keys_of = _keys_of_hints(groups)
+    allowed = max_share * sum(e.sequence.trained_tokens for e in whole)
+    asked: Counter[str] = Counter()
+    taught: Counter[str] = Counter()
+    out = []
+    for example in whole:
+        lessons = []
+        for lesson in example.lessons:
+            keys = keys_of.get((example.sequence.trajectory, lesson.call), frozenset())
+            tokens = Counter(dict.fromkeys(keys, len(lesson.slots)))
+            asked += tokens
+            if all((taught + tokens)[key] <= allowed for key in keys):
+                taught += tokens
+                lessons.append(lesson)
+        out.append(dataclasses.replace(example, lessons=tuple(lessons)))
+    total = sum(e.sequence.trained_tokens for e in whole)
+    return out, {key: tokens / total for key, tokens in asked.items()}
+
+
+def _keys_of_hints(groups: Sequence[TrainingGroup]) -> dict[tuple[str, int], frozenset[str]]:
+    """The keys whose hints are in the teacher's prompt of a call, by run and call."""
+    keys: dict[tuple[str, int], frozenset[str]] = {}
+    for group in groups:
+        for member in group.members:
+            calls = group.hinted.get(member.trajectory, {})
+            for hint in member.hints if calls else ():
+                at = (member.trajectory, min(calls) if hint.call < 0 else hint.call)
+                keys[at] = keys.get(at, frozenset()) | ({hint.by} - {""})
+    return keys
+
+
+def _limit_numbers(
+    groups: Sequence[TrainingGroup], whole: Sequence[Example], config: TrainerConfig, max_share: float
+) -> tuple[list[Example], dict[str, float]]:
+    """Make smaller what numbers of keys above the limit add. Return also each key's share of the step; that of a key
+    that is above the limit only without others that are, in the step without these."""
+    keys = sorted({grader.key for g in groups for m in g.members for grader in m.graders})
     of_loss = [units(e.sequence, config) for e in whole]
 
     def size(vectors: list[Vector]) -> float:
@@ -50,29 +103,27 @@ def limit_graders(
 
     limited: frozenset[str] = frozenset()
     bound_of = max_share / (1 - max_share)
-    largest = 0.0
+    shares: dict[str, float] = {}
     while True:
         rest = without(limited)
         above = set()
         for key in (k for k in keys if k not in limited):
             base = without(limited | {key})
             added, least = size(_minus(rest, base)), size(base)
-            if not limited and added:
-                largest = max(largest, added / (added + least))
+            shares[key] = max(shares.get(key, 0.0), added / (added + least) if added else 0.0)
             if added > bound_of * least:
                 above.add(key)
         if not above:
             break
         limited |= above
-    metrics = {"grader_share": largest, "graders_limited": float(len(limited))}
     if not limited:
-        return whole, metrics
+        return list(whole), shares
     bound, step = bound_of * size(rest), rest
     for key in sorted(limited):
         part = _minus(without(limited - {key}), rest)
         factor = min(1.0, bound / size(part)) if size(part) else 0.0
         step = [s + factor * p for s, p in zip(step, part, strict=True)]
-    return [_with(e, vector) for e, vector in zip(whole, step, strict=True)], metrics
+    return [_with(e, vector) for e, vector in zip(whole, step, strict=True)], shares
 
 
 def _without(group: TrainingGroup, keys: frozenset[str]) -> TrainingGroup:

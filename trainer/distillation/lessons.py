@@ -25,6 +25,8 @@ class Lesson:
     """The tokens that it is asked about are those of the loss mask."""
     slots: npt.NDArray[np.int64]
     """Where they are among the k trained tokens of the sequence that is taught."""
+    call: int = 0
+    """The call's `seq`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +72,7 @@ def lessons_of(sequence: TokenSequence, prompts: Mapping[int, npt.NDArray[np.int
             np.concatenate([context.temperatures, sequence.temperatures[at]]),
             cuts,
         )
-        lessons.append(Lesson(read, slots_T[at][taught]))
+        lessons.append(Lesson(read, slots_T[at][taught], call))
     return tuple(lessons)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import LossConfig, NatsConfig, TrainerConfig
-from pipeline.events import Grader, GroupScored, Member
+from pipeline.events import Grader, GroupScored, Hint, Member
 from pipeline.log.broker import Broker
 from tests.trainer import kit
 from tests.trainer.kit import exchange, running, steps_reach, training_group
@@ -171,6 +171,33 @@ def test_keys_that_give_all_rewards_train_nothing_below_a_limit_of_one_and_every
     assert [e.advantage for e in limit_graders(groups, CONFIG, 0.5)[0]] == [0.0, 0.0]
     after, metrics = limit_graders(groups, CONFIG, 1.0)
     assert ([e.advantage for e in after], metrics) == ([0.5, -0.5], {})
+
+
+def test_hints_of_one_key_teach_no_more_than_its_share_of_the_trained_tokens() -> None:
+    """Twenty tokens: the key's hints are about sixteen, another's about two, and the judge's about two."""
+    groups = []
+    for i in range(10):
+        by = {0: "", 1: "desk"}.get(i, "fan")
+        calls = (0, 1) if by == "fan" else (-1,)
+        hints = tuple(Hint(call=call, text="No.", by=by) for call in calls)
+        group = made(f"g{i}", Member(trajectory=f"r{i}", reward=float(i % 2), hints=hints, exchanges=2))
+        group.hinted = {f"r{i}": {max(call, 0): np.array([9, 9], np.int32) for call in calls}}
+        groups.append(group)
+    tokens = sum(s.trained_tokens for g in groups for s in g.sequences or ())
+    before = {e.sequence.trajectory: sum(len(x.slots) for x in e.lessons) for e in examples(groups, CONFIG)}
+    for max_share in (0.0, 0.1, 0.3, 1.0):
+        after, metrics = limit_graders(groups, CONFIG, max_share)
+        found = {e.sequence.trajectory: sum(len(x.slots) for x in e.lessons) for e in after}
+        assert found["r0"] == before["r0"]
+        assert (
+            sum(found[f"r{i}"] for i in range(2, 10)) <= max_share * tokens < max(1, max_share) * tokens + 1
+        )
+        assert (found["r1"] == before["r1"]) == (max_share > 0)
+        if max_share < 1:
+            assert metrics["graders_limited"] == (2 if max_share == 0 else 1)
+            assert metrics["grader_share"] == sum(before[f"r{i}"] for i in range(2, 10)) / tokens
+        else:
+            assert (found, metrics) == (before, {})
 
 
 def test_without_feedback_nothing_is_said_and_nothing_changes() -> None:
