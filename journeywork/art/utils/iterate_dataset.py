@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -20,6 +20,10 @@ class DatasetBatch(Generic[T]):
     epoch: int
     epoch_step: int
     """Number of the step in its epoch, from 0."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Items, epoch, step, step in the epoch: ART's batches were such tuples before 0.4."""
+        return iter((self.items, self.epoch, self.step, self.epoch_step))
 
 
 def iterate_dataset(

@@ -116,7 +116,9 @@ def answer(request: dict[str, Any]) -> Any:
         return Scorer()(request)
     if "input examples" in asked:
         return json.dumps({"inputs": [{"input": f"Check the grammar of text {n}."} for n in range(2)]})
-    return "Correct the grammar."
+    if "golden answer" in asked:
+        return "1" if "short" in asked.partition("generated answer")[2] else "0"
+    return "It is short." if "It is short." in asked else "Correct the grammar."
 
 
 def check_copies(calls: list[dict[str, Any]]) -> None:

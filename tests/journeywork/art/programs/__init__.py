@@ -1,7 +1,8 @@
 """Programs that other people wrote for ART, fetched by name and digest: nothing of them is kept here.
 
-Each is published under the Apache License 2.0. `changes` are the only edits beside the import lines: counts that make
-two steps of them, and names of models, which no program can know of this machine."""
+Each is published under the Apache License 2.0 or the MIT licence. `changes` are the only edits beside the import lines:
+counts that make two steps of them; names of models, addresses and data sets, which no program can know of this
+machine."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ART, MLX, NOTEBOOKS = "xde-mcp/ART", "menonpg/art-mlx", "OpenPipe/art-notebooks"
+MATH = "BY571/openpipe-math500"
 SOURCES = json.loads(Path(__file__).with_name("sources.json").read_text())
 """By repository: the commit, and the SHA-256 digest of each file."""
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "journeywork" / "programs"
@@ -36,7 +38,7 @@ class Program:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def tool_call(name: str, **arguments: str) -> str:
+def tool_call(name: str, **arguments: object) -> str:
     """A reply that calls a tool."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
@@ -54,6 +56,25 @@ PROGRAMS = {
     "yes-no-maybe": Program(
         MLX, ("dev/yes-no-maybe.py",), "012", "respond with", ANSWERS,
         ((r"range\(32\)", "range(3)"),), {"NUM_STEPS": "2"},
+    ),
+    "math-500": Program(
+        MATH, ("math_500.py",), "math-500-agent", "Math Coding Agent",
+        (tool_call("run_python_code", code="print(np.sum([2, 2]))"),
+         tool_call("return_final_answer", answer="4", reference_message_ids=["1"]), "I do not know."),
+        ((r'f"math-500-agent-.*"', '"math-500-agent"'), ("\"max_steps\": 20", "\"max_steps\": 1"),
+         (r'load_dataset\(".*\)', 'Dataset.from_list([{"problem": f"{n} + {n}", "answer": str(2 * n), '
+          '"unique_id": str(n)} for n in range(2)])')),
+    ),
+    "sft-rl-notebook": Program(
+        NOTEBOOKS, ("examples/sft/sft-rl.ipynb",), "summarizer-002", "generates concise",
+        ("It is short.", "It is long."),
+        (("from async_lru import alru_cache", "alru_cache = lambda **_: lambda function: function"),
+         (r'_API_KEY"\] = ""', '_API_KEY"] = "none"'), (r'"https://[a-z./]+/v1"', 'os.environ["OPENAI_BASE_URL"]'),
+         ("val_size: int = 91, train_size: int = 3500", "val_size=1, train_size=24"),
+         ("EXAMPLES = 200", "EXAMPLES = 4"), ("STEPS = 1000", "STEPS = 2"),
+         (r'load_dataset\(".*\)', '{"repliqa_0": [{"document_id": n, "document_extracted": f"Document {n}.", '
+          '"question": "Is it short?", "answer": "Yes."} for n in range(25)]}')),
+        {"WANDB_MODE": "disabled"},
     ),
     "yes-no-maybe-metrics": Program(
         MLX, ("dev/yes-no-maybe-metrics.py",), "metrics", "respond with", ANSWERS, (),

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from journeywork.art.utils import format_message, get_model_step, log_http_errors
+from journeywork.art.utils import format_message, get_model_step, iterate_dataset, log_http_errors
 from journeywork.art.utils.output_dirs import get_output_dir_from_model_properties, get_step_checkpoint_dir
 from pipeline.config import Config
 from trainer.checkpoints.checkpoint import Checkpoints
@@ -76,3 +76,10 @@ async def test_the_body_of_a_refused_request_is_logged(caplog: pytest.LogCapture
     with caplog.at_level(logging.ERROR), pytest.raises(httpx.HTTPStatusError):
         await ask()
     assert "GET http://gateway/x answered 404: no such model" in caplog.text
+
+
+def test_a_batch_is_the_tuple_of_earlier_versions_of_art() -> None:
+    assert [tuple(batch) for batch in iterate_dataset([1], num_epochs=2, use_tqdm=False)] == [
+        ([1], 0, 0, 0),
+        ([1], 1, 1, 0),
+    ]
