@@ -12,9 +12,9 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import quote
 
 import anyio
@@ -23,7 +23,6 @@ import httpx
 from typing_extensions import Unpack
 
 from journeywork import gathering
-from journeywork.gathering import Comparison, Evaluation, GatherOptions, Rollout, Task, TaskGroup
 from journeywork.trajectory import (
     CompleteOptions,
     FeedbackOptions,
@@ -158,46 +157,9 @@ class AsyncJourneywork:
         docs/events.md. Recording them again has no effect."""
         return await self._request("POST", "/v1/evaluations", result)
 
-    async def gather(
-        self,
-        model: str,
-        tasks: Iterable[Task],
-        rollout: Rollout[Task],
-        *,
-        group_size: int = 8,
-        split: Literal["train", "val"] = "train",
-        pinned: str = "",
-        **options: Unpack[GatherOptions],
-    ) -> list[TaskGroup[Task]]:
-        """Run `group_size` attempts per task concurrently. See `journeywork.gathering.gather`."""
-        return await gathering.gather(
-            self, model, tasks, rollout, group_size=group_size, split=split, pinned=pinned, **options
-        )
-
-    async def evaluate(
-        self,
-        model: str,
-        tasks: Iterable[Task],
-        rollout: Rollout[Task],
-        *,
-        attempts: int = 1,
-        **options: Unpack[GatherOptions],
-    ) -> Evaluation:
-        """Score a model or version on held-out tasks. See `journeywork.gathering.evaluate`."""
-        return await gathering.evaluate(self, model, tasks, rollout, attempts=attempts, **options)
-
-    async def compare(
-        self,
-        first: str,
-        second: str,
-        tasks: Iterable[Task],
-        rollout: Rollout[Task],
-        *,
-        attempts: int = 1,
-        **options: Unpack[GatherOptions],
-    ) -> Comparison:
-        """Evaluate two models or versions on the same tasks. See `journeywork.gathering.compare`."""
-        return await gathering.compare(self, first, second, tasks, rollout, attempts=attempts, **options)
+    gather = gathering.gather
+    evaluate = gathering.evaluate
+    compare = gathering.compare
 
     @asynccontextmanager
     async def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> AsyncIterator[Trajectory]:

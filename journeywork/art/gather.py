@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 from journeywork.art.gathering import (
     GatherContext,
@@ -27,6 +27,7 @@ __all__ = [
     "wrap_group_awaitable",
     "wrap_trajectories_awaitable",
 ]
+Played = TypeVar("Played", Trajectory, list[Trajectory])
 AfterEach = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup | list[TrajectoryGroup] | None]]
 
 
@@ -108,42 +109,22 @@ async def _all(played: list[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 @overload
 async def gather_trajectories(
-    trajectories: Iterable[Awaitable[Trajectory]],
+    trajectories: Iterable[Awaitable[Played]],
     *,
     pbar_desc: str | None = "gather",
     pbar_total_completion_tokens: bool = False,
     max_exceptions: Literal[0] = 0,
-) -> list[Trajectory]: ...
+) -> list[Played]: ...
 
 
 @overload
 async def gather_trajectories(
-    trajectories: Iterable[Awaitable[Trajectory]],
+    trajectories: Iterable[Awaitable[Played]],
     *,
     pbar_desc: str | None = "gather",
     pbar_total_completion_tokens: bool = False,
     max_exceptions: int | float,
-) -> list[Trajectory | BaseException]: ...
-
-
-@overload
-async def gather_trajectories(
-    trajectories: Iterable[Awaitable[Iterable[Trajectory]]],
-    *,
-    pbar_desc: str | None = "gather",
-    pbar_total_completion_tokens: bool = False,
-    max_exceptions: Literal[0] = 0,
-) -> list[list[Trajectory]]: ...
-
-
-@overload
-async def gather_trajectories(
-    trajectories: Iterable[Awaitable[Iterable[Trajectory]]],
-    *,
-    pbar_desc: str | None = "gather",
-    pbar_total_completion_tokens: bool = False,
-    max_exceptions: int | float,
-) -> list[list[Trajectory] | BaseException]: ...
+) -> list[Played | BaseException]: ...
 
 
 async def gather_trajectories(

@@ -12,107 +12,84 @@ from typing import Any, Never
 from journeywork.art.errors import UnsupportedError
 
 PACKAGE = "journeywork.art"
-_INTERNAL = "it is a part of ART's own trainer and server; here the installation trains and serves, as its settings say"
 _COSTS = "put costs into `trajectory.metrics`; the view `verdicts` holds the judge's"
-_TYPES = "import the types from journeywork.art.dev"
-_HISTORY = "query the history with `journeywork sql`, or read trajectories/<split>/<step>.jsonl of the model's folder"
-_FIGURES = "load_trajectories of journeywork.art.utils.benchmarking returns a table: aggregate and draw it"
-_DEPLOY = "write the adapter with `journeywork export`, and deploy that folder with the provider's own tool"
 _BUCKET = "set store.dir to a bucket, and write an adapter with `journeywork export`"
-_CAPTURE = "use auto_trajectory and capture_auto_trajectory of journeywork.art"
-_RETENTION = (
-    "set trainer.keep_checkpoints: the trainer keeps the newest versions and the best, and the lake every one"
-)
-_TUNING = "use train_sft_from_file of journeywork.art.utils.sft, which reads the file itself"
-REFUSED: dict[str, str] = {
-    "api_costs": "use track_api_cost, which reads the answers' usage and litellm's prices",
-    "auto_trajectory.AutoTrajectoryContext": _CAPTURE,
-    "auto_trajectory.auto_trajectory_context_var": _CAPTURE,
-    "auto_trajectory.parse_sse_to_chat_completion": "use consume_chat_completion_stream of journeywork.art.openai",
-    "auto_trajectory.patch_httpx": _CAPTURE,
-    "cli": "use the command `journeywork`",
-    "conf": "set the environment variable PYTORCH_CUDA_ALLOC_CONF of the installation",
-    "costs": _COSTS,
-    "dev.engine": _TYPES,
-    "dev.get_model_config": _INTERNAL,
-    "dev.is_dedicated_mode": _INTERNAL,
-    "dev.model": _TYPES,
-    "dev.openai_server": _TYPES,
-    "dev.train": _TYPES,
-    "dev.validate": _INTERNAL,
-    "dev.validate_dedicated_config": _INTERNAL,
-    "langgraph.llm_wrapper.CURRENT_CONFIG": "use wrap_rollout and init_chat_model of journeywork.art.langgraph",
-    "langgraph.llm_wrapper.LoggingLLM": "use init_chat_model of journeywork.art.langgraph",
-    "langgraph.llm_wrapper.add_thread": "use wrap_rollout of journeywork.art.langgraph",
-    "langgraph.llm_wrapper.create_messages_from_logs": "use wrap_rollout of journeywork.art.langgraph",
-    "langgraph.llm_wrapper.mappings": "use wrap_rollout of journeywork.art.langgraph",
-    "langgraph.logging": "use wrap_rollout of journeywork.art.langgraph, which records the calls",
-    "langgraph.message_utils": "use convert_to_openai_messages of langchain_core.messages",
-    "local.adapter_leases": "name a version in the call by model.get_inference_name(step): it stays loaded meanwhile",
-    "local.checkpoints": "set trainer.keep_checkpoints: the trainer deletes older checkpoints by itself",
-    "local.service": _INTERNAL,
-    "loss": _INTERNAL,
-    "megatron": _INTERNAL,
-    "metrics.is_builder_managed_metric": _COSTS,
-    "metrics.is_cumulative_metric_key": _COSTS,
-    "metrics.to_cumulative_metric_key": _COSTS,
-    "metrics_taxonomy": _COSTS,
-    "model.METRIC_SECTIONS": _COSTS,
-    "model.METRIC_SPLITS": _COSTS,
-    "openai.init_chat_completion": "use consume_chat_completion_stream",
-    "openai.update_chat_completion": "use consume_chat_completion_stream",
-    "pipeline_trainer.CHECKPOINT_CREATED_AT_METRIC": _RETENTION,
-    "pipeline_trainer.CHECKPOINT_EVAL_COMPLETED_METRIC": _RETENTION,
-    "pipeline_trainer.CHECKPOINT_SAVED_METRIC": _RETENTION,
-    "pipeline_trainer.CheckpointInfo": _RETENTION,
-    "pipeline_trainer.CheckpointRetentionContext": _RETENTION,
-    "pipeline_trainer.CheckpointRetentionStrategy": _RETENTION,
-    "pipeline_trainer.StatusReporter": "read the rows that model.log writes, or the dashboard",
-    "pipeline_trainer.binary_prefix_tool_pipeline": _INTERNAL,
-    "pipeline_trainer.checkpoint_retention": _RETENTION,
-    "pipeline_trainer.keep_recent_and_top": _RETENTION,
-    "pipeline_trainer.state": _INTERNAL,
-    "pipeline_trainer.status": _HISTORY,
-    "pipeline_trainer.types": "import the types from journeywork.art.pipeline_trainer",
-    "pipeline_trainer.yes_no_maybe_pipeline": _INTERNAL,
-    "preprocessing": _INTERNAL,
-    "serverless.client": "use ServerlessBackend(base_url=..., api_key=...)",
-    "test": "it is ART's own tests",
-    "tinker": _INTERNAL,
-    "tinker_native": _INTERNAL,
-    "transformers": _INTERNAL,
-    "unsloth": _INTERNAL,
-    "utils.benchmark_rollout": "use gather_trajectories, and take the mean of the rewards",
-    "utils.benchmarking.aggregate_trajectories": _FIGURES,
-    "utils.benchmarking.charts": _FIGURES,
-    "utils.benchmarking.load_trajectories.cache_path": "load_trajectories reads the files and keeps no cache",
-    "utils.benchmarking.log_constant_metrics_wandb": "log the values with wandb, once for each step",
-    "utils.benchmarking.pull_model_trajectories": "use _experimental_pull_from_s3 of LocalBackend",
-    "utils.convert_moe_lora": _INTERNAL,
-    "utils.deploy_model": _DEPLOY,
-    "utils.deployment": _DEPLOY,
-    "utils.get_model_step.get_step_from_dir": "use get_model_step of journeywork.art.utils",
-    "utils.group_aggregate": "use polars or `journeywork sql`",
-    "utils.lifecycle": _INTERNAL,
-    "utils.managed_process": _INTERNAL,
-    "utils.model_config": _INTERNAL,
-    "utils.network": "bind a socket to port 0",
-    "utils.old_benchmarking": _HISTORY,
-    "utils.record_provenance": "no artifacts of Weights & Biases are made; put it into `trajectory.metadata`",
-    "utils.s3": _BUCKET,
-    "utils.s3_checkpoint_utils": _BUCKET,
-    "utils.sft.get_file_row_count": _TUNING,
-    "utils.sft.iterate_file": _TUNING,
-    "utils.sft.resolve_sft_batch_size": _TUNING,
-    "utils.suppress_litellm_serialization_warnings": "use warnings.filterwarnings",
-    "utils.trajectory_logging": _HISTORY,
-    "utils.trajectory_migration": "use Trajectory.model_dump_json and Trajectory.model_validate_json",
-    "vllm_runtime": _INTERNAL,
-    "weight_transfer": _INTERNAL,
-    "yield_trajectory.YieldTrajectoryContext": "use yield_trajectory and capture_yielded_trajectory",
-    "yield_trajectory.yield_trajectory_context_var": "use yield_trajectory and capture_yielded_trajectory",
+_NAMES: dict[str, str] = {
+    "use track_api_cost, which reads the answers' usage and litellm's prices": "api_costs",
+    "use auto_trajectory and capture_auto_trajectory of journeywork.art": (
+        "auto_trajectory.AutoTrajectoryContext auto_trajectory.auto_trajectory_context_var "
+        "auto_trajectory.patch_httpx"
+    ),
+    "use consume_chat_completion_stream of journeywork.art.openai": (
+        "auto_trajectory.parse_sse_to_chat_completion openai.init_chat_completion openai.update_chat_completion"
+    ),
+    "use the command `journeywork`": "cli",
+    "set the environment variable PYTORCH_CUDA_ALLOC_CONF of the installation": "conf",
+    _COSTS: (
+        "costs metrics.is_builder_managed_metric metrics.is_cumulative_metric_key "
+        "metrics.to_cumulative_metric_key metrics_taxonomy model.METRIC_SECTIONS model.METRIC_SPLITS"
+    ),
+    "import the types from journeywork.art.dev": "dev.engine dev.model dev.openai_server dev.train",
+    "it is a part of ART's own trainer and server; here the installation trains and serves, as its settings say": (
+        "dev.get_model_config dev.is_dedicated_mode dev.validate dev.validate_dedicated_config local.service loss "
+        "megatron pipeline_trainer.binary_prefix_tool_pipeline pipeline_trainer.state "
+        "pipeline_trainer.yes_no_maybe_pipeline preprocessing tinker tinker_native transformers unsloth "
+        "utils.convert_moe_lora utils.lifecycle utils.managed_process utils.model_config vllm_runtime "
+        "weight_transfer"
+    ),
+    "use wrap_rollout and init_chat_model of journeywork.art.langgraph": (
+        "langgraph.llm_wrapper.CURRENT_CONFIG langgraph.llm_wrapper.LoggingLLM langgraph.llm_wrapper.add_thread "
+        "langgraph.llm_wrapper.create_messages_from_logs langgraph.llm_wrapper.mappings langgraph.logging"
+    ),
+    "use convert_to_openai_messages of langchain_core.messages": "langgraph.message_utils",
+    "name a version in the call by model.get_inference_name(step): it stays loaded meanwhile": (
+        "local.adapter_leases"
+    ),
+    "set trainer.keep_checkpoints: the trainer keeps the newest versions and the best, and the lake every one": (
+        "local.checkpoints pipeline_trainer.CHECKPOINT_CREATED_AT_METRIC "
+        "pipeline_trainer.CHECKPOINT_EVAL_COMPLETED_METRIC pipeline_trainer.CHECKPOINT_SAVED_METRIC "
+        "pipeline_trainer.CheckpointInfo pipeline_trainer.CheckpointRetentionContext "
+        "pipeline_trainer.CheckpointRetentionStrategy pipeline_trainer.checkpoint_retention "
+        "pipeline_trainer.keep_recent_and_top"
+    ),
+    "read the rows that model.log writes, or the dashboard": "pipeline_trainer.StatusReporter",
+    "query the history with `journeywork sql`, or read trajectories/<split>/<step>.jsonl of the model's folder": (
+        "pipeline_trainer.status utils.old_benchmarking utils.trajectory_logging"
+    ),
+    "import the types from journeywork.art.pipeline_trainer": "pipeline_trainer.types",
+    "use ServerlessBackend(base_url=..., api_key=...)": "serverless.client",
+    "it is ART's own tests": "test",
+    "use gather_trajectories, and take the mean of the rewards": "utils.benchmark_rollout",
+    "load_trajectories of journeywork.art.utils.benchmarking returns a table: aggregate and draw it": (
+        "utils.benchmarking.aggregate_trajectories utils.benchmarking.charts"
+    ),
+    "load_trajectories reads the files and keeps no cache": (
+        "utils.benchmarking.load_trajectories.cache_path"
+    ),
+    "log the values with wandb, once for each step": "utils.benchmarking.log_constant_metrics_wandb",
+    "use _experimental_pull_from_s3 of LocalBackend": "utils.benchmarking.pull_model_trajectories",
+    "write the adapter with `journeywork export`, and deploy that folder with the provider's own tool": (
+        "utils.deploy_model utils.deployment"
+    ),
+    "use get_model_step of journeywork.art.utils": "utils.get_model_step.get_step_from_dir",
+    "use polars or `journeywork sql`": "utils.group_aggregate",
+    "bind a socket to port 0": "utils.network",
+    "no artifacts of Weights & Biases are made; put it into `trajectory.metadata`": (
+        "utils.record_provenance"
+    ),
+    _BUCKET: "utils.s3 utils.s3_checkpoint_utils",
+    "use train_sft_from_file of journeywork.art.utils.sft, which reads the file itself": (
+        "utils.sft.get_file_row_count utils.sft.iterate_file utils.sft.resolve_sft_batch_size"
+    ),
+    "use warnings.filterwarnings": "utils.suppress_litellm_serialization_warnings",
+    "use Trajectory.model_dump_json and Trajectory.model_validate_json": "utils.trajectory_migration",
+    "use yield_trajectory and capture_yielded_trajectory": (
+        "yield_trajectory.YieldTrajectoryContext yield_trajectory.yield_trajectory_context_var"
+    ),
 }
-"""What to do instead, by the dotted name below `art`. A module's entry holds for all of its names."""
+"""Dotted names below `art`, by what to do instead of them. A module stands for all of its names."""
+REFUSED: dict[str, str] = {name: said for said, names in _NAMES.items() for name in names.split()}
+"""What to do instead, by name."""
 METHODS: dict[str, str] = {
     "_experimental_fork_checkpoint": "set models.0.start of the installation to the version",
     "_experimental_pull_from_s3": _BUCKET,

@@ -7,15 +7,16 @@ import collections.abc
 import inspect
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from datetime import datetime
 from types import TracebackType
-from typing import Any, TypeAlias, TypeGuard, cast, overload
+from typing import Any, TypeAlias, TypedDict, TypeGuard, cast, overload
 
 import pydantic
 from openai.types.chat import ChatCompletionMessageParam
 from openai.types.chat.chat_completion import Choice
+from typing_extensions import Unpack
 
 from journeywork.art.gathering import get_gather_context
 from journeywork.art.types import Messages, MessagesAndChoices, MetadataValue, Tools
@@ -119,7 +120,7 @@ def _message(item: Any) -> ChatCompletionMessageParam:
 class PendingGroup(Coroutine[Any, Any, "TrajectoryGroup"]):
     """A group whose trajectories are still being played. Awaiting it plays them concurrently."""
 
-    def __init__(self, trajectories: list[Awaitable[Trajectory]], fields: dict[str, Any]) -> None:
+    def __init__(self, trajectories: list[Awaitable[Trajectory]], fields: GroupFields) -> None:
         self.size = len(trajectories)
         """Number of trajectories."""
         self._trajectories = trajectories
@@ -149,6 +150,15 @@ class PendingGroup(Coroutine[Any, Any, "TrajectoryGroup"]):
                 trajectory.close()
 
 
+class GroupFields(TypedDict, total=False):
+    """What a group holds beside its trajectories."""
+
+    exceptions: list[BaseException] | None
+    metadata: dict[str, MetadataValue] | None
+    metrics: dict[str, float | int | bool] | None
+    logs: list[str] | None
+
+
 class TrajectoryGroup(pydantic.BaseModel):
     """Trajectories of one task, which are compared with each other.
 
@@ -165,36 +175,23 @@ class TrajectoryGroup(pydantic.BaseModel):
     def __new__(
         cls,
         trajectories: Iterable[Trajectory | BaseException],
-        *,
-        exceptions: list[BaseException] = ...,
-        metadata: dict[str, MetadataValue] | None = ...,
-        metrics: dict[str, float | int | bool] | None = ...,
-        logs: list[str] | None = ...,
+        **fields: Unpack[GroupFields],
     ) -> TrajectoryGroup: ...
 
     @overload
     def __new__(  # type: ignore[misc]  # awaitables make an awaitable, as ART's interface has it
         cls,
         trajectories: Iterable[Awaitable[Trajectory]],
-        *,
-        exceptions: list[BaseException] = ...,
-        metadata: dict[str, MetadataValue] | None = ...,
-        metrics: dict[str, float | int | bool] | None = ...,
-        logs: list[str] | None = ...,
+        **fields: Unpack[GroupFields],
     ) -> Awaitable[TrajectoryGroup]: ...
 
     def __new__(  # type: ignore[misc]
         cls,
         trajectories: Iterable[Trajectory | BaseException] | Iterable[Awaitable[Trajectory]] = (),
-        *,
-        exceptions: list[BaseException] | None = None,
-        metadata: dict[str, MetadataValue] | None = None,
-        metrics: dict[str, float | int | bool] | None = None,
-        logs: list[str] | None = None,
+        **fields: Unpack[GroupFields],
     ) -> TrajectoryGroup | Awaitable[TrajectoryGroup]:
         items = list(trajectories)
         if _are_awaitables(items):
-            fields = {"exceptions": exceptions, "metadata": metadata, "metrics": metrics, "logs": logs}
             return PendingGroup(items, fields)
         group = super().__new__(cls)
         # A generator can be read once only: `__init__` gets what was read here.
@@ -204,22 +201,21 @@ class TrajectoryGroup(pydantic.BaseModel):
     def __init__(
         self,
         trajectories: Iterable[Trajectory | BaseException] | Iterable[Awaitable[Trajectory]] = (),
-        *,
-        exceptions: list[BaseException] | None = None,
-        metadata: dict[str, MetadataValue] | None = None,
-        metrics: dict[str, float | int | bool] | None = None,
-        logs: list[str] | None = None,
+        **fields: Unpack[GroupFields],
     ) -> None:
         items = self.__dict__.pop("_given", None)
         if items is None:
             items = list(trajectories)
-        raised = [*(item for item in items if isinstance(item, BaseException)), *(exceptions or ())]
+        raised = [
+            *(item for item in items if isinstance(item, BaseException)),
+            *(fields.get("exceptions") or ()),
+        ]
         super().__init__(
             trajectories=[item for item in items if not isinstance(item, BaseException)],
             exceptions=[e if isinstance(e, PydanticException) else PydanticException.of(e) for e in raised],
-            metadata=metadata or {},
-            metrics=metrics or {},
-            logs=logs or [],
+            metadata=fields.get("metadata") or {},
+            metrics=fields.get("metrics") or {},
+            logs=fields.get("logs") or [],
         )
 
     def log(self, message: str) -> None:
@@ -267,7 +263,7 @@ def _are_awaitables(items: list[Any]) -> TypeGuard[list[Awaitable[Trajectory]]]:
     return any(inspect.isawaitable(item) for item in items)
 
 
-async def _play(trajectories: list[Awaitable[Trajectory]], fields: Mapping[str, Any]) -> TrajectoryGroup:
+async def _play(trajectories: list[Awaitable[Trajectory]], fields: GroupFields) -> TrajectoryGroup:
     context = get_gather_context()
     tasks = [asyncio.ensure_future(t) for t in trajectories]
     played: dict[asyncio.Future[Trajectory], Trajectory | BaseException] = {}
