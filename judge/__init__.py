@@ -8,6 +8,7 @@
 | `scoring` | from a closed group to its event |
 | `feedback` | what signals say about a run: values, rewards of calls, hints, graders |
 | `next_state` | a judge model scores calls by what followed them: votes, hints |
+| `teacher` | asks a teacher from outside, puts its logprobs on the log |
 | `monitor` | whether the judge can be trusted: anchors, the alarm, `group.measured` |
 | `labelled` | groups from files; agreement with known rewards |
 | `ruler` | room: a judge model compares trajectories |

@@ -10,7 +10,7 @@ compare.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -57,6 +57,12 @@ class GroupRewards:
     """Why some trajectories have no reward."""
     feedback: Mapping[str, RunFeedback] = field(default_factory=dict)
     """What else is known of a run: rewards of its calls, hints, and who graded it; by trajectory."""
+    taught: Mapping[str, str] = field(default_factory=dict)
+    """The teacher from outside that answered about a run, by trajectory."""
+
+
+Teach = Callable[[Sequence[TrajectoryCompleted]], Awaitable[Mapping[str, str]]]
+"""Asks a teacher from outside about runs. Returns its name by trajectory, of the runs with an answer."""
 
 
 class RewardComposer(Protocol):
@@ -102,7 +108,11 @@ def agent_reward(event: TrajectoryCompleted) -> float | None:
 
 
 async def score_closed(
-    group: Group, config: JudgeConfig, judge: str, composer: RewardComposer | None
+    group: Group,
+    config: JudgeConfig,
+    judge: str,
+    composer: RewardComposer | None,
+    teach: Teach | None = None,
 ) -> GroupScored | GroupDiscarded:
     """Return the event that ends a closed group. `judge` is the judge configuration's hash."""
     batch = batch_of(group)
@@ -121,9 +131,16 @@ async def score_closed(
                 return _discarded(group.key, events, "unscored", str(error))
             rewards = GroupRewards({}, {}, ())
     rewards = with_feedback(rewards, scorable, group.signals, config)
-    if not rewards.final and not config.rewards:  # nothing grades the group, so hints alone may train it
-        hinted = {name: 0.0 for name, said in rewards.feedback.items() if said.hints}
-        rewards = replace(rewards, final=hinted)
+    if teach is not None:
+        rewards = replace(rewards, taught=await teach(scorable))
+    if (
+        not rewards.final and not config.rewards
+    ):  # nothing grades the group, so hints or a teacher alone may train it
+        hinted = {name for name, said in rewards.feedback.items() if said.hints}
+        rewards = replace(
+            rewards,
+            final={e.trajectory: 0.0 for e in scorable if e.trajectory in hinted | rewards.taught.keys()},
+        )
     # The trainer waits for every group of a batch, so it also gets those that it will discard.
     if len(rewards.final) < needed and batch is None:
         why = rewards.missing or _too_few(len(rewards.final), len(events), needed)
@@ -193,6 +210,7 @@ def make_member(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> 
         call_rewards=dict(said.call_rewards),
         hints=said.hints,
         graders=said.graders,
+        teacher=rewards.taught.get(event.trajectory, ""),
     )
 
 

@@ -27,7 +27,8 @@ from judge.labelled import read_labelled
 from judge.monitor import JudgeMonitor
 from judge.rewards.compose import open_composer, open_composer_on_log
 from judge.ruler.transcripts import Transcript
-from judge.scoring import RewardComposer, judge_hash, score_closed
+from judge.scoring import RewardComposer, Teach, judge_hash, score_closed
+from judge.teacher import open_teacher
 from pipeline import crash
 from pipeline.config import Config
 from pipeline.events import (
@@ -85,6 +86,7 @@ async def serve(config: Config, ready: Ready) -> None:
     async with (
         Broker.connect(config.nats, name="judge") as broker,
         open_composer_on_log(config, broker) as composer,
+        open_teacher(config, broker) as teacher,
         broker.consume("judge") as completions,
         broker.consume("judge-timers") as timers,
     ):
@@ -98,19 +100,25 @@ async def serve(config: Config, ready: Ready) -> None:
                 )  # fmt: skip
                 tg.start_soon(monitor.run)
             ready()
-            await Judge(broker, config, composer, judge_id).run(completions, timers)
+            teach = teacher.teach if teacher is not None else None
+            await Judge(broker, config, composer, judge_id, teach).run(completions, timers)
 
 
 class Judge:
     """Scores groups. Any number of processes may run one."""
 
     def __init__(
-        self, broker: Broker, config: Config, composer: RewardComposer | None, judge_id: str
+        self,
+        broker: Broker,
+        config: Config,
+        composer: RewardComposer | None,
+        judge_id: str,
+        teach: Teach | None = None,
     ) -> None:
         """`composer`: scores groups with a judge model or composed rewards; `None` if only agents' rewards are used.
-        `judge_id`: hash of the judge configuration."""
+        `judge_id`: hash of the judge configuration. `teach`: asks a teacher from outside; `None` if there is none."""
         self._broker, self._config, self._composer = broker, config.judge, composer
-        self._judge_id = judge_id
+        self._judge_id, self._teach = judge_id, teach
         self._log = GroupLog(broker, config.judge, config.feedback)
         self._rescues = config.feedback.late == "train" and bool(feedback_names(config.judge))
         """Whether late feedback may score a group that was discarded."""
@@ -256,7 +264,7 @@ class Judge:
     async def _publish_end(self, group: Group) -> frozenset[str]:
         """Score a group and publish the result. Return the trajectories in the group's event on the log, which is
         another process's if that one was published first."""
-        event = await score_closed(group, self._config, self._judge_id, self._composer)
+        event = await score_closed(group, self._config, self._judge_id, self._composer, self._teach)
         crash.point("judge.before_publish")
         if isinstance(event, GroupDiscarded):
             if group.again:

@@ -63,7 +63,7 @@ STREAMS: tuple[StreamSpec, ...] = (
     StreamSpec(
         "ROLLOUTS",
         ("rollout.>",),
-        "trajectories: opened, exchanges, completed",
+        "trajectories: opened, exchanges, completed; signals and a teacher's answers about them",
         max_age_s=2 * DAY_S,
         share=0.48,
         duplicate_window_s=120.0,

@@ -101,7 +101,7 @@ class Learner:
             )  # fmt: skip
         self.prompts = (
             HintedPrompts(model.base, self.settings.distill, engine.model.longest)
-            if self.settings.distill.weight
+            if self.settings.distill.weight and not self.settings.distill.asks_outside
             else None
         )
         self.base_digest = base_digest(model.base, engine.model.peft.get_base_model())

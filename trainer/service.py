@@ -68,6 +68,7 @@ class Trainer:
                     learner.sampling_defaults,
                     mask_truncated=learner.settings.loss.mask_truncated,
                     prompts=learner.prompts,
+                    asks_outside=learner.settings.distill.asks_outside,
                 ),
             )
             for name, learner in learners.items()

@@ -21,7 +21,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -175,6 +175,7 @@ class Rejudge:
             signals = await self._signals(event)
             rewards = await self._composer(scorable, signals) if self._composer else agent_rewards(scorable)
             rewards = with_feedback(rewards, scorable, signals, self._config.judge)
+            rewards = replace(rewards, taught={m.trajectory: m.teacher for m in event.members})
             needed = 1 if event.split == "val" else self._config.judge.min_size
             if len(rewards.final) < needed:
                 raise UnscoredError(

@@ -21,7 +21,14 @@ from pipeline.config.alarms import AlarmsConfig
 from pipeline.config.batch_settings import with_batch_settings
 from pipeline.config.files import config_hash, load, save
 from pipeline.config.gateway import DetectionConfig, GatewayConfig, HttpConfig, KeyConfig, ReplicasConfig
-from pipeline.config.judge import AnchorConfig, FeedbackConfig, JudgeConfig, JudgeRequestConfig, RewardConfig
+from pipeline.config.judge import (
+    AnchorConfig,
+    FeedbackConfig,
+    JudgeConfig,
+    JudgeRequestConfig,
+    RewardConfig,
+    TeacherConfig,
+)
 from pipeline.config.overrides import with_values
 from pipeline.config.sections import (
     CurvesConfig,

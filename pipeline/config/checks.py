@@ -28,6 +28,7 @@ def _check_addresses(config: Config) -> None:
     http = (
         ("vllm.urls", config.vllm.urls, "vllm.api_key_file"),
         ("judge.api_base", (config.judge.api_base,), "judge.api_key_env"),
+        ("teacher.url", (config.teacher.url,), "teacher.api_key_env"),
         ("ui.gateway_url", (config.ui.gateway_url,), "the dashboard's page for signing in"),
     )
     others = (
@@ -184,8 +185,12 @@ def check(config: Config) -> None:
             raise ConfigError(f"judge.rewards: {reward.name} needs judge.model")
     if config.judge.min_size > config.judge.group_size:
         raise ConfigError("judge.min_size is larger than judge.group_size")
+    if bool(config.teacher.url) != bool(config.teacher.model):
+        raise ConfigError("teacher: url and model belong together; set both or none")
     for model in config.models:
-        check_trainer(config.trainer_of(model))
+        check_trainer(trainer := config.trainer_of(model))
+        if trainer.distill.asks_outside and not config.teacher.url:
+            raise ConfigError('trainer.distill.teacher is "outside": set teacher.url and teacher.model')
     _check_ranks(config)
     if config.models and config.vllm.max_loras <= len(config.models):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`[judge]`, `[judge.request]`, `[judge.anchors]` and `[[judge.rewards]]`: groups and their scores."""
+"""`[judge]` with its sections, `[feedback]` and `[teacher]`: groups and their scores."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pipeline.config.types import (
     Prompt,
     Section,
     Share,
+    SmallCount,
     Weight,
 )
 
@@ -92,6 +93,30 @@ class FeedbackConfig(Section, frozen=True, kw_only=True):
     late: Literal["record", "train"] = "train"
     """What feedback does that comes later. `record`: it stays in the history, and `journeywork rejudge` uses it.
     `train`: also, a run that was discarded for want of a reward is scored, once, when its reward comes."""
+
+
+class TeacherConfig(Section, frozen=True, kw_only=True):
+    """A teacher from outside (`trainer.distill.teacher` = "outside"): any OpenAI-compatible vLLM server with the
+    models' own tokenizer. The judge asks it before it publishes a group, and the trainer reads its answers from the log
+    (docs/distillation.md)."""
+
+    url: str = ""
+    """Base URL up to `/v1`, such as `http://teacher:8000/v1`. Empty: there is none."""
+    model: str = ""
+    """The model's name at that server: a model, or a version of ours that it has loaded."""
+    api_key_env: str = ""
+    """Environment variable with the server's key."""
+    concurrency: SmallCount = 8
+    """Requests at the same time, of each judge process."""
+    timeout_s: Positive = 120.0
+    """Timeout of one request."""
+    retries: Natural = 4
+    """Further attempts at a request that failed for a reason that may pass."""
+    wait_s: Positive = 300.0
+    """Longest time that a group waits for the teacher. After it the group is published, and those of its runs without
+    an answer train with their rewards alone."""
+    max_tokens: Natural = 0
+    """Tokens of a run, all its conversations together, above which the teacher is not asked. 0: no limit."""
 
 
 class AnchorConfig(Section, frozen=True, kw_only=True):

@@ -120,15 +120,16 @@ class DistillConfig(Section, frozen=True, kw_only=True):
 
     weight: Coefficient = 0.0
     """Weight of the teacher's advantage beside that of the rewards, or of the divergence in the loss. 0: no teacher."""
-    teacher: Literal["policy", "average", "base"] = "policy"
-    """Who teaches, with the hint in its prompt: the policy as it is before the step, an average of the adapters of
-    all steps so far, or the base model."""
+    teacher: Literal["policy", "average", "base", "outside"] = "policy"
+    """Who teaches. With the hint in its prompt: the policy as it is before the step, an average of the adapters of
+    all steps so far, or the base model. `outside`: the model of `[teacher]`, which reads what the policy read."""
     divergence: Literal["sampled", "reverse_kl"] = "sampled"
     """`sampled`: to the advantage of a token is added `weight` times the teacher's logprob of it less the policy's.
     `reverse_kl`: to the loss is added `weight` times the KL divergence of the policy from the teacher, over the
     teacher's `top_k` most probable tokens and one bin for all others; the mean over the batch's trained tokens."""
     top_k: SmallCount = 20
-    """Tokens that `reverse_kl` compares singly. The size of the vocabulary, or more: all of them."""
+    """Tokens that `reverse_kl` compares singly. The size of the vocabulary, or more: all of them. A teacher from
+    outside tells at most its server's `--max-logprobs`, which is 20 by default."""
     average_rate: Share = 0.05
     """Share of the newest adapter in the average, a step."""
     hint_template: str = "\n\n[user's hint / instruction]\n{hint}"
@@ -138,6 +139,11 @@ class DistillConfig(Section, frozen=True, kw_only=True):
     best_run_reward: Weight | None = None
     """The group's best run stands in the teacher's prompt of its worse runs, if its reward is at least this. `None`:
     never."""
+
+    @property
+    def asks_outside(self) -> bool:
+        """Whether the model of `[teacher]` teaches."""
+        return self.weight > 0 and self.teacher == "outside"
 
 
 class OptimizerConfig(Section, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import msgspec
 
 from pipeline.config.alarms import AlarmsConfig
 from pipeline.config.gateway import GatewayConfig
-from pipeline.config.judge import FeedbackConfig, JudgeConfig
+from pipeline.config.judge import FeedbackConfig, JudgeConfig, TeacherConfig
 from pipeline.config.overrides import convert, merged
 from pipeline.config.sections import (
     CurvesConfig,
@@ -65,6 +65,7 @@ class Config(Section, frozen=True, kw_only=True):
     retention: RetentionConfig = RetentionConfig()
     judge: JudgeConfig = JudgeConfig()
     feedback: FeedbackConfig = FeedbackConfig()
+    teacher: TeacherConfig = TeacherConfig()
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()
     ui: UiConfig = UiConfig()

@@ -64,5 +64,5 @@ from pipeline.events.rollout import (
     TrajectoryOpened,
     group_key,
 )
-from pipeline.events.signal import SignalGiven
+from pipeline.events.signal import SignalGiven, TeacherAnswered
 from pipeline.events.types import Json, Logprobs, Micros, Outcome, Split, StreamSeqs, TokenIds, TokenMask

@@ -27,7 +27,7 @@ from pipeline.events.rollout import (
     TrajectoryCompleted,
     TrajectoryOpened,
 )
-from pipeline.events.signal import SignalGiven
+from pipeline.events.signal import SignalGiven, TeacherAnswered
 
 
 class ClaimCheck(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="claim"):
@@ -48,6 +48,7 @@ AnyEvent = (
     | ExchangeRecorded
     | TrajectoryCompleted
     | SignalGiven
+    | TeacherAnswered
     | GroupTimedOut
     | FeedbackTimedOut
     | GroupScored

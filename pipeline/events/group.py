@@ -89,6 +89,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Rewards of single calls, by `seq` of the call as text, beside `reward`, which is the run's."""
     hints: tuple[Hint, ...] = ()
     """What calls of the run should have done, for hindsight distillation."""
+    teacher: str = ""
+    """The teacher from outside whose answer about the run is on the log (`rollout.teacher`); empty: there is none."""
     graders: tuple[Grader, ...] = ()
     """The API keys whose feedback is a part of `reward` or `call_rewards`. What `feedback.max_share` limits."""
 

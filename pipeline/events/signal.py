@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pipeline.events.base import Event
-from pipeline.events.types import Split
+from pipeline.events.rollout import ExchangeRecorded
+from pipeline.events.types import Logprobs, Split, TokenIds
 
 
 class SignalGiven(Event, frozen=True, kw_only=True, tag="rollout.signal"):
@@ -42,3 +44,38 @@ class SignalGiven(Event, frozen=True, kw_only=True, tag="rollout.signal"):
 
     def message_id(self) -> str:
         return f"{self.project}/{self.trajectory}/signal/{self.signal}"
+
+
+class TeacherAnswered(Event, frozen=True, kw_only=True, tag="rollout.teacher"):
+    """What a teacher from outside (`[teacher]`) says of the tokens that a run's calls sampled: its logprobs at
+    temperature 1. The arrays hold the calls one after the other, by `seq` and `choice`, side calls left out."""
+
+    subject_fields = ("project", "trajectory", "teacher")
+    unique_subject = True
+
+    trajectory: str
+    teacher: str
+    """The teacher's model, as configured."""
+    logprobs: Logprobs
+    """Of each sampled token."""
+    top_k: int = 0
+    """Number of most probable tokens that are known at each sampled token."""
+    top_ids: TokenIds = b""
+    """Their ids, `top_k` for each sampled token."""
+    top_logprobs: Logprobs = b""
+    requests: int = 0
+    """Calls of the teacher: one for each conversation of the run."""
+    tokens: int = 0
+    """Tokens that the teacher read."""
+    latency_s: float = 0.0
+
+    @staticmethod
+    def calls_of(exchanges: Iterable[ExchangeRecorded]) -> list[ExchangeRecorded]:
+        """Return the calls of a run that an answer is about, in the order of its arrays."""
+        unique = {
+            (e.seq, e.choice): e for e in exchanges if not e.side_call and e.prompt_ids and e.sampled_ids
+        }
+        return [unique[key] for key in sorted(unique)]
+
+    def message_id(self) -> str:
+        return f"{self.project}/{self.trajectory}/teacher/{self.teacher}"

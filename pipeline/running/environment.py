@@ -61,6 +61,8 @@ def names(config: Config, process: str) -> tuple[str, ...]:
     if process == "judge":
         for model in (config.judge.model, *config.judge.fallbacks):
             own += _provider(model)
+        if config.teacher.url:
+            own += NEEDS["gateway"]  # it reads the tokenizer of the base as the gateway does
     return (*EVERY, *NEEDS.get(process, ()), *own, *config.environment.get(process, ()))
 
 
@@ -71,6 +73,7 @@ def _named(config: Config, process: str) -> list[tuple[str, str]]:
         judge, request = config.judge, config.judge.request
         values = {
             "judge.api_key_env": [judge.api_key_env] if judge.api_key_env else [],
+            "teacher.api_key_env": [config.teacher.api_key_env] if config.teacher.api_key_env else [],
             "judge.request.params": references(request.params),
             "judge.request.model_params": references(request.model_params),
         }

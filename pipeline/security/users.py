@@ -77,7 +77,7 @@ USERS: tuple[User, ...] = (
     ),
     User(
         "judge", "scores groups",
-        publishes=("group.>", "rollout.timeout.>", "rollout.overdue.>"),
+        publishes=("group.>", "rollout.timeout.>", "rollout.overdue.>", "rollout.teacher.>"),
         consumes=("judge", "judge-timers"),
         sets_timers=True,
         reads=("ROLLOUTS", "GROUPS"),

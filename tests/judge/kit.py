@@ -19,6 +19,7 @@ from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript
 from judge.service import Judge
+from judge.teacher import open_teacher
 from pipeline.config import Config, JudgeConfig, with_values
 from pipeline.events import (
     ExchangeRecorded,
@@ -113,11 +114,13 @@ def labelled(path: Path, groups: int = 4, wrong: bool = False) -> Path:
 
 @asynccontextmanager
 async def judging(broker: Broker, config: Config, judge_hash: str = "j") -> AsyncIterator[Judge]:
-    """A judge without a judge model, which runs within the block, with the rewards of `judge.rewards`."""
+    """A judge without a judge model, which runs within the block, with the rewards of `judge.rewards` and the teacher
+    of `[teacher]`."""
     async with AsyncExitStack() as stack:
         composed = config.judge.rewards and open_composer_on_log(config, broker)
         composer = await stack.enter_async_context(composed) if composed else None
-        judge = Judge(broker, config, composer, judge_hash)
+        teacher = await stack.enter_async_context(open_teacher(config, broker))
+        judge = Judge(broker, config, composer, judge_hash, teacher and teacher.teach)
         await stack.enter_async_context(_running(judge, broker))
         yield judge
 

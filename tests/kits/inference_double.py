@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -33,6 +34,8 @@ from transformers import AutoTokenizer
 CONTEXT = 256
 """Tokens of prompt and reply together, as the tests' vLLM is started with."""
 MAX_ADAPTERS = 4
+MAX_LOGPROBS = 20
+"""vLLM's default of `--max-logprobs`."""
 _END_EVERY = 12
 """On average, one token in 12 ends the reply."""
 
@@ -158,6 +161,30 @@ class Double:
             yield Token(chosen, self.tokenizer.decode([chosen]), math.log(probability), others)
             if ends:
                 return
+
+    def logprobs_after(self, model: str, prompt: list[int]) -> list[float]:
+        """Return the logprob of each token of the vocabulary after a prompt."""
+        digest = hashlib.sha256(f"{model}|{prompt}".encode()).digest()
+        logits = np.random.default_rng(list(digest)).normal(0.0, 2.0, len(self.tokenizer))
+        logprobs: list[float] = (logits - np.log(np.exp(logits).sum())).tolist()
+        return logprobs
+
+    def prompt_logprobs(self, body: dict[str, Any], prompt: list[int]) -> list[dict[str, Any] | None] | None:
+        """Return of each token of the prompt its logprob, with the most probable ones, as vLLM does. The first has
+        none. `None` if the call does not ask. Raises `RefusalError`."""
+        if (top := body.get("prompt_logprobs")) is None:
+            return None
+        if top > MAX_LOGPROBS:
+            raise RefusalError(
+                400, f"Requested prompt logprobs of {top}, which is greater than {MAX_LOGPROBS}"
+            )
+        told: list[dict[str, Any] | None] = [None]
+        for at in range(1, len(prompt)):
+            logprobs = self.logprobs_after(body.get("model", self.name), prompt[:at])
+            ranked = sorted(range(len(logprobs)), key=lambda i: -logprobs[i])
+            ids = [prompt[at], *(i for i in ranked[:top] if i != prompt[at])]
+            told.append({str(i): {"logprob": logprobs[i], "rank": ranked.index(i) + 1} for i in ids})
+        return told
 
     def shown(self, token: Token, top: int) -> dict[str, Any]:
         """Return a token's entry in `logprobs.content`."""
@@ -302,6 +329,7 @@ def build(double: Double) -> Starlette:
                     for t in tokens
                 ],
             }  # fmt: skip
+            entry["prompt_logprobs"] = double.prompt_logprobs(body, prompt)
             choices.append(
                 entry | ({"token_ids": [t.id for t in tokens], "prompt_token_ids": prompt} if ids_too else {})
             )

@@ -34,6 +34,7 @@ from pipeline.events import (
     Score,
     SignalGiven,
     TaskResult,
+    TeacherAnswered,
     TrajectoryCompleted,
     TrajectoryOpened,
     Verdict,
@@ -119,6 +120,10 @@ def run_of_one_step() -> list[Event]:
                 text=text, by="me", source="dashboard",
             )
             for trajectory, value, text in (("t0", 1.0, "wins"), ("t1", 0.0, ""))
+        ),
+        TeacherAnswered(
+            project="p", trajectory="t0", teacher="big", logprobs=pack_logprobs([-0.5]), top_k=2,
+            top_ids=pack_ids([3, 4]), top_logprobs=pack_logprobs([-0.5, -1.5]), requests=1, tokens=9,
         ),
         JudgeMeasured(project="p", kind="groups", judge="j", model="judge/1", ruler="default", position_bias=0.1),
         DeadLettered(

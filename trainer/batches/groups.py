@@ -24,7 +24,7 @@ from pipeline.log.messages import Place
 from trainer.batches.returns import baseline, by_token, differ, group_returns
 from trainer.batches.sequences import TokenSequence
 from trainer.batches.tasks import Earlier, task_baselines
-from trainer.distillation.lessons import Lesson, Teaching, lessons_of
+from trainer.distillation.lessons import Answer, Lesson, Teaching, lessons_of, teaching_of
 
 _STD_FLOOR = 1e-4
 
@@ -77,6 +77,8 @@ class TrainingGroup:
     """Sequences of the members that train; `None` until the exchanges are read (`trainer.batches.histories`)."""
     hinted: dict[str, dict[int, npt.NDArray[np.int32]]] = field(default_factory=dict)
     """Prompts of the teacher, by trajectory and call (`trainer.distillation.prompts`)."""
+    answers: dict[str, list[Answer]] = field(default_factory=dict)
+    """What a teacher from outside said, by trajectory; empty where none is asked."""
     hints: int = 0
     """Number of hints on calls, with the group's best run for each call that it is shown to."""
     hints_unused: int = 0
@@ -109,9 +111,7 @@ class TrainingGroup:
         members, bound = self.members, self.staleness_bound(config)
         if self.event.members and all(m.split == "val" for m in self.event.members):
             return Refusal("validation", "every member is a validation run")
-        compared = self._compared(config) and not (
-            config.distill.weight > 0 and any(m.hints for m in members)
-        )
+        compared = self._compared(config) and not self._taught(config)
         if len(members) < 1 + compared:
             return Refusal(
                 "too_small",
@@ -130,6 +130,17 @@ class TrainingGroup:
         """Whether rewards are compared within the group."""
         return config.loss.baseline == "group" and config.loss.type != "sft"
 
+    def _taught(self, config: TrainerConfig) -> bool:
+        """Whether the group's event names something that the step's teacher teaches a run by."""
+        distill = config.distill
+        return distill.weight > 0 and any(
+            m.teacher if distill.asks_outside else m.hints for m in self.members
+        )
+
+    def teaching(self, sequence: TokenSequence) -> Teaching | None:
+        """What a teacher from outside said of a sequence; `None` if nothing."""
+        return teaching_of(sequence, self.answers.get(sequence.trajectory, ()))
+
     def _alike(self) -> bool:
         """Whether the members' rewards are equal; those of a single member are."""
         members, rewards = self.members, [m.reward for m in self.members]
@@ -139,8 +150,8 @@ class TrainingGroup:
     def bound_staleness(self, step: int, config: TrainerConfig) -> Refusal | None:
         """Make the tokens that are too old at `step` context, and drop the sequences that have no other token to train.
 
-        Returns the reason where no token is left, or where rewards are equal and no hint can be used. Requires
-        `sequences`."""
+        Returns the reason where no token is left, or where rewards are equal and no hint and no answer of a teacher can
+        be used. Requires `sequences`."""
         assert self.sequences is not None
         bound = self.staleness_bound(config)
         trained: list[TokenSequence] = []
@@ -153,13 +164,18 @@ class TrainingGroup:
                 trained.append(sequence)
         self.sequences = trained
         if trained:
-            hinted = self._compared(config) and any(m.hints for m in self.members)
-            taught = hinted and any(lessons_of(s, self.hinted.get(s.trajectory, {})) for s in trained)
-            if not hinted or taught or not self._alike():
+            if not self._compared(config) or not self._taught(config) or not self._alike():
                 return None
+            if any(lessons_of(s, self.hinted.get(s.trajectory, {})) or self.teaching(s) for s in trained):
+                return None
+            equal = f"all {len(self.members)} rewards are {self.members[0].reward:.6g} and "
+            if config.distill.asks_outside:
+                return Refusal(
+                    "no_variance", equal + "the teacher's answers are about other tokens than those trained"
+                )
             return Refusal(
                 "no_variance",
-                f"all {len(self.members)} rewards are {self.members[0].reward:.6g} and no hint can be used: of "
+                f"{equal}no hint can be used: of "
                 f"{self.hints}, no prompt could be made of {self.hints_unused} (the trainer's log says why), and the "
                 "others are on calls that are not trained",
             )
@@ -231,6 +247,7 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
             Example(
                 s, float(advantage_of[s.trajectory][0]), by_token(advantage_of[s.trajectory], s),
                 weight=weights.get(s.trajectory, 1.0), lessons=lessons_of(s, group.hinted.get(s.trajectory, {})),
+                teaching=group.teaching(s),
             )
             for s in group.sequences or ()
         ]  # fmt: skip

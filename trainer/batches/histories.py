@@ -7,7 +7,7 @@ from functools import partial
 
 import anyio
 
-from pipeline.events import ExchangeRecorded, Hint, Member
+from pipeline.events import ExchangeRecorded, Hint, Member, TeacherAnswered
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.log.messages import Place
@@ -15,6 +15,7 @@ from pipeline.sampling import Defaults
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Refusal, TrainingGroup
 from trainer.batches.sequences import build
+from trainer.distillation.lessons import Answer, answers_of
 from trainer.distillation.prompts import HintedPrompts, HintUnusableError, best_run, is_better, transcript
 
 log = get_logger("trainer.batches.histories")
@@ -29,7 +30,7 @@ class Histories:
     """Reads exchanges for the groups of one model. `broker` must outlive it.
 
     `defaults` are the sampling parameters that the inference server uses where a request names none; `prompts` renders
-    the teacher's, `None` if nothing is distilled."""
+    the teacher's, `None` if no hint is distilled; `asks_outside`: whether a teacher from outside teaches."""
 
     def __init__(
         self,
@@ -38,9 +39,10 @@ class Histories:
         *,
         mask_truncated: bool,
         prompts: HintedPrompts | None = None,
+        asks_outside: bool = False,
     ) -> None:
         self._broker, self._defaults, self._mask_truncated = broker, defaults, mask_truncated
-        self._prompts = prompts
+        self._prompts, self._asks_outside = prompts, asks_outside
         self._limit = anyio.CapacityLimiter(_CONCURRENT_READS)
 
     async def read_all(self, groups: Sequence[TrainingGroup]) -> dict[Place, Refusal]:
@@ -51,11 +53,12 @@ class Histories:
         return {group.place: refusal for group, refusal in refusals if refusal is not None}
 
     async def read(self, group: TrainingGroup) -> Refusal | None:
-        """Set `sequences`, `hinted`, `left_out` and `duration_s` of a group, or return why its exchanges can't be
-        read."""
+        """Set `sequences`, `hinted`, `answers`, `left_out` and `duration_s` of a group, or return why its exchanges
+        can't be read."""
         sequences = []
         group.left_out.clear()
         group.hinted.clear()
+        group.answers.clear()
         group.hints = group.hints_unused = 0
         try:
             runs = [(member, await self._exchanges(group.event.project, member)) for member in group.members]
@@ -70,6 +73,8 @@ class Histories:
                 mask_truncated=self._mask_truncated,
                 left_out=group.left_out,
             )
+            if self._asks_outside and member.teacher:
+                group.answers[member.trajectory] = await self._answers(group.event.project, member, exchanges)
         if self._prompts is not None:
             self._render_hints(group, self._prompts, runs)
         group.sequences = sequences
@@ -103,6 +108,24 @@ class Histories:
                     log.warning(
                         "hint not used", trajectory=member.trajectory, call=call, reason=str(error)[:500]
                     )
+
+    async def _answers(
+        self, project: str, member: Member, exchanges: Sequence[ExchangeRecorded]
+    ) -> list[Answer]:
+        """What the teacher from outside said of a run; nothing if the log has deleted it, or if it is about other
+        tokens."""
+        async with self._limit:
+            found = await self._broker.read(
+                TeacherAnswered,
+                project=project,
+                trajectory=member.trajectory,
+                teacher=member.teacher,
+                at_least=1,
+            )
+        answers = answers_of(found[0].event, exchanges) if found else []
+        if not answers:
+            log.warning("teacher's answer not used", trajectory=member.trajectory, teacher=member.teacher)
+        return answers
 
     async def _exchanges(self, project: str, member: Member) -> list[ExchangeRecorded]:
         """The exchanges of a member. Raises `HistoryGoneError` where fewer can be read than the member had: the log

@@ -5,13 +5,14 @@ Shape letters: k trained tokens of a sequence, K most probable tokens of the tea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.events import ExchangeRecorded, TeacherAnswered, unpack_ids, unpack_logprobs
 from trainer.batches.sequences import TokenSequence
 
 Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
@@ -74,6 +75,47 @@ def lessons_of(sequence: TokenSequence, prompts: Mapping[int, npt.NDArray[np.int
         )
         lessons.append(Lesson(read, slots_T[at][taught], call))
     return tuple(lessons)
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a teacher from outside said of the n tokens that a call sampled (`rollout.teacher`)."""
+
+    call: int
+    """`seq` of the call."""
+    ids_n: npt.NDArray[np.int32]
+    logprobs_n: Floats
+    top_ids_nK: npt.NDArray[np.int32]
+    top_logprobs_nK: Floats
+
+
+def answers_of(event: TeacherAnswered, exchanges: Iterable[ExchangeRecorded]) -> list[Answer]:
+    """The answers about a run's calls; none if the event is about other tokens."""
+    calls = [(e.seq, unpack_ids(e.sampled_ids)) for e in TeacherAnswered.calls_of(exchanges)]
+    logprobs, width = unpack_logprobs(event.logprobs), event.top_k
+    if not calls or len(logprobs) != sum(len(ids) for _, ids in calls):
+        return []
+    top_ids = unpack_ids(event.top_ids).reshape(len(logprobs), width)
+    top_logprobs = unpack_logprobs(event.top_logprobs).reshape(len(logprobs), width)
+    ends = np.cumsum([len(ids) for _, ids in calls])[:-1]
+    said = zip(*(np.split(x, ends) for x in (logprobs, top_ids, top_logprobs)), strict=True)
+    return [Answer(seq, ids, *of_call) for (seq, ids), of_call in zip(calls, said, strict=True)]
+
+
+def teaching_of(sequence: TokenSequence, answers: Sequence[Answer]) -> Teaching | None:
+    """What a teacher from outside said of a sequence's trained tokens; `None` if nothing."""
+    if not answers or sequence.calls is None:
+        return None
+    whole = Teaching.blank(len(sequence.ids), answers[0].top_ids_nK.shape[1])
+    for answer in answers:
+        at = np.flatnonzero(sequence.calls == answer.call)
+        if np.array_equal(sequence.ids[at], answer.ids_n):  # else it is another choice of the call
+            whole.logprobs_k[at] = answer.logprobs_n
+            whole.top_ids_kK[at] = answer.top_ids_nK
+            whole.top_logprobs_kK[at] = answer.top_logprobs_nK
+    trained = sequence.loss_mask
+    part = Teaching(whole.logprobs_k[trained], whole.top_ids_kK[trained], whole.top_logprobs_kK[trained])
+    return None if np.isnan(part.logprobs_k).all() else part
 
 
 def taught(tokens: int, parts: Sequence[tuple[Lesson, Teaching]]) -> Teaching | None:

@@ -20,6 +20,11 @@ from pipeline.config.checks import check
         ("gateway.max_reward=-1.0", "settings: gateway.max_reward: expected `float` > 0.0"),
         ("gateway.http.max_connections=0", "settings: gateway.http.max_connections: expected `int` >= 1"),
         ("judge.min_size=0", "judge.min_size: expected `int` >= 1"),
+        (
+            'trainer.distill={weight=1.0, teacher="outside"}',
+            'trainer.distill.teacher is "outside": set teacher.url and teacher.model',
+        ),
+        ("teacher.url=http://teacher/v1", "teacher: url and model belong together"),
         ("vllm.max_loras=1", "vllm.max_loras is 1: it must be"),
         (
             "trainer.lora.rank=64",

@@ -99,6 +99,7 @@ def test_what_is_no_seed_is_named_and_not_shown(tmp_path: Path) -> None:
         "nats.url=name:hunter2@host",
         'vllm.urls=["http://name:hunter2@host/v1"]',
         "judge.api_base=https://name:hunter2@host/v1",
+        "teacher.url=https://name:hunter2@host/v1",
         "store.s3_endpoint=https://name:hunter2@host",
         'vllm.args=["--api-key", "hunter2"]',
         'vllm.args=["--api-key=hunter2"]',

@@ -40,6 +40,7 @@ PUBLISHED_TO = {
     "rollout.timeout": "N.N.N",
     "rollout.overdue": "N.N.N",
     "rollout.signal": "N.N.N.N.N",
+    "rollout.teacher": "N.N.N",
     "group.scored": "N.N.N.N.main",
     "group.discarded": "N.N.N.main",
     "group.measured": "N.N.N",

@@ -44,6 +44,7 @@ def test_every_process_is_in_the_table() -> None:
     ("process", "settings", "more"),
     [
         ("judge", ["judge.api_key_env=GITHUB_TOKEN"], {"GITHUB_TOKEN"}),
+        ("judge", ["teacher.api_key_env=GITHUB_TOKEN"], {"GITHUB_TOKEN"}),
         ("judge", ['judge.request.params={headers={x="Bearer ${GITHUB_TOKEN}"}}'], {"GITHUB_TOKEN"}),
         ("judge", ['judge.request.model_params={m={api_key="os.environ/GITHUB_TOKEN"}}'], {"GITHUB_TOKEN"}),
         ("judge", ["judge.model=openai/gpt-5-mini"], {"OPENAI_API_KEY"}),

@@ -68,6 +68,27 @@ def test_what_is_not_asked_for_is_not_told(server: VllmServer) -> None:
     assert not choice.get("token_ids")
 
 
+@pytest.mark.parametrize("top", [0, 3])
+def test_a_teacher_tells_the_logprobs_of_a_prompt_of_ids(server: VllmServer, top: int) -> None:
+    """And of the most probable tokens, with which the sampled one may be one more. No token comes before the first."""
+    ids = post(server, "/tokenize", model="tictactoe@0", prompt="a1=x b2=o c3=.").json()["tokens"]
+    reply = post(
+        server, "/v1/completions", model="tictactoe@0", prompt=ids, max_tokens=1, prompt_logprobs=top
+    )
+    first, *told = reply.json()["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert len(told) == len(ids) - 1
+    for token, entry in zip(ids[1:], told, strict=True):
+        ranks = {e["rank"] for key, e in entry.items() if key != str(token)}
+        assert {entry[str(token)]["rank"], *ranks} >= set(range(1, top + 1))
+        assert len(entry) <= top + 1
+        assert all(e["logprob"] < 0 for e in entry.values())
+    assert (
+        post(server, "/v1/completions", model="tictactoe@0", prompt=ids, prompt_logprobs=21).status_code
+        == 400
+    )
+
+
 def test_a_prompt_has_the_ids_that_tokenizing_it_gives(server: VllmServer) -> None:
     said = chat(server, return_token_ids=True)
     tokens = post(server, "/tokenize", model="tictactoe@0", messages=ASK["messages"]).json()

@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.events import Hint, Member
+from pipeline.events import Hint, Member, TeacherAnswered, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
 from tests.trainer import kit
 
@@ -29,16 +29,35 @@ def chat_base(tiny_base: str, folder: Path) -> str:
     return str(folder)
 
 
+def answer(trajectory: str, teacher: str, tokens: int) -> TeacherAnswered:
+    """The answer of a teacher to whom the tokens 1 and 2 are the most probable, at any place."""
+    return TeacherAnswered(
+        project="p", trajectory=trajectory, teacher=teacher, logprobs=pack_logprobs([-4.0] * tokens), top_k=2,
+        top_ids=pack_ids([1, 2] * tokens), top_logprobs=pack_logprobs([-0.5, -1.5] * tokens),
+    )  # fmt: skip
+
+
 async def publish(
     broker: Broker, name: str, hints: tuple[Hint, ...] = (), *, step: int = 0, rewards: tuple[float, ...] = (0.0,),
-    seed: int = 3,
+    seed: int = 3, teacher: str = "", answered: int = 6,
 ) -> None:  # fmt: skip
-    """Publish a group of runs of two calls each, all with these hints."""
+    """Publish a group of runs of two calls each, all with these hints, or with the answer of a teacher from outside
+    about so many tokens."""
     members = tuple(
-        Member(trajectory=f"{name}-{i}", reward=r, exchanges=2, first_step=step, last_step=step, hints=hints)
+        Member(
+            trajectory=f"{name}-{i}",
+            reward=r,
+            exchanges=2,
+            first_step=step,
+            last_step=step,
+            hints=hints,
+            teacher=teacher,
+        )
         for i, r in enumerate(rewards)
     )
     for member in members:
         for event in kit.turns(member.trajectory, seed, step=step):
             await broker.publish(msgspec.structs.replace(event, request=_REQUEST, response=_RESPONSE))
+        if teacher:
+            await broker.publish(answer(member.trajectory, teacher, answered))
     await broker.publish(kit.group(name, [], members=members))

@@ -1,4 +1,4 @@
-"""Groups with hints, in the trainer service on a log."""
+"""Groups with hints or with the answers of a teacher from outside, in the trainer service on a log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import NatsConfig
+from pipeline.config import NatsConfig, with_values
 from pipeline.events import Hint
 from pipeline.log.broker import Broker
 from tests.trainer import kit
@@ -89,3 +89,34 @@ async def test_the_groups_best_run_teaches_its_worse_runs(
         assert "tokens_taught" not in bad.metrics
         await all_acked(broker)
         assert [d.reason for d in await discards(broker)] == ["no_variance"]
+
+
+@pytest.mark.parametrize("divergence", ["sampled", "reverse_kl"])
+async def test_runs_that_a_teacher_from_outside_answered_for_become_a_checkpoint(
+    nats_config: NatsConfig, chat_base: str, tmp_path: Path, divergence: str
+) -> None:
+    """Without a reward, and without the teacher. Runs without an answer, answers about other tokens and old runs are
+    discarded as ever; hints are not asked for."""
+    config = kit.settings(
+        chat_base, tmp_path, nats_config,
+        **{"groups_per_step": 1, "max_staleness": 0, "distill.weight": 1.0, "distill.teacher": "outside",
+           "distill.divergence": divergence},
+    )  # fmt: skip
+    config = with_values(config, {"teacher.url": "http://127.0.0.1:1/v1", "teacher.model": "big"})
+    async with Broker.connect(nats_config) as broker, running(config):
+        await publish(broker, "hinted", (Hint(call=0, text="9"),))
+        await publish(broker, "other", teacher="big", answered=5)
+        await publish(broker, "taught", teacher="big")
+        (event,) = await steps_reach(broker, 1)
+        assert event.groups == ("taught",)
+        assert event.metrics["tokens_taught"] == event.metrics["tokens"] == 6
+        assert event.metrics["grad_norm"] > 0
+        await publish(broker, "old", teacher="big")
+        await all_acked(broker)
+
+        async def all_discarded() -> bool:
+            return len(await discards(broker)) == 3
+
+        await until(all_discarded)
+        reasons = {d.group: d.reason for d in await discards(broker)}
+        assert reasons == {"hinted": "too_small", "other": "no_variance", "old": "stale"}

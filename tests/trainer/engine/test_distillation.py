@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from pipeline.config import TrainerConfig, with_values
+from pipeline.events import unpack_ids
 from tests.trainer.kit import VOCAB, exactly, exchange, stir
 from trainer.batches.groups import Example
 from trainer.batches.sequences import TokenSequence, build
 from trainer.checkpoints.checkpoint import adapter_files, state_bytes, state_of
-from trainer.distillation.lessons import lessons_of
+from trainer.distillation.lessons import Answer, lessons_of, teaching_of
 from trainer.engine.engine import Engine
 
 WEIGHT = 0.7
@@ -107,6 +108,64 @@ def test_the_gradient_is_that_of_the_literal_formula(
     ours = [p.grad.clone() for p in engine.model.parameters if p.grad is not None]
     engine.model.peft.zero_grad(set_to_none=True)
     literal_loss(engine, advantage, divergence, min(top_k, VOCAB)).backward()  # type: ignore[no-untyped-call]
+    theirs = [p.grad.clone() for p in engine.model.parameters if p.grad is not None]
+    assert ours
+    for mine, its in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-10, rtol=1e-7)
+
+
+@pytest.mark.parametrize(("divergence", "top_k"), [("sampled", 0), ("reverse_kl", 5), ("reverse_kl", VOCAB)])
+def test_the_answers_of_a_teacher_from_outside_have_the_gradient_of_the_literal_formula(
+    engine: Engine, divergence: str, top_k: int
+) -> None:
+    """The teacher reads what the policy read, at temperature 1. It did not answer for one of three calls."""
+    engine.configure(with_values(TrainerConfig(), SETTINGS | {
+        "distill.divergence": divergence, "distill.teacher": "outside", "distill.top_k": 3,
+    }))  # fmt: skip
+    torch.manual_seed(2)
+    distributions = (2 * torch.randn(2, 3, VOCAB)).log_softmax(-1).double()
+    calls = [
+        (exchange("a", 1, [*PROMPT, 7, 8, 4], [3, 2, 11]), 0.4, 1.0, [0, 1, 2]),
+        (exchange("a", 0, PROMPT, [7, 8]), 0.4, 1.0, [0, 1]),
+        (exchange("b", 0, PROMPT, [12, 13, 14]), -0.4, 0.5, [0, 2]),
+    ]
+    answers = []
+    for (call, *_), its in zip(calls[::2], distributions, strict=True):
+        ids = unpack_ids(call.sampled_ids)
+        best = its.topk(top_k, -1)
+        answers.append(
+            Answer(
+                call.seq, ids, its[range(3), ids.tolist()].numpy(), best.indices.numpy(), best.values.numpy()
+            )
+        )
+    batch = [
+        Example(s, advantage, teaching=teaching_of(s, [answer]))
+        for s, advantage, answer in zip(sequences(), (0.4, -0.4), answers, strict=True)
+    ]
+    engine.model.peft.zero_grad(set_to_none=True)
+    engine.passes.gradients(engine._taught(engine.initial_state(), batch, [0, 0]), [0, 0])
+    ours = [p.grad.clone() for p in engine.model.parameters if p.grad is not None]
+    engine.model.peft.zero_grad(set_to_none=True)
+    terms = []
+    for (call, own, temperature, trained), its in zip(
+        calls, (distributions[0], None, distributions[1]), strict=True
+    ):
+        reply = unpack_ids(call.sampled_ids).tolist()
+        policy = logprobs(engine, unpack_ids(call.prompt_ids), reply, temperature)
+        for t in trained:
+            p = policy[t][reply[t]]
+            weight, total = min(float((p.detach() + 2.0).exp()), 3.0), own
+            if its is not None and divergence == "sampled":
+                total += WEIGHT * float(its[t][reply[t]] - p.detach())
+            terms.append(-weight * total * p)
+            if its is not None and divergence == "reverse_kl":
+                best = its[t].argsort(descending=True)[:top_k]
+                mine, other = policy[t][best].exp(), its[t][best].exp()
+                kl = (mine * (mine / other).log()).sum()
+                if top_k < VOCAB:
+                    kl = kl + (1 - mine.sum()) * ((1 - mine.sum()) / (1 - other.sum())).log()
+                terms[-1] = terms[-1] + WEIGHT * weight * kl
+    (sum(terms[1:], terms[0]) / len(terms)).backward()  # type: ignore[no-untyped-call]
     theirs = [p.grad.clone() for p in engine.model.parameters if p.grad is not None]
     assert ours
     for mine, its in zip(ours, theirs, strict=True):

@@ -1,0 +1,291 @@
+"""Asks a teacher from outside (`[teacher]`) about the tokens that runs sampled, and puts its answers on the log.
+
+The judge asks before it publishes the scored group, and the group's event names the runs with an answer. So the answers
+are on the log when the trainer reads the group: nothing waits for the teacher but the group itself, at most
+`teacher.wait_s`. A run without an answer trains with its reward alone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import numpy as np
+import numpy.typing as npt
+
+from pipeline import crash
+from pipeline.backoff import Backoff
+from pipeline.config import Config, ConfigError, DistillConfig
+from pipeline.events import (
+    ExchangeRecorded,
+    TeacherAnswered,
+    TrajectoryCompleted,
+    now_us,
+    pack_ids,
+    pack_logprobs,
+    unpack_ids,
+)
+from pipeline.gather import gather
+from pipeline.log.broker import Broker, HistoryGoneError
+from pipeline.telemetry.logs import get_logger
+
+log = get_logger("judge.teacher")
+
+Ids = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+_CHECKED_AT_ONCE = 64
+"""Tokens of the vocabulary in one request of the tokenizer's check; servers refuse longer texts than their models."""
+_PASSING = (408, 409, 425, 429)
+"""Client errors that may pass, as those of the server may."""
+_LEAST = -50.0
+"""Least logprob that is recorded, in nats. vLLM writes -9999 for a token that the teacher would never sample; as an
+advantage it would outweigh a whole batch."""
+
+
+class TeacherError(Exception):
+    """The teacher did not answer, or not what was asked."""
+
+
+@dataclass
+class Conversation:
+    """Calls that continue each other, which the teacher reads in one request."""
+
+    ids: Ids
+    calls: list[tuple[int, int, int]] = field(default_factory=list)
+    """Of each call: its place among the run's calls, where its sampled tokens begin in `ids`, and their number."""
+
+
+def conversations(calls: Sequence[ExchangeRecorded]) -> list[Conversation]:
+    """Join the calls of a run whose prompt begins with all tokens of an earlier one, its reply included."""
+    joined: list[Conversation] = []
+    for place, call in enumerate(calls):
+        prompt, sampled = unpack_ids(call.prompt_ids), unpack_ids(call.sampled_ids)
+        begun = [c for c in joined if np.array_equal(c.ids, prompt[: len(c.ids)])]
+        conversation = max(begun, key=lambda c: len(c.ids), default=None)
+        if conversation is None:
+            conversation = Conversation(prompt[:0])
+            joined.append(conversation)
+        conversation.calls.append((place, len(prompt), len(sampled)))
+        conversation.ids = np.concatenate([prompt, sampled])
+    return joined
+
+
+class Teacher:
+    """One server. Any number of judge processes may ask it."""
+
+    def __init__(self, config: Config, broker: Broker, client: httpx.AsyncClient) -> None:
+        self.config, self._broker, self._client = config.teacher, broker, client
+        self._models = {m.name: m for m in config.models if config.trainer_of(m).distill.asks_outside}
+        self._top_k = {name: _top_k(config.trainer_of(m).distill) for name, m in self._models.items()}
+        self._limit = anyio.CapacityLimiter(self.config.concurrency)
+        self._checking = anyio.Lock()
+        self._vocabulary: dict[str, int] = {}
+        """Number of tokens of each base model whose tokenizer was compared with the teacher's."""
+
+    # -- the tokenizer -------------------------------------------------------------------------------------------
+
+    async def check(self) -> None:
+        """Compare the teacher's tokenizer with those of the models' bases. Raises `ConfigError` with the first token
+        that differs, and `TeacherError` if the server does not answer."""
+        for model in self._models.values():
+            await self._check_tokenizer(model.base)
+
+    async def _check_tokenizer(self, base: str) -> int:
+        """Compare the whole vocabulary once. Returns its size."""
+        async with self._checking:
+            if base not in self._vocabulary:
+                own = _tokenizer(base)
+                size = own.get_vocab_size()
+                for first in range(0, size, _CHECKED_AT_ONCE):
+                    await self._compare(own, range(first, min(first + _CHECKED_AT_ONCE, size)), base)
+                self._vocabulary[base] = size
+        return self._vocabulary[base]
+
+    async def _compare(self, own: Any, ids: Sequence[int], base: str) -> None:
+        """Compare the texts of tokens, and the tokens of their text. Raises `ConfigError`."""
+        text = own.decode(list(ids), skip_special_tokens=False)
+        if _unspaced(await self._ask_tokenizer("detokenize", "prompt", tokens=list(ids))) != _unspaced(text):
+            for token in ids:
+                mine = own.decode([token], skip_special_tokens=False)
+                other = await self._ask_tokenizer("detokenize", "prompt", tokens=[token])
+                if _unspaced(mine) != _unspaced(other):
+                    raise self._other_tokenizer(base, f"token {token} is {mine!r} here and {other!r} there")
+            raise self._other_tokenizer(base, f"tokens {ids[0]} to {ids[-1]} together are another text there")
+        ours = own.encode(text, add_special_tokens=False).ids
+        theirs = await self._ask_tokenizer("tokenize", "tokens", prompt=text, add_special_tokens=False)
+        for at in range(max(len(ours), len(theirs))):
+            mine, other = (str(x[at]) if at < len(x) else "nothing" for x in (ours, theirs))
+            if mine != other:
+                raise self._other_tokenizer(base, f"a text has token {mine} here and {other} there: {text!r}")
+
+    async def _ask_tokenizer(self, path: str, key: str, **body: Any) -> Any:
+        url = self.config.url.rstrip("/").removesuffix("/v1")
+        answer = await self._post(f"{url}/{path}", {"model": self.config.model, **body})
+        if not isinstance(answer, dict) or not isinstance(answer.get(key), str | list):
+            raise TeacherError(f"/{path} returned no {key}: is it a vLLM server?")
+        return answer[key]
+
+    def _other_tokenizer(self, base: str, difference: str) -> ConfigError:
+        return ConfigError(
+            f"teacher.model: {self.config.model} has another tokenizer than {base}: {difference}. Choose a teacher "
+            "with the policy's tokenizer"
+        )
+
+    # -- answers -------------------------------------------------------------------------------------------------
+
+    async def teach(self, runs: Sequence[TrajectoryCompleted]) -> dict[str, str]:
+        """Put the teacher's answers about runs on the log, those that are not there yet, within `teacher.wait_s`.
+        Returns the teacher's name by trajectory, of the runs with an answer. Raises `ConfigError` as `check` does."""
+        answered: dict[str, str] = {}
+
+        async def one(run: TrajectoryCompleted) -> None:
+            names: dict[str, Any] = {"project": run.project, "trajectory": run.trajectory}
+            try:
+                # An answer is there if a judge died before it published the group.
+                if not await self._broker.read(TeacherAnswered, **names, teacher=self.config.model):
+                    exchanges = await self._broker.read(ExchangeRecorded, **names, at_least=run.exchanges)
+                    await self._broker.publish(await self._answer(run.model, [r.event for r in exchanges]))
+                    crash.point("judge.teacher_answered")
+                answered[run.trajectory] = self.config.model
+            except (TeacherError, HistoryGoneError) as error:
+                log.error("no teacher for a run", reason=str(error)[:500], **names)
+
+        asked = [run for run in runs if run.model in self._models and run.split == "train"]
+        with anyio.move_on_after(self.config.wait_s) as scope:
+            await gather(one, asked, self.config.concurrency)
+        if scope.cancelled_caught:
+            missing = [run.trajectory for run in asked if run.trajectory not in answered]
+            log.error("no teacher for runs", reason="teacher.wait_s is over", trajectories=missing[:20])
+        return answered
+
+    async def _answer(self, model: str, exchanges: Iterable[ExchangeRecorded]) -> TeacherAnswered:
+        """Ask about all sampled tokens of a run. Raises `TeacherError`."""
+        began = time.monotonic()
+        vocabulary = await self._check_tokenizer(self._models[model].base)
+        top_k = min(self._top_k[model], vocabulary)
+        calls = TeacherAnswered.calls_of(exchanges)
+        if not calls:
+            raise TeacherError("the run has no recorded tokens")
+        asked = conversations(calls)
+        tokens = sum(len(c.ids) for c in asked)
+        if 0 < self.config.max_tokens < tokens:
+            raise TeacherError(f"the run has {tokens} tokens, more than teacher.max_tokens")
+        parts: dict[int, tuple[Any, ...]] = {}
+        for conversation in asked:
+            said = await self._prompt_logprobs(conversation.ids, top_k)
+            for place, start, count in conversation.calls:
+                of_call = slice(start, start + count)
+                parts[place] = read(said[of_call], conversation.ids[of_call], top_k, vocabulary)
+        in_order = zip(*(parts[i] for i in range(len(calls))), strict=True)
+        logprobs, top_ids, top_logprobs = (np.concatenate(part).ravel().tolist() for part in in_order)
+        return TeacherAnswered(
+            project=calls[0].project, trajectory=calls[0].trajectory, teacher=self.config.model, at=now_us(),
+            logprobs=pack_logprobs(logprobs), top_k=top_k, top_ids=pack_ids(top_ids),
+            top_logprobs=pack_logprobs(top_logprobs), requests=len(asked), tokens=tokens,
+            latency_s=time.monotonic() - began,
+        )  # fmt: skip
+
+    async def _prompt_logprobs(self, ids: Ids, top_k: int) -> list[Any]:
+        body = {
+            "model": self.config.model, "prompt": ids.tolist(), "max_tokens": 1, "prompt_logprobs": top_k,
+            "temperature": 1.0,
+        }  # fmt: skip
+        answer = await self._post(self.config.url.rstrip("/") + "/completions", body)
+        try:
+            said = answer["choices"][0]["prompt_logprobs"]
+            if len(said) == len(ids):
+                return list(said)
+        except (KeyError, IndexError, TypeError) as error:
+            raise TeacherError("its answer has no prompt_logprobs: is it a vLLM server?") from error
+        raise TeacherError(f"its answer has logprobs of {len(said)} of {len(ids)} tokens")
+
+    async def _post(self, url: str, body: dict[str, Any]) -> Any:
+        """Raises `TeacherError` after all retries."""
+        backoff, problem = Backoff(0.2, 10.0), ""
+        for attempt in range(self.config.retries + 1):
+            if attempt:
+                await backoff.wait()
+            try:
+                async with self._limit:
+                    response = await self._client.post(url, json=body)
+                if response.status_code == 200:
+                    return response.json()
+                problem = f"HTTP {response.status_code}: {response.text[:300]}"
+                if response.status_code < 500 and response.status_code not in _PASSING:
+                    break
+            except (httpx.HTTPError, ValueError) as error:  # ValueError: a body that is not JSON
+                problem = f"{type(error).__name__}: {error}"
+        raise TeacherError(f"{url}: {problem}")
+
+
+def read(said: Sequence[Any], ids: Ids, top_k: int, vocabulary: int) -> tuple[Floats, Ids, Floats]:
+    """Return the logprobs of the tokens `ids`, [n], and ids and logprobs of the `top_k` most probable tokens,
+    [n, top_k], from vLLM's entries by token id. Tokens beyond the vocabulary, which pad the teacher's, are left out.
+    Raises `TeacherError` for an entry that lacks one of these, or is none."""
+    logprobs = np.zeros(len(ids), np.float32)
+    top_ids, top_logprobs = np.zeros((len(ids), top_k), np.int32), np.zeros((len(ids), top_k), np.float32)
+    for n, (entry, token) in enumerate(zip(said, ids.tolist(), strict=True)):
+        try:
+            known = {int(k): max(float(v["logprob"]), _LEAST) for k, v in (entry or {}).items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise TeacherError("its prompt_logprobs are not vLLM's") from error
+        if not all(logprob <= 1e-3 for logprob in known.values()):
+            raise TeacherError("its prompt_logprobs are no logprobs")
+        best = sorted((k for k in known if 0 <= k < vocabulary), key=lambda k: -known[k])[:top_k]
+        if token not in known or len(best) < top_k:
+            raise TeacherError(f"it told {len(known)} logprobs of a token, not its own and the {top_k} best")
+        logprobs[n] = known[token]
+        top_ids[n], top_logprobs[n] = best, [known[k] for k in best]
+    return logprobs, top_ids, top_logprobs
+
+
+@asynccontextmanager
+async def open_teacher(config: Config, broker: Broker) -> AsyncIterator[Teacher | None]:
+    """Open the teacher of the settings; `None` if no model learns from one. If the server does not answer, its
+    tokenizer is checked before its first answer. Raises `ConfigError` for another tokenizer, and for a missing key."""
+    settings = config.teacher
+    if not any(config.trainer_of(model).distill.asks_outside for model in config.models):
+        yield None
+        return
+    key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
+    if settings.api_key_env and not key:
+        raise ConfigError(f"teacher.api_key_env: the environment has no {settings.api_key_env}")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Limits(max_connections=settings.concurrency)
+    async with httpx.AsyncClient(headers=headers, timeout=settings.timeout_s, limits=limits) as client:
+        teacher = Teacher(config, broker, client)
+        try:
+            await teacher.check()
+        except TeacherError as error:
+            log.error(
+                "the teacher does not answer: runs train without it until it does", reason=str(error)[:500]
+            )
+        yield teacher
+
+
+def _unspaced(text: str) -> str:
+    """The text without spaces, which some tokenizers remove before punctuation marks as they decode."""
+    return text.replace(" ", "")
+
+
+def _top_k(distill: DistillConfig) -> int:
+    return distill.top_k if distill.divergence == "reverse_kl" else 0
+
+
+def _tokenizer(base: str) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        if Path(base).is_dir():
+            return Tokenizer.from_file(str(Path(base) / "tokenizer.json"))
+        return Tokenizer.from_pretrained(base)
+    except Exception as error:  # tokenizers raises no narrower class
+        raise ConfigError(f"models.base: the tokenizer of {base} can't be read: {error}") from error
