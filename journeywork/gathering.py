@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar
 
@@ -299,18 +299,6 @@ async def evaluate(
     if attempts < 1:
         raise ValueError(f"attempts must be at least 1, not {attempts}")
     (version,) = await resolve(client, [model])
-    return await _evaluate(client, model, version, tasks, rollout, attempts, options)
-
-
-async def _evaluate(
-    client: EvaluationClient,
-    model: str,
-    version: str,
-    tasks: Iterable[Task],
-    rollout: Rollout[Task],
-    attempts: int,
-    options: GatherOptions,
-) -> Evaluation:
     name = version.rpartition("@")[0]
     groups = await gather(
         client, name, tasks, rollout, group_size=attempts, split="val", pinned=version, **options
@@ -333,11 +321,12 @@ async def compare(
     """Evaluate two models or versions on the same tasks. The interval of the difference is paired by task.
 
     Both play with the versions that they name, or that their names stand for at the beginning. Raises as `evaluate`."""
-    if attempts < 1:
-        raise ValueError(f"attempts must be at least 1, not {attempts}")
     listed = list(tasks)
-    versions = await resolve(client, [first, second])
-    one = await _evaluate(client, first, versions[0], listed, rollout, attempts, options)
-    two = await _evaluate(client, second, versions[1], listed, rollout, attempts, options)
+    versions = await resolve(
+        client, [first, second]
+    )  # both now: the second's name may move on while the first plays
+    one = await evaluate(client, versions[0], listed, rollout, attempts=attempts, **options)
+    two = await evaluate(client, versions[1], listed, rollout, attempts=attempts, **options)
     pairs = [(a, b) for a, b in zip(one.rewards, two.rewards, strict=True) if a is not None and b is not None]
+    one, two = replace(one, model=first), replace(two, model=second)
     return Comparison(one, two, paired_difference([a for a, _ in pairs], [b for _, b in pairs]))

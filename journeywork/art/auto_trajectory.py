@@ -169,12 +169,21 @@ def read_stream(body: bytes) -> ChatCompletion | None:
     return streamed.completion() if streamed.finished else None
 
 
-class _Tee:
+class _Copy:
     """Passes a stream on, and hands its content to `at_end` when it is closed."""
 
     def __init__(self, stream: Any, at_end: Callable[[bytes], None]) -> None:
         self._stream, self._at_end = stream, at_end
         self._parts: list[bytes] = []
+
+    def _end(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts:
+            self._at_end(b"".join(parts))
+
+
+class _Tee(_Copy):
+    """Of a blocking client."""
 
     def __iter__(self) -> Iterator[bytes]:
         for part in self._stream:
@@ -182,18 +191,12 @@ class _Tee:
             yield part
 
     def close(self) -> None:
-        parts, self._parts = self._parts, []
-        if parts:
-            self._at_end(b"".join(parts))
+        self._end()
         self._stream.close()
 
 
-class _AsyncTee:
-    """As `_Tee`, for asynchronous clients."""
-
-    def __init__(self, stream: Any, at_end: Callable[[bytes], None]) -> None:
-        self._stream, self._at_end = stream, at_end
-        self._parts: list[bytes] = []
+class _AsyncTee(_Copy):
+    """Of an asynchronous client."""
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for part in self._stream:
@@ -201,7 +204,5 @@ class _AsyncTee:
             yield part
 
     async def aclose(self) -> None:
-        parts, self._parts = self._parts, []
-        if parts:
-            self._at_end(b"".join(parts))
+        self._end()
         await self._stream.aclose()

@@ -190,7 +190,7 @@ class LocalBackend(RemoteBackend):
         except ForkError as error:
             raise UpError(str(error)) from error
         self._starts[run_dir] = f"{lake}#{version.name}"
-        log.log(logging.INFO if verbose else logging.DEBUG, "training begins with %s", self._starts[run_dir])
+        log.log(_level(verbose), "training begins with %s", self._starts[run_dir])
 
     async def _experimental_push_to_s3(
         self,
@@ -219,7 +219,7 @@ class LocalBackend(RemoteBackend):
             await asyncio.to_thread(copy_version, lake, bucket, model.project, model.name, held)
         logs = f"{bucket}/{model.project}/models/{model.name}"
         await asyncio.to_thread(copy_logs, str(run_dir.parent), logs)
-        log.log(logging.INFO if verbose else logging.DEBUG, "%s is in %s", model.name, bucket)
+        log.log(_level(verbose), "%s is in %s", model.name, bucket)
 
     async def _experimental_pull_from_s3(
         self,
@@ -253,7 +253,7 @@ class LocalBackend(RemoteBackend):
         pulled = str(run_dir.with_name("pulled"))
         await asyncio.to_thread(copy_version, bucket, pulled, model.project, model.name, int(newest))
         self._starts[run_dir] = f"{pulled}#{model.project}/main/{model.name}@{newest}"
-        log.log(logging.INFO if verbose else logging.DEBUG, "training begins with %s", self._starts[run_dir])
+        log.log(_level(verbose), "training begins with %s", self._starts[run_dir])
 
     async def _experimental_pull_model_checkpoint(
         self,
@@ -282,13 +282,7 @@ class LocalBackend(RemoteBackend):
         folder = local_path or str(run_dir.with_name("pulled") / "adapters" / f"{chosen:04d}")
         version = Version(model.project, "main", model.name, chosen)
         await asyncio.to_thread(unpack_adapter, held[chosen], version, folder)
-        log.log(
-            logging.INFO if verbose else logging.DEBUG,
-            "version %d of %s is in %s",
-            chosen,
-            model.name,
-            folder,
-        )
+        log.log(_level(verbose), "version %d of %s is in %s", chosen, model.name, folder)
         return folder
 
     def _bucket(self, s3_bucket: str | None, prefix: str | None) -> str | None:
@@ -347,6 +341,10 @@ class LocalBackend(RemoteBackend):
         arts.unlink(missing_ok=True)
         arts.symlink_to(folder)
         return LocalTrainResult(result.step, result.metrics, str(folder))
+
+
+def _level(verbose: bool) -> int:
+    return logging.INFO if verbose else logging.DEBUG
 
 
 def _program() -> str:
