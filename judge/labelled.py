@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from judge.ruler.aggregation import sign
-from judge.ruler.conversations import Conversation, Reply
 from judge.ruler.transcripts import Transcript
 from pipeline.config import ConfigError
+from pipeline.conversations import Conversation, Reply
 
 
 class GroupMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

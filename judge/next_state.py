@@ -23,13 +23,13 @@ from judge.feedback import RunFeedback
 from judge.models.chat import ChatModel
 from judge.ruler import prompt
 from judge.ruler.asking import Asker, JudgeStatistics, JudgingError, LoadTranscript, Usage, charged
-from judge.ruler.conversations import Conversation, Reply
 from judge.ruler.layout import ConversationText, PromptLayout
 from judge.ruler.replies import VOTES
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript, render_message, render_tools
 from judge.scoring import UnscoredError
 from pipeline.config import JudgeConfig
+from pipeline.conversations import Conversation, Reply
 from pipeline.events import Hint, Score, TrajectoryCompleted, Verdict
 from pipeline.gather import gather
 from pipeline.telemetry.logs import get_logger

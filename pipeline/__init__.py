@@ -12,6 +12,7 @@
 | `streams` | the table of streams, consumers and buckets |
 | `lake_files` | where the lake keeps versions; opens object storage |
 | `files` | atomic and durable writes of files |
+| `conversations` | everything of a trajectory that trains, as conversations |
 | `sampling` | how the tokens of a call were sampled, and which of them are trained |
 | `names` | identifiers and their form in NATS subjects |
 | `metric_names` | the names of the trainer's metrics in curves and answers |

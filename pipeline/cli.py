@@ -55,6 +55,7 @@ SUBCOMMANDS = {
     "group": ("store.showing.show.group", "show the members of one group side by side"),
     "replay": ("store.commands.replay", "rebuild groups from history onto a branch"),
     "diff": ("store.commands.diff", "compare two verdict sets"),
+    "dataset": ("store.datasets.command", "write runs of the history as files for supervised trainers"),
     "prepare": ("pipeline.running.prepare", "make keys and settings of a run, for containers"),
     "dead": ("pipeline.log.dead_letters", "list, show, retry or drop dead letters"),
     "judge": ("judge.commands.cli", "measure a judge (judge eval) or score one group (judge score)"),

@@ -14,13 +14,13 @@ import msgspec
 
 from judge.models.chat import ContextWindowError, Messages, ModelError, ModelReply
 from judge.rewards.compose import open_composer_on_log
-from judge.ruler.conversations import Conversation, Message
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript
 from judge.service import Judge
 from judge.teacher import open_teacher
 from pipeline.config import Config, JudgeConfig, with_values
+from pipeline.conversations import Conversation, Message
 from pipeline.events import (
     ExchangeRecorded,
     GroupDiscarded,

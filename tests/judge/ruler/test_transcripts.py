@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from judge.ruler.conversations import Message
 from judge.ruler.transcripts import (
     from_exchanges,
     load_transcript,
@@ -17,6 +16,7 @@ from judge.ruler.transcripts import (
     utf8_size,
 )
 from pipeline.config import NatsConfig
+from pipeline.conversations import Message
 from pipeline.log.broker import Broker, HistoryGoneError
 from tests.judge.kit import exchange
 

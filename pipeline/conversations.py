@@ -1,4 +1,4 @@
-"""Everything of a trajectory that trains, as conversations: the judge reads what the trainer learns from.
+"""Everything of a trajectory that trains, as conversations, for judges and data sets.
 
 The trainer learns from every complete reply of every call that is no side call. One conversation does not hold all of
 them: a call with `n > 1` has several replies, sub-agents have conversations of their own, and an agent that shortens

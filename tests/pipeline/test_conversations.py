@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from judge.ruler.conversations import Conversation, build_conversations
+from pipeline.conversations import Conversation, build_conversations
 from pipeline.events import ExchangeRecorded
 from tests.judge.kit import exchange
 

@@ -1,0 +1,10 @@
+"""Data sets of the history, for supervised trainers: the command `journeywork dataset`.
+
+| module | what lives there |
+| --- | --- |
+| `command` | `journeywork dataset` |
+| `runs` | the runs that a query selects, as conversations |
+| `rows` | rows of each format that TRL's trainers take |
+| `duplicates` | names rows whose texts are nearly equal |
+| `folder` | files, hashes and the card |
+"""

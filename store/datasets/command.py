@@ -1,0 +1,96 @@
+"""`journeywork dataset`: runs of the history as files that TRL's trainers take.
+
+    journeywork dataset "SELECT trajectory FROM trajectories WHERE reward >= 1" --as sft --out data/good
+    journeywork dataset "SELECT trajectory FROM trajectories" --as dpo --out hf://datasets/me/pairs
+
+The query returns the ids of runs in a column `trajectory`, and may return a `reward` that counts instead of the run's.
+The formats are in docs/datasets.md. The same query over the same history writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import duckdb
+
+from pipeline.config import ConfigError
+from pipeline.printing import visible
+from pipeline.running.runs import run_settings
+from store.datasets.folder import Source, files_of, upload, write
+from store.datasets.rows import FORMATS, rows_of
+from store.datasets.runs import select
+from store.lake.storage import StoreError
+from store.reading import sql
+
+_HUB = "hf://datasets/"
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    return share
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="journeywork dataset", description="Write runs of the history as files for TRL's trainers."
+    )
+    parser.add_argument(
+        "query", help="returns ids of runs in a column `trajectory`, perhaps a column `reward`"
+    )
+    parser.add_argument("--as", required=True, choices=tuple(FORMATS), dest="kind", help="format")
+    parser.add_argument("--out", required=True, help="folder, or hf://datasets/OWNER/NAME")
+    parser.add_argument(
+        "--test-share", type=_share, default=0.0, help="share of tasks in the split `test`; default 0"
+    )
+    parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
+    parser.add_argument("--config")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Return 0 on success, 1 if there is no row or the store or the hub fails, 2 if an argument, a
+    setting or the query is wrong."""
+    args = _parser().parse_args(argv)
+    try:
+        with sql.connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:
+            runs = select(connection, args.query)
+            bases = connection.execute(
+                "SELECT DISTINCT base_model FROM checkpoints WHERE list_contains($models, model) ORDER BY ALL",
+                {"models": sorted({run.model for run in runs})},
+            ).fetchall()
+        rows, left_out = rows_of(runs, args.kind)
+        if not rows:
+            reasons = (
+                "; ".join(f"{n} × {why}" for why, n in left_out.items() if n)
+                or "the query selects no complete run"
+            )
+            raise StoreError(f"no row of format {args.kind}: {reasons}")
+        source = Source(args.query, args.kind, runs, [base for (base,) in bases], left_out)
+        files = files_of(rows, source, args.test_share)
+        if args.out.startswith(_HUB):
+            upload(files, args.out.removeprefix(_HUB))
+        else:
+            write(files, Path(args.out))
+    except (ConfigError, duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException) as error:
+        sys.stderr.write(f"journeywork: {error}\n")
+        return 2
+    except (StoreError, duckdb.Error, OSError) as error:
+        sys.stderr.write(f"journeywork: {error}\n")
+        return 1
+    unusable = sum(left_out.values())
+    sys.stdout.write(
+        visible(f"{len(rows)} rows of {len(runs)} runs in {args.out}; left out: {unusable} (README.md)\n")
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,152 @@
+"""The folder of a data set: JSONL and Parquet of each split, and a card. The same rows give the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.files import write_whole
+from store.datasets.duplicates import near_duplicates
+from store.datasets.rows import Row
+from store.datasets.runs import Run
+
+SPLITS = ("train", "test")
+_NAMED = 20
+"""Pairs of near-duplicates that the card names."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a data set comes from."""
+
+    query: str
+    kind: str
+    runs: Sequence[Run]
+    bases: Sequence[str]
+    """The base models of the runs' versions."""
+    left_out: Counter[str]
+
+
+def split_of(key: str, test_share: float) -> str:
+    """Return the split of a task: by the hash of its name, so that it stays when other tasks come or go."""
+    place = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
+    return "test" if place < test_share else "train"
+
+
+def files_of(rows: Sequence[Row], source: Source, test_share: float) -> dict[str, bytes]:
+    """Return the files of a data set by name."""
+    columns = dict.fromkeys(name for row in rows for name in row)
+    even: list[Row] = [{n: row.get(n, "[]" if n == "tools" else None) for n in columns} for row in rows]
+    files = {}
+    for split in SPLITS:
+        if own := [row for row in even if split_of(row["task"], test_share) == split]:
+            files[f"{split}.jsonl"] = b"".join(msgspec.json.encode(row) + b"\n" for row in own)
+            sink = pa.BufferOutputStream()
+            pq.write_table(pa.Table.from_pylist(own), sink, compression="zstd")
+            files[f"{split}.parquet"] = sink.getvalue().to_pybytes()
+    files["README.md"] = _card(rows, source, test_share, files).encode()
+    return files
+
+
+def write(files: Mapping[str, bytes], out: Path) -> None:
+    """Write the files; those of an earlier data set with the same names are replaced."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in {f"{split}.{ending}" for split in SPLITS for ending in ("jsonl", "parquet")} - files.keys():
+        (out / name).unlink(missing_ok=True)
+    for name, content in files.items():
+        write_whole(out / name, content)
+
+
+def upload(files: Mapping[str, bytes], repository: str) -> None:
+    """Write the files to a data set of the Hugging Face hub, in one commit. It takes the hub's own token.
+
+    Raises `huggingface_hub.errors.HfHubHTTPError` if the hub refuses them."""
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    hub = HfApi()
+    hub.create_repo(repository, repo_type="dataset", private=True, exist_ok=True)
+    added = [CommitOperationAdd(name, content) for name, content in files.items()]
+    hub.create_commit(repository, added, repo_type="dataset", commit_message="journeywork dataset")
+
+
+def _card(rows: Sequence[Row], source: Source, test_share: float, files: Mapping[str, bytes]) -> str:
+    calls = [c for run in source.runs for c in run.calls]
+    versions = Counter(v for run in source.runs for v in run.versions)
+    events = hashlib.sha256()
+    for run in source.runs:
+        events.update(run.trajectory.encode() + b"".join(hashlib.sha256(c).digest() for c in run.calls))
+    splits = "".join(
+        f"  - split: {split}\n    path: {split}.parquet\n" for split in SPLITS if f"{split}.parquet" in files
+    )
+    hashes = "".join(
+        f"| `{name}` | {len(content):,} | `{hashlib.sha256(content).hexdigest()}` |\n"
+        for name, content in sorted(files.items())
+    )
+    left_out = (
+        "".join(f"- {n:,} × {why}\n" for why, n in sorted(source.left_out.items()) if n) or "Nothing.\n"
+    )
+    return f"""---
+configs:
+- config_name: default
+  data_files:
+{splits}---
+
+# A data set of runs of agents
+
+{len(rows):,} rows in the format `{source.kind}` of {len(source.runs):,} runs with {len(calls):,} model calls. Written
+by `journeywork dataset` with the query
+
+```sql
+{source.query.strip()}
+```
+
+Sampled by {", ".join(f"`{v}` ({n:,} runs)" for v, n in sorted(versions.items())) or "no version"}, adapters of
+{", ".join(f"`{b}`" for b in source.bases) or "a base model that the history does not name"}.
+SHA-256 of the runs' ids and recorded calls: `{events.hexdigest()}`.
+
+A task is in the split `test` if the hash of its name is in the lowest {test_share:g} of all, whatever else the data
+holds.
+
+| file | bytes | SHA-256 |
+| --- | --- | --- |
+{hashes}
+## Left out
+
+{left_out}
+## Nearly equal rows
+
+{_duplicates(rows, test_share)}
+## Licence
+
+The command knows no licence. What the model wrote is subject to the licence of the base model, what agents, tools and
+users wrote to their owners' rights. Check for personal data before you pass the files on.
+"""
+
+
+def _duplicates(rows: Sequence[Row], test_share: float) -> str:
+    found = near_duplicates([_text(row) for row in rows])
+    across = [p for p in found if len({split_of(rows[i]["task"], test_share) for i in p[:2]}) > 1]
+    named = "".join(
+        f"- {_name(rows[a])} and {_name(rows[b])}: {overlap:.2f}\n"
+        for a, b, overlap in [*across, *(p for p in found if p not in across)][:_NAMED]
+    )
+    return (
+        f"{len(found):,} pairs share 0.9 of their runs of five words or more, {len(across):,} of them in different "
+        f"splits. {'The first ones:' if named else ''}\n\n{named}"
+    )
+
+
+def _text(row: Row) -> str:
+    """What is compared: everything but where the row comes from."""
+    return msgspec.json.encode({k: v for k, v in row.items() if k not in ("run", "runs", "task")}).decode()
+
+
+def _name(row: Row) -> str:
+    return f"`{row['run']}`" if "run" in row else " / ".join(f"`{r}`" for r in row["runs"])

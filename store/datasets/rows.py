@@ -1,0 +1,171 @@
+"""Rows of a data set in the formats of TRL's trainers (its documentation: "Dataset formats and types").
+
+| format | a row is | of |
+| --- | --- | --- |
+| `sft` | `messages` | each conversation of a run |
+| `prompts` | `prompt`: what came before the first reply | each task |
+| `dpo` | `prompt`, `chosen`, `rejected`: the first reply in which two runs of a group differ | pairs of a group |
+| `reward` | `chosen`, `rejected`: two whole conversations | pairs of a group |
+| `kto` | `prompt`, `completion`, `label`: a reply, and whether its run is better than its group | each reply |
+
+Pairs are the best run of a group and its worst, the second best and the second worst, and so on while their rewards
+differ. Tools are in the column `tools` as JSON, and arguments of tool calls as the text that the model sampled, as TRL
+and chat templates take them: columns of a table have one type.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from pipeline.conversations import Conversation, Message
+from pipeline.events.types import REWARD_TOLERANCE
+from store.datasets.runs import Run
+
+Row = dict[str, Any]
+_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+
+
+class RowlessError(ValueError):
+    """Why a run gives no row."""
+
+
+def rows_of(runs: Sequence[Run], kind: str) -> tuple[list[Row], Counter[str]]:
+    """Return the rows of a format, and how many runs, pairs or replies gave none, by the reason.
+
+    Every row also says its `run` (or `runs`) and `task`."""
+    left_out: Counter[str] = Counter()
+    made = FORMATS[kind](runs, left_out)
+    return list(made), left_out
+
+
+def _sft(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
+    for run, conversation in _conversations(runs, left_out):
+        messages = _messages(conversation)
+        while messages and messages[-1]["role"] != "assistant":
+            messages.pop()  # of a conversation that ends with a question, the replies before it
+        if messages:
+            yield {"messages": messages, **_tools(conversation), "run": run.trajectory, "task": run.key}
+
+
+def _prompts(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
+    seen = set()
+    for run, conversation in _conversations(runs, left_out):
+        prompt = list(takewhile(lambda m: m["role"] != "assistant", _messages(conversation)))
+        text = msgspec.json.encode(prompt)
+        if conversation is run.conversations[0] and text not in seen:
+            seen.add(text)
+            yield {"prompt": prompt, **_tools(conversation), "run": run.trajectory, "task": run.key}
+
+
+def _kto(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
+    means = {name: fmean(r.reward or 0.0 for r in members) for name, members in _groups(runs).items()}
+    scored = [run for run in runs if run.reward is not None]
+    left_out["a run without a reward"] += len(runs) - len(scored)
+    for run, conversation in _conversations(scored, left_out):
+        difference = (run.reward or 0.0) - means[run.group]
+        if abs(difference) <= REWARD_TOLERANCE:
+            left_out["a run whose reward is its group's mean"] += 1
+            continue
+        messages = _messages(conversation)
+        for place in (i for i, m in enumerate(messages) if m["role"] == "assistant" and i):
+            yield {
+                "prompt": messages[:place], "completion": [messages[place]], "label": difference > 0,
+                **_tools(conversation), "run": run.trajectory, "task": run.key,
+            }  # fmt: skip
+
+
+def _dpo(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
+    for better, worse in _pairs(runs, left_out):
+        chosen, rejected = (_messages(r.conversations[0]) for r in (better, worse))
+        pairs = zip(chosen, rejected, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        replies = [messages[same : same + 1] for messages in (chosen, rejected)]
+        if not same or any(not r or r[0]["role"] != "assistant" for r in replies):
+            left_out["a pair that does not part in a reply"] += 1
+            continue
+        yield {
+            "prompt": chosen[:same], "chosen": replies[0], "rejected": replies[1],
+            **_tools(better.conversations[0]), "runs": [better.trajectory, worse.trajectory], "task": better.key,
+        }  # fmt: skip
+
+
+def _reward(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
+    for better, worse in _pairs(runs, left_out):
+        yield {
+            "chosen": _messages(better.conversations[0]), "rejected": _messages(worse.conversations[0]),
+            **_tools(better.conversations[0]), "runs": [better.trajectory, worse.trajectory], "task": better.key,
+        }  # fmt: skip
+
+
+FORMATS: Mapping[str, Callable[[Sequence[Run], Counter[str]], Iterator[Row]]] = {
+    "sft": _sft, "dpo": _dpo, "kto": _kto, "reward": _reward, "prompts": _prompts,
+}  # fmt: skip
+
+
+def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.reward is not None:
+            groups.setdefault(run.group, []).append(run)
+    return groups
+
+
+def _pairs(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[tuple[Run, Run]]:
+    usable = dict.fromkeys(run.trajectory for run, _ in _conversations(runs, left_out))
+    for members in _groups([run for run in runs if run.trajectory in usable]).values():
+        ranked = sorted(members, key=lambda run: (-(run.reward or 0.0), run.trajectory))
+        for i in range(len(ranked) // 2):
+            better, worse = ranked[i], ranked[-1 - i]
+            if (better.reward or 0.0) - (worse.reward or 0.0) > REWARD_TOLERANCE:
+                yield better, worse
+
+
+def _conversations(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[tuple[Run, Conversation]]:
+    """The conversations of runs whose messages are all text."""
+    for run in runs:
+        for conversation in run.conversations:
+            try:
+                _messages(conversation)
+            except RowlessError as error:
+                left_out[str(error)] += 1
+            else:
+                yield run, conversation
+
+
+def _messages(conversation: Conversation) -> list[Message]:
+    return [_message(m) for m in conversation.messages]
+
+
+def _message(message: Message) -> Message:
+    """A message with what chat templates read of it, its content as one text."""
+    if message.get("role") == "prompt":
+        raise RowlessError("a plain completion, which has no messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        if any(not isinstance(p, dict) or p.get("type", "text") != "text" for p in content):
+            raise RowlessError("a conversation with images, audio or files")
+        content = "\n".join(str(p.get("text", "")) for p in content)
+    known = {f: message[f] for f in _FIELDS if message.get(f)}
+    calls = known.get("tool_calls")
+    if calls:
+        known["tool_calls"] = [
+            {"type": "function", "id": c.get("id", ""), "function": _function(c.get("function") or {})}
+            for c in calls
+        ]
+    return known | {"role": message.get("role") or "assistant", "content": content or ""}
+
+
+def _function(function: Mapping[str, Any]) -> dict[str, str]:
+    arguments = function.get("arguments", "")
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return {"name": str(function.get("name", "")), "arguments": text}
+
+
+def _tools(conversation: Conversation) -> dict[str, str]:
+    return {"tools": msgspec.json.encode(conversation.tools).decode()} if conversation.tools else {}

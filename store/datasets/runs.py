@@ -1,0 +1,103 @@
+"""The runs that a query selects, with their conversations and rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+import msgspec
+
+from pipeline.config import ConfigError
+from pipeline.conversations import Conversation, build_conversations
+from pipeline.events import ExchangeRecorded
+
+_RUNS = """
+    WITH scored AS (
+      SELECT project, trajectory, arg_max(reward, scored_at) AS reward FROM rewards
+      WHERE branch = 'main' AND outcome = 'scored' GROUP BY ALL
+    )
+    SELECT t.project, t.trajectory, t.model, t.group_id, t.task, coalesce(s.reward, t.reward) AS reward
+    FROM trajectories t LEFT JOIN scored s USING (project, trajectory)
+    WHERE t.trajectory IN (SELECT * FROM unnest($names)) AND t.completed_at IS NOT NULL
+    ORDER BY t.project, t.trajectory
+"""
+_CALLS = """
+    SELECT project, trajectory, seq, choice, request, response, status, side_call, policy_version, step,
+           prompt_tokens, sampled_tokens
+    FROM exchanges WHERE trajectory IN (SELECT * FROM unnest($names)) ORDER BY project, trajectory, seq, choice
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is complete."""
+
+    trajectory: str
+    group: str
+    task: str
+    model: str
+    reward: float | None
+    """That of its newest verdict on `main`; else the one that its agent reported. A column `reward` of the query
+    replaces it."""
+    versions: tuple[str, ...]
+    """The policy versions of its calls."""
+    calls: tuple[bytes, ...]
+    """Request and response of each call."""
+    conversations: tuple[Conversation, ...]
+
+    @property
+    def key(self) -> str:
+        """What its split is chosen by: the same for all runs of one task."""
+        return self.task or self.group or self.trajectory
+
+
+def select(connection: duckdb.DuckDBPyConnection, query: str) -> list[Run]:
+    """Return the complete runs whose ids a query returns in its column `trajectory`, by project and id.
+
+    Raises `ConfigError` for a query without this column and for two rewards of one run, `duckdb.Error` for one that
+    DuckDB refuses."""
+    rows = _dicts(connection.execute(query))
+    if rows and "trajectory" not in rows[0]:
+        raise ConfigError("the query returns no column `trajectory`: select the ids of runs")
+    rewards: dict[str, float] = {}
+    for row in rows:
+        name, reward = row["trajectory"], row.get("reward")
+        if reward is not None and rewards.setdefault(name, float(reward)) != float(reward):
+            raise ConfigError(f"the query returns two rewards for run {name}: return one")
+    names = sorted({row["trajectory"] for row in rows})
+    calls: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for call in _dicts(connection.execute(_CALLS, {"names": names})):
+        calls.setdefault((call["project"], call["trajectory"]), []).append(call)
+    return [
+        _run(row, calls.get((row["project"], row["trajectory"]), ()), rewards)
+        for row in _dicts(connection.execute(_RUNS, {"names": names}))
+    ]
+
+
+def _run(row: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], rewards: Mapping[str, float]) -> Run:
+    exchanges = [
+        ExchangeRecorded(
+            project=c["project"], trajectory=c["trajectory"], seq=c["seq"], choice=c["choice"], model=row["model"],
+            policy_version=c["policy_version"], step=c["step"], request=c["request"].encode(),
+            response=c["response"].encode(), prompt_ids=b"", sampled_ids=b"", logprobs=b"", status=c["status"],
+            side_call=c["side_call"],
+        )
+        for c in calls
+    ]  # fmt: skip
+    return Run(
+        trajectory=row["trajectory"],
+        group=row["group_id"] or "",
+        task=row["task"] or "",
+        model=row["model"],
+        reward=rewards.get(row["trajectory"], row["reward"]),
+        versions=tuple(sorted({e.policy_version for e in exchanges})),
+        calls=tuple(msgspec.msgpack.encode((e.request, e.response)) for e in exchanges),
+        conversations=build_conversations(exchanges)[0],
+    )
+
+
+def _dicts(result: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
+    names = [column[0] for column in result.description or ()]
+    return [dict(zip(names, row, strict=True)) for row in result.fetchall()]

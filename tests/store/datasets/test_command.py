@@ -1,0 +1,267 @@
+"""`journeywork dataset`: its rows, its files, and that TRL's trainers take them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline.events import Event, GroupScored, Member, TrajectoryCompleted, TrajectoryOpened
+from store.datasets import command, folder
+from store.datasets.duplicates import near_duplicates
+from tests.store.kit import checkpoint, exchange, fill
+
+BASE = Path(__file__).parents[3] / "examples" / "tictactoe" / "model"
+ALL = "SELECT trajectory FROM trajectories"
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+]
+CALLED = [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "b2"}'}}]
+
+Said = list[dict[str, Any]]
+
+
+def user(text: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def reply(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def run(name: str, group: str, messages: Said, reward: float, tools: Any = None) -> list[Event]:
+    """A run whose calls are the replies of a conversation."""
+    events: list[Event] = [TrajectoryOpened(project="p", trajectory=name, model="m", group=group, task=group)]
+    places = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    for seq, place in enumerate(places):
+        request = {"messages": messages[:place], **({"tools": tools} if tools else {})}
+        response = {"choices": [{"message": messages[place]}]}
+        encoded = (msgspec.json.encode(body) for body in (request, response))
+        events.append(
+            exchange(name, seq, group=group, **dict(zip(("request", "response"), encoded, strict=True)))
+        )
+    done = TrajectoryCompleted(
+        project="p", trajectory=name, model="m", group=group, exchanges=len(places), reward=reward
+    )
+    return [*events, done]
+
+
+GAMES = {
+    "a1": ("one", [user("go"), reply("a1"), user("more"), reply("b1")], 1.0),
+    "a2": ("one", [user("go"), reply("a1"), user("more"), reply("c1")], 0.0),
+    "a3": ("one", [user("go"), reply("x9")], 0.5),
+    "b1": ("two", [user([{"type": "text", "text": "look"}]), reply("", tool_calls=CALLED),
+                   {"role": "tool", "tool_call_id": "c1", "content": "free"}, reply("b2")], 1.0),
+    "b2": ("two", [user("look"), reply("b3")], 0.0),
+    "c1": ("three", [user([{"type": "image_url", "image_url": {"url": "data:,"}}]), reply("a dog")], 1.0),
+}  # fmt: skip
+
+
+def history() -> list[Event]:
+    events = [e for name, (group, said, reward) in GAMES.items()
+              for e in run(name, group, said, reward, TOOLS if group == "two" else None)]  # fmt: skip
+    scored = Member(trajectory="a3", reward=0.75, exchanges=1)
+    return [
+        *events, checkpoint(1, base_model="org/base"),
+        GroupScored(project="p", group="one", model="m", judge="j", members=(scored,)),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    fill(tmp_path / "run", history())
+    return tmp_path / "run"
+
+
+def dataset(run_dir: Path, out: Path | str, *arguments: str, query: str = ALL) -> list[dict[str, Any]]:
+    assert command.main([query, "--out", str(out), "--run-dir", str(run_dir), *arguments]) == 0
+    lines = [line for file in sorted(Path(out).glob("*.jsonl")) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in lines]
+
+
+def test_sft_has_each_conversation_and_its_tools(run_dir: Path, tmp_path: Path) -> None:
+    rows = {row["run"]: row for row in dataset(run_dir, tmp_path / "out", "--as", "sft")}
+    assert sorted(rows) == ["a1", "a2", "a3", "b1", "b2"]
+    assert rows["a1"]["messages"] == GAMES["a1"][1]
+    assert (rows["a1"]["tools"], json.loads(rows["b1"]["tools"])) == ("[]", TOOLS)
+    answer = {"role": "tool", "tool_call_id": "c1", "content": "free"}
+    assert rows["b1"]["messages"] == [user("look"), reply("", tool_calls=CALLED), answer, reply("b2")]
+    assert "- 1 × a conversation with images, audio or files" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_dpo_has_the_first_reply_in_which_runs_of_a_group_part(run_dir: Path, tmp_path: Path) -> None:
+    rows = dataset(run_dir, tmp_path / "out", "--as", "dpo")
+    assert [(r["prompt"], r["chosen"], r["rejected"]) for r in rows] == [
+        ([user("go"), reply("a1"), user("more")], [reply("b1")], [reply("c1")]),
+        ([user("look")], [reply("", tool_calls=CALLED)], [reply("b3")]),
+    ]
+    assert [r["runs"] for r in rows] == [["a1", "a2"], ["b1", "b2"]]
+
+
+def test_kto_labels_each_reply_by_its_runs_reward_in_its_group(run_dir: Path, tmp_path: Path) -> None:
+    rows = dataset(run_dir, tmp_path / "out", "--as", "kto")
+    said = [(r["run"], r["completion"][0]["content"], r["label"]) for r in rows]
+    assert said == [
+        ("a1", "a1", True), ("a1", "b1", True), ("a2", "a1", False), ("a2", "c1", False), ("a3", "x9", True),
+        ("b1", "", True), ("b1", "b2", True), ("b2", "b3", False),
+    ]  # fmt: skip
+
+
+def test_a_verdict_counts_before_the_agents_reward_and_the_query_before_both(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """a3 has 0.5 by its agent and 0.75 by its verdict. The mean of its group is 0.5833, of the query's rewards 2."""
+    by_query = """SELECT trajectory, CASE trajectory WHEN 'a3' THEN 6 ELSE 0 END AS reward
+                  FROM trajectories WHERE task = 'one'"""
+    rows = dataset(run_dir, tmp_path / "out", "--as", "kto", query=by_query)
+    assert {(r["run"], r["label"]) for r in rows} == {("a1", False), ("a2", False), ("a3", True)}
+
+
+def test_reward_and_prompts(run_dir: Path, tmp_path: Path) -> None:
+    pairs = dataset(run_dir, tmp_path / "reward", "--as", "reward")
+    assert [(r["chosen"][-1], r["rejected"][-1]) for r in pairs] == [
+        (reply("b1"), reply("c1")),
+        (reply("b2"), reply("b3")),
+    ]
+    prompts = dataset(run_dir, tmp_path / "prompts", "--as", "prompts")
+    assert [(r["run"], r["prompt"]) for r in prompts] == [("a1", [user("go")]), ("b1", [user("look")])]
+
+
+def test_the_same_query_writes_the_same_bytes_however_the_store_is_laid_out(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    dataset(run_dir, tmp_path / "one", "--as", "sft", "--test-share", "0.3")
+    for event in history():
+        fill(tmp_path / "other", [event])  # a file an event
+    backwards = ALL + " ORDER BY trajectory DESC"
+    dataset(tmp_path / "other", tmp_path / "two", "--as", "sft", "--test-share", "0.3", query=backwards)
+    one, two = ({f.name: f.read_bytes() for f in (tmp_path / n).iterdir()} for n in ("one", "two"))
+    assert (
+        one.keys()
+        == two.keys()
+        == {"train.jsonl", "train.parquet", "test.jsonl", "test.parquet", "README.md"}
+    )
+    assert {n for n in one if one[n] != two[n]} == {"README.md"}
+    assert one["README.md"].replace(ALL.encode(), backwards.encode()) == two["README.md"]
+    card = one["README.md"].decode()
+    assert all(hashlib.sha256(one[n]).hexdigest() in card for n in one if n != "README.md")
+    assert "`m@0` (6 runs), adapters of\n`org/base`" in card
+
+
+def test_a_task_stays_in_its_split(run_dir: Path, tmp_path: Path) -> None:
+    of_all = {
+        r["task"]: split(tmp_path / "all", r)
+        for r in dataset(run_dir, tmp_path / "all", "--as", "sft", "--test-share", "0.3")
+    }
+    one = dataset(
+        run_dir, tmp_path / "few", "--as", "sft", "--test-share", "0.3", query=ALL + " WHERE task = 'two'"
+    )
+    assert len(set(of_all.values())) == 2
+    assert {split(tmp_path / "few", r) for r in one} == {of_all["two"]}
+
+
+def split(out: Path, row: dict[str, Any]) -> str:
+    return next(
+        s
+        for s in folder.SPLITS
+        if (out / f"{s}.jsonl").exists() and row["run"] in (out / f"{s}.jsonl").read_text()
+    )
+
+
+def test_near_duplicates_are_pairs_above_the_overlap() -> None:
+    words = [f"w{i}" for i in range(200)]
+    texts = [
+        " ".join(words),
+        " ".join([*words[:-1], "other"]),
+        " ".join(reversed(words)),
+        " ".join(words),
+        "short",
+        "short",
+    ]
+    found = near_duplicates(texts)
+    assert [(a, b) for a, b, _ in found] == [(0, 1), (0, 3), (4, 5)]
+    assert found[0][2] == pytest.approx(195 / 197)
+
+
+@pytest.mark.parametrize(
+    ("query", "kind", "code", "said"),
+    [
+        ("SELECT 1 AS x", "sft", 2, "no column `trajectory`"),
+        ("SELECT nothing FROM trajectories", "sft", 2, "nothing"),
+        (
+            "SELECT trajectory FROM trajectories WHERE false",
+            "sft",
+            1,
+            "no row of format sft: the query selects no complete run",
+        ),
+        ("SELECT 'a1' AS trajectory, unnest([1, 2]) AS reward", "kto", 2, "two rewards for run a1"),
+        ("SELECT 'c1' AS trajectory", "sft", 1, "1 × a conversation with images, audio or files"),
+    ],
+)
+def test_what_gives_no_data_set_is_an_error(
+    query: str,
+    kind: str,
+    code: int,
+    said: str,
+    run_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [query, "--as", kind, "--out", str(tmp_path / "out"), "--run-dir", str(run_dir)]
+    assert command.main(arguments) == code
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+class PlainLogprobs:
+    """In place of TRL's fused LM head, which is a GPU kernel."""
+
+    @staticmethod
+    def apply(
+        hidden: Any, weight: Any, bias: Any, labels: Any, temperature: float, *_: Any
+    ) -> tuple[Any, ...]:
+        assert bias is None
+        logits = hidden @ weight.T / temperature
+        logprobs = logits.log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        top = logits.argmax(-1) == labels
+        return logprobs.gather(-1, labels[:, None])[:, 0], entropy, None, logits.mean(-1), top
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "reward"])
+def test_trls_trainer_takes_a_step(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    from trainer.engine.trl_source import trl_imports
+
+    with trl_imports():
+        import trl
+        from trl.trainer import utils
+
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", PlainLogprobs)
+
+    texts = {n: (g, [user(f"a1=. b1=x {n[0]}"), reply(n[1])], float(n[1] == "1")) for n, g in
+             ((f"{g}{i}", g) for g in "abcd" for i in "12")}  # fmt: skip
+    fill(tmp_path / "run", [e for n, (g, said, reward) in texts.items() for e in run(n, g, said, reward)])
+    dataset(tmp_path / "run", tmp_path / "out", "--as", kind)
+    data = load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache"))
+    config_of, trainer_of = {
+        "sft": (trl.SFTConfig, trl.SFTTrainer), "dpo": (trl.DPOConfig, trl.DPOTrainer),
+        "kto": (trl.KTOConfig, trl.KTOTrainer), "reward": (trl.RewardConfig, trl.RewardTrainer),
+    }[kind]  # fmt: skip
+    kinds = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
+    options = {"num_labels": 1} if kind == "reward" else {}
+    model, tokenizer = kinds.from_pretrained(BASE, **options), AutoTokenizer.from_pretrained(BASE)
+    before = [p.detach().clone() for p in model.parameters()]
+    settings = config_of(
+        output_dir=str(tmp_path / "trl"), max_steps=1, per_device_train_batch_size=2, learning_rate=1e-2, use_cpu=True,
+        report_to=[], bf16=False,
+    )  # fmt: skip
+    trainer_of(model=model, args=settings, train_dataset=data, processing_class=tokenizer).train()
+    assert any(not (a == b).all() for a, b in zip(before, model.parameters(), strict=True))
