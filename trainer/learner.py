@@ -219,6 +219,11 @@ class Learner:
         )  # fmt: skip
         return PendingStep(manifest, files, result.state, discarded, equal_groups)
 
+    def write_step(self, state: TrainState, **fields: Any) -> PendingStep:
+        """Write the checkpoint of a step over something else than groups. `fields`: further fields of its event."""
+        manifest, files = self._write(state, (), self.settings, **fields)
+        return PendingStep(manifest, files, state, 0, 0)
+
     def _write(
         self,
         state: TrainState,

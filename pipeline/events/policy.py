@@ -42,7 +42,8 @@ class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoi
     files: dict[str, str] = {}
     """File name to SHA-256, of the adapter and of the training state."""
     source: str = ""
-    """Where the weights come from, if not from a step: `<lake>#<project>/<branch>/<version>`, or a PEFT folder."""
+    """Where the weights come from, if not from a step over groups: `<lake>#<project>/<branch>/<version>`, a PEFT
+    folder, or a data set as `<format>:sha256:<hash of its split train>`."""
     metrics: dict[str, float] = {}
     started_at: Micros = 0
     branch: str = "main"

@@ -200,35 +200,15 @@ def train(rows: Sequence[Row], args: argparse.Namespace, tokenizer: Any) -> Any:
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM
 
-    from trainer.engine.trl_source import trl_imports
+    from trainer.engine.trl_source import plain_logprobs, trl_imports
 
     with trl_imports():
         from trl import SFTConfig, SFTTrainer
 
-    class PlainSFTTrainer(SFTTrainer):  # type: ignore[misc]  # TRL has no types
-        """TRL's loss from plain logits: its fused LM head is a GPU kernel."""
-
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            labels = inputs["labels"][:, 1:]
-            logits = model(
-                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False
-            ).logits[:, :-1]
-            learned = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
-            total = torch.nn.functional.cross_entropy(
-                logits.reshape(-1, logits.shape[-1]).float(),
-                labels.reshape(-1),
-                ignore_index=-100,
-                reduction="sum",
-            )
-            loss = total / torch.as_tensor(learned).clamp(min=1)
-            return (loss, None) if return_outputs else loss
-
     on_gpu = torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(args.base, dtype=torch.bfloat16 if on_gpu else torch.float32)
-    with tempfile.TemporaryDirectory() as scratch:
-        trainer = (SFTTrainer if on_gpu else PlainSFTTrainer)(
+    with tempfile.TemporaryDirectory() as scratch, plain_logprobs("cuda" if on_gpu else "cpu"):
+        trainer = SFTTrainer(
             model=model,
             args=SFTConfig(
                 output_dir=scratch, use_cpu=not on_gpu, bf16=on_gpu, seed=args.seed, num_train_epochs=args.epochs,

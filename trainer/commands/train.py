@@ -1,6 +1,7 @@
 """`journeywork train`: the trainer alone, on a log that runs elsewhere.
 
     journeywork train --config settings.toml --set nats.url=nats://host:4222
+    journeywork train --run-dir runs/x --on data/good --as sft     one step on a data set, on the run's adapter
 
 Every start resumes from the newest committed step. Several GPUs: the same under
 `accelerate launch -m trainer.commands.train`. Ctrl-C stops it between steps.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -28,6 +30,14 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="journeywork train", description="Run the trainer alone.")
     cli.add_run_arguments(made)
     made.add_argument("--dry-run", action="store_true", help="print the resolved settings and stop")
+    data = made.add_argument_group("one step on a data set, by TRL's trainer, instead of groups")
+    data.add_argument("--on", type=Path, help="folder that `journeywork dataset` wrote")
+    data.add_argument("--as", choices=("sft", "dpo", "kto"), dest="kind", help="its format; needed with --on")
+    data.add_argument("--epochs", type=float, default=1.0)
+    data.add_argument("--learning-rate", type=float, default=1e-5)
+    data.add_argument("--batch-size", type=int, default=8, help="rows of an update")
+    data.add_argument("--max-length", type=int, default=4096, help="tokens of a row")
+    data.add_argument("--seed", type=int, default=0)
     return made
 
 
@@ -35,6 +45,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
 
     def command() -> None:
+        if (args.on is None) != (args.kind is None):
+            raise cli.UsageError("--on and --as belong together: name a data set and its format")
         config = cli.run_config(args)
         if args.dry_run:
             print(msgspec.json.format(msgspec.json.encode(config), indent=2).decode())  # noqa: T201 - the output
@@ -52,8 +64,22 @@ def main(argv: list[str] | None = None) -> None:
         from trainer.checkpoints.commits import TrainerError
         from trainer.service import train
 
+        work = partial(until_signalled, train, config, lambda **_: None)
+        if args.on is not None:
+            from trainer.datasets import DatasetStep, train_on
+
+            step = DatasetStep(
+                args.on,
+                args.kind,
+                args.epochs,
+                args.learning_rate,
+                args.batch_size,
+                args.max_length,
+                args.seed,
+            )
+            work = partial(train_on, config, step, lambda version: print(f"trained {version}"))  # noqa: T201
         try:
-            anyio.run(until_signalled, train, config, lambda **_: None)
+            anyio.run(work)
         except* (TrainerError, BrokerError) as group:
             raise cli.FailedError("; ".join(str(e) for e in _leaves(group))) from group
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from pipeline.config import ConfigError
 
 
@@ -36,6 +38,39 @@ def trl_imports() -> Iterator[None]:
             del sys.modules["vllm"]
             if loaded is not None:
                 sys.modules["vllm"] = loaded
+
+
+class _PlainLogprobs:
+    """TRL's fused LM head (`trl.kernels.ChunkedLogProbFunction`) in plain PyTorch: the fused one is a GPU kernel."""
+
+    @staticmethod
+    def apply(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
+        temperature: float, chunk: int, softcapping: float | None, scale: float | None, outputs: Any,
+    ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+        """The logprobs of `labels` [n], the entropy [n], no sum of squares, the mean logit [n], and whether a label is
+        the most probable token [n]. `hidden`: [n, d]."""
+        logits = torch.nn.functional.linear(hidden, weight, bias) * (scale or 1.0)
+        if softcapping:
+            logits = softcapping * torch.tanh(logits / softcapping)
+        logprobs = (logits / temperature).float().log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        of_labels = logprobs.gather(-1, labels[:, None])[:, 0]
+        return of_labels, entropy, None, logits.mean(-1), logits.argmax(-1) == labels
+
+
+@contextmanager
+def plain_logprobs(device: str) -> Iterator[None]:
+    """Let TRL's supervised trainers run on a CPU."""
+    with trl_imports():
+        from trl.trainer import utils
+    fused = utils._ChunkedLogProbFunction
+    if device == "cpu":
+        utils._ChunkedLogProbFunction = _PlainLogprobs
+    try:
+        yield
+    finally:
+        utils._ChunkedLogProbFunction = fused
 
 
 def _load(file: str) -> ModuleType:

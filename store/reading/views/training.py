@@ -16,7 +16,7 @@ CHECKPOINTS = View(
     },
     f"""
         SELECT project, model, version, step, parent, branch, batch_id, groups, group_seqs, config_hash, base_model,
-          adapter, adapter_sha256, adapter_bytes, files, metrics, nullif(started_at, {NEVER}) AS started_at,
+          adapter, adapter_sha256, adapter_bytes, files, source, metrics, nullif(started_at, {NEVER}) AS started_at,
           "at" AS published_at
         FROM policy_checkpoint
         """,

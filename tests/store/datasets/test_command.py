@@ -217,34 +217,16 @@ def test_what_gives_no_data_set_is_an_error(
     assert not (tmp_path / "out").exists()
 
 
-class PlainLogprobs:
-    """In place of TRL's fused LM head, which is a GPU kernel."""
-
-    @staticmethod
-    def apply(
-        hidden: Any, weight: Any, bias: Any, labels: Any, temperature: float, *_: Any
-    ) -> tuple[Any, ...]:
-        assert bias is None
-        logits = hidden @ weight.T / temperature
-        logprobs = logits.log_softmax(-1)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-        top = logits.argmax(-1) == labels
-        return logprobs.gather(-1, labels[:, None])[:, 0], entropy, None, logits.mean(-1), top
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "reward"])
-def test_trls_trainer_takes_a_step(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trls_trainer_takes_a_step(kind: str, tmp_path: Path) -> None:
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-    from trainer.engine.trl_source import trl_imports
+    from trainer.engine.trl_source import plain_logprobs, trl_imports
 
     with trl_imports():
         import trl
-        from trl.trainer import utils
-
-    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", PlainLogprobs)
 
     texts = {n: (g, [user(f"a1=. b1=x {n[0]}"), reply(n[1])], float(n[1] == "1")) for n, g in
              ((f"{g}{i}", g) for g in "abcd" for i in "12")}  # fmt: skip
@@ -263,5 +245,6 @@ def test_trls_trainer_takes_a_step(kind: str, tmp_path: Path, monkeypatch: pytes
         output_dir=str(tmp_path / "trl"), max_steps=1, per_device_train_batch_size=2, learning_rate=1e-2, use_cpu=True,
         report_to=[], bf16=False,
     )  # fmt: skip
-    trainer_of(model=model, args=settings, train_dataset=data, processing_class=tokenizer).train()
+    with plain_logprobs("cpu"):
+        trainer_of(model=model, args=settings, train_dataset=data, processing_class=tokenizer).train()
     assert any(not (a == b).all() for a, b in zip(before, model.parameters(), strict=True))

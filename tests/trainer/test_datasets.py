@@ -1,0 +1,142 @@
+"""`journeywork train --on`: a step on a data set is a checkpoint like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from pipeline import crash
+from pipeline.config import Config, NatsConfig
+from pipeline.events import CheckpointPublished
+from pipeline.log.broker import Broker
+from tests.trainer import kit
+from trainer import datasets
+from trainer.checkpoints.commits import TrainerError
+from trainer.commands import train
+from trainer.datasets import DatasetStep, Kind, train_on
+from trainer.learner import make_learners
+
+pytestmark = pytest.mark.anyio
+BASE = Path(__file__).parents[2] / "examples" / "tictactoe" / "model"
+ASKED = [{"role": "user", "content": "a1=. b1=x"}]
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("a1", "c3"))
+ROWS: dict[Kind, list[dict[str, object]]] = {
+    "sft": [{"messages": [*ASKED, GOOD]}],
+    "dpo": [{"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]}],
+    "kto": [{"prompt": ASKED, "completion": [reply], "label": reply is GOOD} for reply in (GOOD, BAD)],
+}
+
+
+def data(tmp_path: Path, kind: Kind) -> Path:
+    folder = tmp_path / kind
+    folder.mkdir(exist_ok=True)
+    pq.write_table(
+        pa.Table.from_pylist([row | {"task": "t"} for row in ROWS[kind]] * 8), folder / "train.parquet"
+    )
+    return folder
+
+
+def settings(tmp_path: Path, nats: NatsConfig) -> Config:
+    config = kit.settings(str(BASE), tmp_path / "run", nats, groups_per_step=1, keep_checkpoints=10)
+    return msgspec.structs.replace(config, run_dir=str(tmp_path / "run"))
+
+
+async def published(broker: Broker) -> list[CheckpointPublished]:
+    return await kit.checkpoints(broker)
+
+
+def preference(config: Config, tmp_path: Path, step: int) -> float:
+    """How much more probable the good reply is than the bad one, in nats, at a step's checkpoint."""
+    learner = make_learners(config, tmp_path)[kit.MODEL]
+    learner.resume(step)
+    tokenizer = datasets.AutoTokenizer.from_pretrained(BASE)
+    prompt = tokenizer.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True)
+    scores = []
+    for reply in (GOOD, BAD):
+        ids = torch.tensor([tokenizer(prompt + str(reply["content"]), add_special_tokens=False).input_ids])
+        begin = len(tokenizer(prompt, add_special_tokens=False).input_ids)
+        with torch.no_grad():
+            logprobs = learner.engine.model.peft(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        scores.append(float(logprobs.gather(1, ids[0, 1:, None])[begin - 1 :].sum()))
+    return scores[0] - scores[1]
+
+
+@pytest.mark.timeout(300)
+async def test_steps_on_data_sets_are_one_lineage_with_those_on_groups(
+    nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    """Each makes the good reply more probable against the bad one, and the optimizer of reinforcement learning goes on
+    from where it was."""
+    config = settings(tmp_path, nats_config)
+    kinds: tuple[Kind, ...] = ("sft", "dpo", "kto")
+    async with Broker.connect(nats_config) as broker:
+        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+        async with kit.running(config):
+            await kit.steps_reach(broker, 1)
+        for kind in kinds:
+            await train_on(
+                config, DatasetStep(data(tmp_path, kind), kind, learning_rate=1e-2), lambda _: None
+            )
+        await kit.publish_group(broker, "g1", [0.0, 1.0], seed=2, step=4)
+        async with kit.running(config):
+            events = await kit.steps_reach(broker, 5)
+    assert [e.parent for e in events] == [f"{kit.MODEL}@{n}" for n in range(5)]
+    assert [e.groups for e in events] == [("g0",), (), (), (), ("g1",)]
+    assert [e.source.split(":")[0] for e in events] == ["", *kinds, ""]
+    assert [e.metrics.get("dataset_rows") for e in events] == [None, 8, 8, 16, None]
+    found = [preference(config, tmp_path, step) for step in range(1, 5)]
+    assert found == sorted(found)
+    checkpoints = make_learners(config, tmp_path)[kit.MODEL]
+    checkpoints.resume(5)
+    assert checkpoints.state.optimizer is not None
+    (updates,) = {int(s["step"]) for s in checkpoints.state.optimizer["state"].values()}
+    assert updates == 2
+
+
+@pytest.mark.parametrize(
+    "point", ["trainer.before_checkpoint", "trainer.after_checkpoint", "trainer.after_publish"]
+)
+async def test_a_step_that_is_killed_is_on_the_log_once_or_not_at_all(
+    point: str, nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, step = settings(tmp_path, nats_config), DatasetStep(data(tmp_path, "sft"), "sft")
+
+    class Killed(BaseException):
+        pass
+
+    def kill(at: str) -> None:
+        if at == point:
+            raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(crash, "point", kill)
+        with pytest.raises(BaseException) as died:
+            await train_on(config, step, lambda _: None)
+        assert (
+            died.group_contains(Killed) if isinstance(died.value, BaseExceptionGroup) else died.type is Killed
+        )
+    versions: list[str] = []
+    await train_on(config, step, versions.append)
+    begun = point != "trainer.before_checkpoint"
+    async with Broker.connect(nats_config) as broker:
+        events = await published(broker)
+    assert [e.step for e in events] == ([1, 2] if begun else [1])
+    assert versions == [events[-1].version]
+
+
+async def test_a_folder_of_another_format_is_an_error(nats_config: NatsConfig, tmp_path: Path) -> None:
+    config = settings(tmp_path, nats_config)
+    with pytest.raises(BaseException, match="no column") as failed:
+        await train_on(config, DatasetStep(data(tmp_path, "sft"), "dpo"), lambda _: None)
+    assert isinstance(failed.value, TrainerError | BaseExceptionGroup)
+
+
+def test_a_data_set_needs_its_format(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        train.main(["--on", "data"])
+    assert "--on and --as belong together" in capsys.readouterr().err
