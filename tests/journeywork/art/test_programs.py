@@ -97,7 +97,7 @@ async def test_a_program_trains_two_steps(
                 environment = {
                     "JOURNEYWORK_URL": up.wait(), "BASE_MODEL": str(base), "HOME": str(tmp_path),
                     "PYTHONPATH": str(ROOT), "OPENAI_API_KEY": "none", "OPENAI_BASE_URL": judge.url,
-                    "OPENROUTER_API_BASE": judge.url, **program.env,
+                    "OPENROUTER_API_BASE": judge.url, "WANDB_API_BASE": judge.url, **program.env,
                 }  # fmt: skip
                 command = [sys.executable, "-m", "tests.journeywork.art.programs.runner", str(file)]
                 done = await anyio.run_process(command, cwd=folder, env=os.environ | environment, check=False)

@@ -76,6 +76,13 @@ PROGRAMS = {
           '"question": "Is it short?", "answer": "Yes."} for n in range(25)]}')),
         {"WANDB_MODE": "disabled"},
     ),
+    "distillation-notebook": Program(
+        NOTEBOOKS, ("examples/sft/distillation.ipynb",), "distillation-text-to-sql", "SQL expert",
+        ("SELECT 1", "SELECT 2", "SELECT name FROM products"),
+        ((r'API_KEY = ""', 'API_KEY = "none"'), (r'"https://[a-z./]+/v1"', 'os.environ["OPENAI_BASE_URL"]'),
+         ("epochs=3", "epochs=1"), ("STEPS = 3", "STEPS = 1")),
+        {"WANDB_MODE": "disabled"},
+    ),
     "yes-no-maybe-metrics": Program(
         MLX, ("dev/yes-no-maybe-metrics.py",), "metrics", "respond with", ANSWERS, (),
         {"MODEL_NAME": "metrics", "NUM_STEPS": "2", "ROLLOUTS_PER_PROMPT": "3", "EVAL_PROMPTS": "4"},
