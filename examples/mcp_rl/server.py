@@ -20,7 +20,8 @@ PAIRS = [
 TASKS = [f"{list(QUESTIONS.values())[shift]} for {item} from {city}?" for item, city, shift in PAIRS]
 """What a stand-in for a model asks about it."""
 
-server = MCPServer("shop")
+# The level is also that of a program that imports this module: with INFO it would log every HTTP request.
+server = MCPServer("shop", log_level="WARNING")
 
 
 @server.tool()
