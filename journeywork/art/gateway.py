@@ -40,9 +40,6 @@ class Member(TypedDict):
 class Gateway(AsyncJourneywork):
     """A client of one gateway."""
 
-    async def __aenter__(self) -> Gateway:
-        return self
-
     async def complete_group(
         self, group: str, model: str, members: Sequence[Member], *, task: str = "", split: str = "train"
     ) -> None:
@@ -56,10 +53,6 @@ class Gateway(AsyncJourneywork):
         await self._request(
             "POST", f"/v1/groups/{quote(group, safe='')}/complete", body, timeout_s=_COMPLETE_S
         )
-
-    async def group_state(self, group: str, model: str) -> dict[str, Any]:
-        """Return whether a group was trained or discarded."""
-        return await self._request("GET", f"/v1/groups/{quote(group, safe='')}?model={quote(model, safe='')}")
 
     async def policy(self, model: str) -> dict[str, Any]:
         """Return what the gateway serves for a model. Raises `LookupError` if it does not serve the model."""

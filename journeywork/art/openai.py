@@ -23,6 +23,7 @@ class StreamedCompletion:
         self._state = ChatCompletionStreamState()
         self._references: dict[int, Any] = {}
         self._begun: set[int] = set()
+        self._empty = True
         self.finished = False
         """Whether a choice has ended."""
 
@@ -36,10 +37,14 @@ class StreamedCompletion:
             self._begun.add(choice.index)
             if reference := (choice.model_extra or {}).get(REFERENCE):
                 self._references[choice.index] = reference
+        self._empty = False
         self._state.handle_chunk(chunk)
 
     def completion(self) -> ChatCompletion:
-        """Return the completion so far. A choice that has not ended has the finish reason `stop`."""
+        """Return the completion so far. A choice that has not ended has the finish reason `stop`. Raises `ValueError`
+        before the first chunk."""
+        if self._empty:
+            raise ValueError("the stream held no chunk of a chat completion")
         made = self._state.current_completion_snapshot.model_dump()
         for choice in made["choices"]:
             choice["finish_reason"] = choice["finish_reason"] or "stop"
@@ -56,27 +61,21 @@ async def consume_chat_completion_stream(
 
     `on_chunk` is called with each chunk and the completion so far; a `StopIteration` of it closes the stream. Raises
     `ValueError` for a stream without a chunk."""
-    streamed, begun = StreamedCompletion(), False
+    streamed = StreamedCompletion()
     async for chunk in stream:
         streamed.add(chunk)
-        begun = True
         if on_chunk is not None:
             try:
                 on_chunk(chunk, streamed.completion())
             except StopIteration:
                 await stream.close()
                 break
-    if not begun:
-        raise ValueError("the stream held no chunk of a chat completion")
     return streamed.completion()
 
 
 def consume_sync_chat_completion_stream(stream: Stream[ChatCompletionChunk]) -> ChatCompletion:
     """As `consume_chat_completion_stream`, for a client that is not asynchronous."""
-    streamed, begun = StreamedCompletion(), False
+    streamed = StreamedCompletion()
     for chunk in stream:
         streamed.add(chunk)
-        begun = True
-    if not begun:
-        raise ValueError("the stream held no chunk of a chat completion")
     return streamed.completion()

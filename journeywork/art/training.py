@@ -169,7 +169,7 @@ async def await_step(gateway: Gateway, model: str, groups: Sequence[str]) -> Ste
 
     async def settled() -> StepResult | None:
         for name in sorted(waiting):
-            state = await gateway.group_state(name, model)
+            state = await gateway.group(name, model)
             if state["status"] == "waiting":
                 continue
             waiting.discard(name)

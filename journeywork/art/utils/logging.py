@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import sys
 from datetime import datetime
+from functools import partial
 
 
-def _write(kind: str, message: object) -> None:
-    sys.stdout.write(f"[{datetime.now():%H:%M:%S}] {kind:<5} {message}\n")
+def _write(kind: str, msg: object) -> None:
+    sys.stdout.write(f"[{datetime.now():%H:%M:%S}] {kind:<5} {msg}\n")
 
 
-def info(msg: object) -> None:
-    """Write a line of the kind INFO."""
-    _write("INFO", msg)
-
-
-def step(msg: object) -> None:
-    """Write a line of the kind STEP."""
-    _write("STEP", msg)
-
-
-def ok(msg: object) -> None:
-    """Write a line of the kind OK."""
-    _write("OK", msg)
-
-
-def warn(msg: object) -> None:
-    """Write a line of the kind WARN."""
-    _write("WARN", msg)
-
-
-def err(msg: object) -> None:
-    """Write a line of the kind ERR."""
-    _write("ERR", msg)
+info, step, ok, warn, err = (partial(_write, kind) for kind in ("INFO", "STEP", "OK", "WARN", "ERR"))
 
 
 def dim(msg: object) -> None:

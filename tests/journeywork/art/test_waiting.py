@@ -31,7 +31,7 @@ class Scripted:
                 raise self._breaks
         raise AssertionError("train still waits")
 
-    async def group_state(self, group: str, model: str) -> dict[str, Any]:
+    async def group(self, group: str, model: str = "") -> dict[str, Any]:
         return {"status": "waiting", **self._now.get(group, {})}
 
     async def policy(self, model: str) -> dict[str, Any]:
@@ -111,5 +111,5 @@ async def test_the_long_wait_for_a_group_is_that_of_its_request_alone() -> None:
             base_url=gateway.url, timeout=60, transport=httpx.MockTransport(answer)
         )
         await gateway.complete_group("g", "m", [])
-        await gateway.group_state("g", "m")
+        await gateway.group("g", "m")
     assert waits == [("POST", 600.0), ("GET", 60.0)]
