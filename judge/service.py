@@ -125,7 +125,8 @@ class Judge:
         self._scoring: dict[GroupKey, list[Delivery]] = {}
         """The groups being scored, with the deliveries that closed them (several after a redelivery)."""
         self._tasks: anyio.abc.TaskGroup
-        self._ended = anyio.Event()
+        self._scoring_ended = anyio.Event()
+        """Set, and replaced by a new event, when the scoring of a group ends and leaves room for another."""
 
     async def run(self, completions: Consumption, timers: Consumption) -> None:
         """Consume until cancelled. An exception ends the process; unacknowledged deliveries are redelivered."""
@@ -141,7 +142,7 @@ class Judge:
         while True:
             while (room := self._room()) <= 0:
                 with anyio.move_on_after(_WAIT_S):
-                    await self._ended.wait()
+                    await self._scoring_ended.wait()
             await handle(await messages.batch(min(room * per_group, _BATCH), _WAIT_S))
 
     def _room(self) -> int:
@@ -258,8 +259,9 @@ class Judge:
         self._log.forget(key)
         for delivery in self._scoring.pop(key):
             await delivery.ack()
-        self._ended.set()
-        self._ended = anyio.Event()
+        self._scoring_ended.set()
+        self._scoring_ended = anyio.Event()
+        """Set, and replaced by a new event, when the scoring of a group ends and leaves room for another."""
 
     async def _publish_end(self, group: Group) -> frozenset[str]:
         """Score a group and publish the result. Return the trajectories in the group's event on the log, which is

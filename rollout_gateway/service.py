@@ -48,15 +48,17 @@ _SETTLE_S = 10
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket that does not block. Port 0 takes a free one. Raises `ConfigError` if the address can't
+    be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(4096)  # also fails if another program that bound the port listens first
     except OSError as error:
         listener.close()
         raise ConfigError(f"gateway: can't listen on {host}:{port}: {error.strerror}") from error
-    listener.listen(4096)
     listener.setblocking(False)
     return listener
 

@@ -259,7 +259,8 @@ class StreamReader:
         return info
 
     async def stream_info(self, stream: str) -> api.StreamInfo:
-        """Return the leader's description of a stream. Raises `BrokerError` if there is no such stream."""
+        """Return the leader's description of a stream. Raises `BrokerError` if there is no such stream, and
+        `BrokerUnavailableError` if none answers for `nats.publish_deadline_s`."""
         return await self._info(lambda: self.js.stream_info(stream), f"stream {stream}")
 
     async def why_no_answer(self, stream: str) -> str:
@@ -274,7 +275,8 @@ class StreamReader:
         return f"the stream {stream} has no leader"
 
     async def consumer_info(self, spec: streams.ConsumerSpec) -> api.ConsumerInfo:
-        """Return the leader's description of a consumer. Raises `BrokerError` if there is no such consumer."""
+        """Return the leader's description of a consumer. Raises `BrokerError` if there is no such consumer, and
+        `BrokerUnavailableError` if none answers for `nats.publish_deadline_s`."""
         return await self._info(
             lambda: self.js.consumer_info(spec.stream, spec.name), f"consumer {spec.name}"
         )

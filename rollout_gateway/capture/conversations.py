@@ -156,7 +156,7 @@ class Quote(msgspec.Struct, array_like=True):
                 return "copy" if call.program in self.programs else "branch"
 
     def _match_history(self, call: Conversation) -> Match:
-        spoken = _hashes(call)
+        spoken = _message_hashes(call)
         if spoken == self.said:  # only the instructions differ
             return "certain" if call.call_ids and call.call_ids == self.call_ids else "likely"
         answers, before = ([s for s in said if s[0] == "a"] for said in (spoken, self.said))
@@ -177,7 +177,7 @@ def quotes(answered: Conversation, programs: list[str]) -> list[Quote]:
     def quote(kind: Literal["history", "summary", "task"], fingerprint: str, said: list[str]) -> Quote:
         return Quote(kind, fingerprint, said, answered.call_ids, programs)
 
-    out = [quote("history", answered.fingerprints()[0], _hashes(answered))]
+    out = [quote("history", answered.fingerprints()[0], _message_hashes(answered))]
     # A text that the run was given may be in the prompt of any other run of its task.
     new = [line for line in _long_lines(_NOT_QUOTED.sub("", text)) if line not in before]
     if new and not calls:
@@ -192,7 +192,10 @@ def quotes(answered: Conversation, programs: list[str]) -> list[Quote]:
     return out
 
 
-def _hashes(conversation: Conversation) -> list[str]:
+def _message_hashes(conversation: Conversation) -> list[str]:
+    """Return a hash of each of the newest `_COMPARED` messages up to the last answer, without instructions, the oldest
+    first. `a` before the hash marks an answer, `-` any other message. Messages of other owners or models hash
+    differently."""
     newest = conversation.spoken[-_COMPARED:]
     return [("a" if m[0] == "assistant" else "-") + conversation.digest(m)[:10] for m in newest]
 

@@ -56,7 +56,7 @@ class _Source(msgspec.Struct):
 
     @property
     def image_url(self) -> str:
-        """Empty if the source is none of an image."""
+        """`url`, or `data` as a data URL, for these two values of `type`; else empty. `media_type` is not checked."""
         if self.type == "url":
             return self.url
         return f"data:{self.media_type};base64,{self.data}" if self.type == "base64" and self.data else ""

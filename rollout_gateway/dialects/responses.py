@@ -84,7 +84,7 @@ class ResponsesTranslation(Translation):
         if request.instructions:
             messages.append({"role": "system", "content": request.instructions})
         if exchanges and request.previous_response_id:
-            messages += _previous(request.previous_response_id, exchanges)
+            messages += _messages_through(request.previous_response_id, exchanges)
         if isinstance(request.input, str):
             messages.append({"role": "user", "content": request.input})
         else:
@@ -289,10 +289,13 @@ def _answer(exchange: ExchangeRecorded) -> dict[str, Any]:
     return message
 
 
-def _previous(name: str, exchanges: Mapping[str, ExchangeRecorded]) -> list[dict[str, Any]]:
-    """The conversation up to a response, with its answer and without its instructions, which OpenAI does not carry
-    over either."""
-    instructed, completion = _match(_RESPONSE_ID, name).groups()
+def _messages_through(response_id: str, exchanges: Mapping[str, ExchangeRecorded]) -> list[dict[str, Any]]:
+    """Return the chat messages of a recorded call and its answer, without the call's instructions, which OpenAI does
+    not carry over either.
+
+    `exchanges`: by chat completion id; they hold that of `response_id`, as the gateway reads all that
+    `Translation.continued` names. Raises a 400 `ApiError` if `response_id` has not the form of this gateway's ids."""
+    instructed, completion = _match(_RESPONSE_ID, response_id).groups()
     exchange = exchanges[completion]
     messages: list[dict[str, Any]] = msgspec.json.decode(exchange.request)["messages"]
     messages = messages[1:] if instructed == "i" else messages

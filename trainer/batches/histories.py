@@ -30,7 +30,8 @@ class Histories:
     """Reads exchanges for the groups of one model. `broker` must outlive it.
 
     `defaults` are the sampling parameters that the inference server uses where a request names none; `prompts` renders
-    the teacher's, `None` if no hint is distilled; `asks_outside`: whether a teacher from outside teaches."""
+    the teacher's, `None` if no hint is distilled; `asks_outside`: whether a teacher from outside teaches.
+    `mask_truncated`: no token of a reply that its length limit cut off is trained; it is context of later ones."""
 
     def __init__(
         self,

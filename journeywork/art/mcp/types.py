@@ -71,7 +71,7 @@ class GeneratedScenario:
     difficulty: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.difficulty, int) or self.difficulty not in DIFFICULTIES:
+        if type(self.difficulty) is not int or self.difficulty not in DIFFICULTIES:
             raise ValueError(f"difficulty must be a whole number from 1 to 5, not {self.difficulty!r}")
 
     @classmethod

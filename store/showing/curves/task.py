@@ -35,10 +35,13 @@ class Curves:
         self._senders: list[Sender] = []
 
     async def run(self) -> None:
-        """Write until cancelled. Raises `OSError` if the folder can't be written."""
+        """Write a row for each event since the newest row of the file, and send it to the trackers, until cancelled.
+        Then wait up to `CLOSING_S` for the trackers. Raises `OSError` if the folder can't be written, and
+        `LogShrankError` if the log lost the event that was read last."""
         history = await anyio.to_thread.run_sync(self._open)
         newest = history.newest
         followed: list[type[CheckpointPublished | PolicyEvaluated]] = [CheckpointPublished, PolicyEvaluated]
+        # From the newest row's time, or from sequence 1. `add` drops an event that the file holds.
         events = follow_events(
             self._broker, followed, lambda: 1, Place(0, newest.log_at) if newest else None,
             project=self._config.project,

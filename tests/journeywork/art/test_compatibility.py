@@ -1136,7 +1136,7 @@ def test_a_scenario() -> None:
     assert scenario("t", 2).to_dict() == {"task": "t", "difficulty": 2}
 
 
-@pytest.mark.parametrize("difficulty", [0, 6, "3"])
+@pytest.mark.parametrize("difficulty", [0, 6, "3", True])
 def test_a_difficulty_is_from_1_to_5(difficulty: Any) -> None:
     with pytest.raises(ValueError, match=r"(?i)difficulty"):
         scenario("t", difficulty)

@@ -1,0 +1,33 @@
+"""The gateway's listening socket."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from pipeline.config import ConfigError
+from rollout_gateway import service
+
+
+def test_another_program_that_listens_first_is_an_error_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `SO_REUSEADDR`, two programs may bind a port of which none listens yet."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        made = []
+
+        class Slower(socket.socket):
+            def bind(self, address: Any) -> None:
+                super().bind(address)
+                made.append(self)
+                other.listen()
+
+        monkeypatch.setattr(socket, "socket", Slower)
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: Address already in use"):
+            service._listen("127.0.0.1", port)
+        assert [listener.fileno() for listener in made] == [-1]
