@@ -73,7 +73,8 @@ async def train(
     size: int = 8,
     learning_rate: float = 1e-5,
 ) -> None:
-    """Train `steps` steps of `groups` scenarios, each of them played `size` times and judged."""
+    """Train `steps` steps of `groups` scenarios, each of them played `size` times and judged. The learning rate falls
+    from `learning_rate` to 0."""
     epochs = -(-steps * groups // len(scenarios))
     for batch in iterate_dataset(scenarios, groups_per_step=groups, num_epochs=epochs, use_tqdm=False):
         if batch.step >= steps:
@@ -83,7 +84,8 @@ async def train(
             after_each=helper.score,
             max_exceptions=groups * size // 4,
         )
-        await model.train(played, config=art.TrainConfig(learning_rate=learning_rate))
+        rate = learning_rate * (1 - batch.step / steps)
+        await model.train(played, config=art.TrainConfig(learning_rate=rate))
         rewards = [trajectory.reward for group in played for trajectory in group]
         print(f"step {batch.step + 1}: mean score {sum(rewards) / len(rewards):.3f}", flush=True)
 

@@ -150,6 +150,7 @@ async def installation(
         "judge.group_size": GROUP_SIZE,
         "trainer.groups_per_step": GROUPS_PER_STEP,
         "trainer.max_steps": args.steps,
+        **({} if args.base else {"trainer.optimizer.schedule": "linear"}),
         "trainer.seed": args.seed,
         **settings,
     }

@@ -122,6 +122,11 @@ def check_trainer(config: TrainerConfig) -> None:
             "trainer.loss.advantage_scaling: a group of one has no standard deviation; with trainer.loss.baseline = "
             f'"{loss.baseline}" take `batch` or `none`'
         )
+    if config.optimizer.schedule in ("linear", "cosine") and not config.max_steps:
+        raise ConfigError(
+            f"trainer.optimizer.schedule: `{config.optimizer.schedule}` falls to 0 at trainer.max_steps, which is 0: "
+            "set it to the last step, or take `constant` or `inverse_sqrt`"
+        )
     if unknown := loss.options.keys() - set(LOSS_OPTIONS):
         raise ConfigError(
             f"trainer.loss.options: {', '.join(sorted(unknown))} is not one of {', '.join(LOSS_OPTIONS)}"

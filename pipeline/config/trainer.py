@@ -155,7 +155,8 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
     """How the learning rate changes after the warm-up. `linear` and `cosine` fall to 0 at `trainer.max_steps`.
     `inverse_sqrt` falls with the square root of the steps and needs no end; with `warmup_steps` = 0 it falls
-    from step 10,000 on. All updates of a step have the same learning rate."""
+    from step 10,000 on. All updates of a step have the same learning rate. A requested batch that chooses its
+    learning rate is trained with that rate."""
     epochs: SmallCount = 1
     """Times that a step trains each of its groups. With more than one epoch or minibatch, a step takes several
     optimizer updates over its batch, as PPO does, and still makes one checkpoint. The logprobs before the first

@@ -60,6 +60,10 @@ from pipeline.config.checks import check
             "trainer.loss.options.vespo_k_pos: expected a finite number",
         ),
         ("trainer.optimizer.betas=[0.9, 1.0]", "settings: trainer.optimizer.betas.1: expected `float` < 1.0"),
+        (
+            "trainer.optimizer.schedule=linear",
+            "trainer.optimizer.schedule: `linear` falls to 0 at trainer.max_steps",
+        ),
         ("trainer.branch=../x", "trainer.branch: '../x' can't be a name"),
         ("project=", "project: '' can't be a name"),
         ("models.0.name=a b", "models.0.name: 'a b' can't be a name"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig, with_values
+from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig, with_batch_settings, with_values
 from tests.trainer.engine.kit import batch
 from tests.trainer.kit import exactly
 from trainer.checkpoints.checkpoint import STATE_FILE, adapter_files, state_bytes, state_of
@@ -70,6 +70,19 @@ def test_the_inverse_sqrt_schedule_never_reaches_zero(engine: Engine) -> None:
         rates.append(result.metrics["learning_rate"])
     engine.configure(kept)
     assert rates == pytest.approx([0, 1e-3, 1e-3 / 2**0.5, 1e-3 / 3**0.5, 1e-3 / 2])
+
+
+def test_a_learning_rate_that_a_batch_chooses_is_the_rate_of_its_step(engine: Engine) -> None:
+    """Regression: the installation's schedule and warm-up changed it."""
+    kept = engine.config
+    given = {"optimizer.schedule": "linear", "optimizer.warmup_steps": 2, "max_steps": 4}
+    state = engine.initial_state()
+    for rate in (1e-3, 2e-3):
+        engine.configure(with_batch_settings(with_values(kept, given), {"optimizer.learning_rate": rate}))
+        result = engine.step(state, batch(engine, state), [0] * 6)
+        assert result.metrics["learning_rate"] == rate
+        state = result.state
+    engine.configure(kept)
 
 
 def stored(state: TrainState, engine: Engine) -> TrainState:
