@@ -65,7 +65,6 @@ SUBCOMMANDS = {
         "trainer.commands.check_model",
         "check whether a base model trains correctly on this machine",
     ),
-    "sft": ("trainer.commands.sft", "supervised warm start"),
     "policy": (
         "rollout_gateway.serving.command",
         "decide which version a model's name stands for, or list it",

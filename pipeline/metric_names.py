@@ -38,5 +38,5 @@ def named(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def plain_name(text: str) -> str:
-    """Return the text with the characters that MLflow takes in names."""
+    """Return the text with the characters that trackers take in names."""
     return re.sub(r"[^A-Za-z0-9_.-]+", ".", text).strip(".")

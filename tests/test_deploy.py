@@ -72,11 +72,11 @@ def test_the_image_is_pinned_by_digest_and_runs_without_root() -> None:
         assert service.get("user") is None
 
 
-@pytest.mark.parametrize("lock", ["cpu", "gpu", "compat", "environments", "trackers", "torch-cpu", "source"])
+@pytest.mark.parametrize("lock", ["cpu", "gpu", "compat", "trackers", "torch-cpu", "source"])
 def test_every_package_of_a_lock_has_its_version_and_hashes(lock: str) -> None:
     text = (ROOT / "requirements" / f"{lock}.txt").read_text("utf-8")
     entries = [e for e in re.sub(r"#.*", "", text).replace("\\\n", " ").splitlines() if e.strip()]
-    assert len(entries) > (0 if lock in ("torch-cpu", "source") else 50)
+    assert len(entries) > (0 if lock in ("torch-cpu", "source") else 30)
     for entry in entries:
         name, *hashes = entry.split()
         assert re.fullmatch(r"[a-z0-9._-]+==[a-z0-9.+_-]+", name, re.IGNORECASE)

@@ -11,7 +11,7 @@
 | `distillation` | what a teacher is asked, and the divergence from it |
 | `checkpoints` | checkpoints on disk, the commit protocol, retention |
 | `datasets` | a step on a data set, by TRL's supervised and preference trainers |
-| `commands` | `journeywork train`, `export`, `sft`, `check-model` |
+| `commands` | `journeywork train`, `export`, `check-model` |
 | `first` | what has to be imported before everything else |
 """
 

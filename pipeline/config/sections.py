@@ -235,11 +235,11 @@ class CurvesConfig(Section, frozen=True, kw_only=True):
 
     enabled: bool = True
     """Whether the store service writes them."""
-    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
+    trackers: tuple[Literal["wandb"], ...] = ()
     """Trackers to which the points are also sent. The store service needs the extra of the same name for each. Its
     address and login come from its own environment variables (docs/tracing.md)."""
     tracker_project: str = ""
-    """Project, for MLflow the experiment, that the runs belong to at the trackers. Empty: `project`."""
+    """Project that the runs belong to at the trackers. Empty: `project`."""
 
 
 class SigningConfig(Section, frozen=True, kw_only=True):

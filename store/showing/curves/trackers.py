@@ -1,4 +1,4 @@
-"""Experiment trackers that get the curves too: W&B and MLflow, each through its own library.
+"""Experiment trackers that get the curves too, each through its own library.
 
 A library is imported when its tracker is made. A model and branch is one run of the tracker. Its identity is the same
 after a restart, so the run goes on. Where the tracker is, and who is logged in, is set by the library's environment
@@ -45,23 +45,20 @@ class Runs(msgspec.Struct, frozen=True):
     folder: Path
     """Where the curves are."""
 
-    def identity(self, row: Row, *of: str) -> tuple[str, str]:
-        """Return what a tracker knows the row's model and branch by; `of` names a further run of theirs.
+    def identity(self, row: Row) -> tuple[str, str]:
+        """Return what a tracker knows the row's model and branch by: one run for the steps, one for the evaluations.
 
         The id is 24 hexadecimal digits, from the project, the model, the branch and the run folder. The name is model
         and branch as people read them, with the first digits of the id, so that two run folders differ."""
-        parts = (self.ours, row.model, row.branch, str(self.run_dir), *of)
+        further = ("evaluations",) if row.evaluation else ()
+        parts = (self.ours, row.model, row.branch, str(self.run_dir), *further)
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-        label = "-".join((row.model if row.branch == "main" else f"{row.model}+{row.branch}", *of))
+        label = "-".join((row.model if row.branch == "main" else f"{row.model}+{row.branch}", *further))
         return digest[:24], f"{label.replace('/', '_')}-{digest[:6]}"
 
     def facts(self, row: Row) -> dict[str, str]:
         """What is noted at a run."""
         return {"project": self.ours, "model": row.model, "branch": row.branch, "run_dir": str(self.run_dir)}
-
-
-def numbers(row: Row) -> dict[str, float]:
-    return {name: value for name, value in row.metrics.items() if value is not None}
 
 
 class WandB:
@@ -75,7 +72,7 @@ class WandB:
         self._runs, self._open = runs, dict[str, "Run"]()
 
     def add(self, row: Row) -> None:
-        run_id, name = self._runs.identity(row, *(("evaluations",) if row.evaluation else ()))
+        run_id, name = self._runs.identity(row)
         if run_id not in self._open:
             self._open[run_id] = run = self._init(
                 project=self._runs.project, id=run_id, name=name, resume="allow",
@@ -86,7 +83,7 @@ class WandB:
             if row.evaluation:
                 run.define_metric("eval/step", hidden=True)
                 run.define_metric("eval/*", step_metric="eval/step")
-        values, step = numbers(row), row.step
+        values, step = {name: value for name, value in row.metrics.items() if value is not None}, row.step
         if row.evaluation:
             values, step = values | {"eval/step": row.step}, row.log_at // 1000
         # A step is held back until the next one, unless it is committed.
@@ -97,52 +94,7 @@ class WandB:
             self._open.popitem()[1].finish()
 
 
-class MLflow:
-    """MLflow. A run is found by its tag `journeywork.run`. A point has the time of its checkpoint, so that a point that
-    is sent twice is the same one."""
-
-    TAG = "journeywork.run"
-
-    def __init__(self, runs: Runs) -> None:
-        # The client alone has no database, which is MLflow's default.
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or (runs.folder / "mlruns").resolve().as_uri()
-        if uri.startswith("file:"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric
-
-        self._client, self._metric = MlflowClient(uri), Metric
-        self._runs, self._open = runs, dict[str, str]()
-
-    def add(self, row: Row) -> None:
-        run_id, name = self._runs.identity(row)
-        if run_id not in self._open:
-            self._open[run_id] = self._find(run_id, name, row)
-        time_ms = round(row.at * 1000)
-        metrics = [self._metric(name, value, time_ms, row.step) for name, value in numbers(row).items()]
-        self._client.log_batch(self._open[run_id], metrics=metrics)
-
-    def _find(self, run_id: str, name: str, row: Row) -> str:
-        """Return the run's id at MLflow; the run is created if there is none."""
-        experiment = self._client.get_experiment_by_name(self._runs.project)
-        number = (
-            experiment.experiment_id if experiment else self._client.create_experiment(self._runs.project)
-        )
-        found = self._client.search_runs([number], f"tags.`{self.TAG}` = '{run_id}'", max_results=1)
-        if found:
-            run = str(found[0].info.run_id)
-            self._client.update_run(run, status="RUNNING")
-            return run
-        tags = {f"journeywork.{name}": value for name, value in self._runs.facts(row).items()}
-        created = self._client.create_run(number, run_name=name, tags=tags | {self.TAG: run_id})
-        return str(created.info.run_id)
-
-    def close(self) -> None:
-        while self._open:
-            self._client.set_terminated(self._open.popitem()[1])
-
-
-TRACKERS: dict[str, Callable[[Runs], Tracker]] = {"wandb": WandB, "mlflow": MLflow}
+TRACKERS: dict[str, Callable[[Runs], Tracker]] = {"wandb": WandB}
 
 
 def check_trackers(config: Config) -> None:

@@ -56,9 +56,9 @@ def test_a_service_checks_its_settings_at_each_start(tmp_path: Path) -> None:
     settings = tmp_path / "settings.toml"
     settings.write_text(
         f'run_dir = "{tmp_path}"\n[nats]\nurl = "nats://127.0.0.1:1"\nconnect_timeout_s = 1.0\n'
-        '[curves]\ntrackers = ["mlflow"]\n'
+        '[curves]\ntrackers = ["wandb"]\n'
     )
     command = [sys.executable, "-m", "store", "--config", str(settings)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert "the library of `mlflow` is not installed" in done.stderr
+    assert "the library of `wandb` is not installed" in done.stderr

@@ -133,7 +133,7 @@ def test_an_evaluation_of_no_version_has_no_curve_and_ends_nothing(version: str)
 
 
 def test_agents_metrics_are_curves() -> None:
-    """A tracker gets them under ART's names, without characters that MLflow refuses."""
+    """A tracker gets them under ART's names, without characters that trackers refuse."""
     assert named({"run/moves made": 4.0, "kl": 0.5}) == {
         "trainer/run/moves.made": 4.0,
         "train/moves.made": 4.0,

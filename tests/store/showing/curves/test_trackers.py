@@ -31,7 +31,7 @@ def test_a_run_is_known_by_project_model_branch_and_run_folder(tmp_path: Path) -
     assert runs_of(config, tmp_path).project == "ours"
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["wandb"])
 def test_a_missing_library_is_named(name: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"curves\.trackers.*`{name}` is not installed.*docs/install\.md"):
@@ -53,7 +53,7 @@ def run_program(name: str, folder: Path, *args: str) -> subprocess.CompletedProc
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the first one installs the libraries
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["wandb"])
 def test_the_library_itself_reads_every_point_back_also_after_a_kill(name: str, tmp_path: Path) -> None:
     """Two starts that end, one that is killed as soon as the library took the points, and one that reads back."""
     killed = run_program(name, tmp_path, "kill")
@@ -62,7 +62,7 @@ def test_the_library_itself_reads_every_point_back_also_after_a_kill(name: str, 
     assert done.returncode == 0, done.stderr
     runs: dict[str, list[list[Any]]] = json.loads(done.stdout.splitlines()[-1])
     points = {label.rsplit("-", 1)[0]: found for label, found in runs.items()}
-    evaluated = "m-evaluations" if name == "wandb" else "m"
+    evaluated = "m-evaluations"
     assert set(points) == {"m", "m+try", "n", evaluated}
     assert points["m+try"] == points["n"] == [["loss/train", 1, 0.1]]
     assert ["eval/held_out/reward", 1, 0.75] in points[evaluated]

@@ -1,6 +1,6 @@
 """A program for `.venv-trackers`: sends points as the store service does, and reads them back with the library.
 
-    python -m tests.store.showing.curves.tracker_program wandb|mlflow FOLDER kill|read
+    python -m tests.store.showing.curves.tracker_program wandb FOLDER kill|read
 
 `kill` starts and ends twice within a second if it can, then starts again, sends and kills itself. `read` sends what is
 missing, and prints metric, step and value of each point of each run as JSON.
@@ -95,19 +95,6 @@ def wandb_points(runs: Runs) -> Iterator[tuple[str, str, int, Any]]:
                         yield name, metric, step, value
 
 
-def mlflow_points(runs: Runs) -> Iterator[tuple[str, str, int, Any]]:
-    from mlflow import MlflowClient
-
-    client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or (runs.folder / "mlruns").as_uri())
-    experiment = client.get_experiment_by_name(runs.project)
-    for run in client.search_runs([experiment.experiment_id]):
-        assert run.info.status == "FINISHED"
-        for metric in run.data.metrics:
-            for point in client.get_metric_history(run.info.run_id, metric):
-                assert point.timestamp == (2500 if metric.startswith("eval") else point.step * 1000)
-                yield run.info.run_name, metric, point.step, point.value
-
-
 def main() -> None:
     name, folder, action = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     runs = runs_of(Config(project="p", run_dir=str(folder)), folder)
@@ -121,8 +108,7 @@ def main() -> None:
     with send(rows_up_to(5)):
         pass
     found: dict[str, list[list[Any]]] = {}
-    read = {"wandb": wandb_points, "mlflow": mlflow_points}[name]
-    for run, metric, step, value in read(runs):
+    for run, metric, step, value in wandb_points(runs):
         found.setdefault(run, []).append([metric, step, value])
     sys.stdout.write(f"\n{json.dumps(found)}\n")
 
