@@ -15,9 +15,7 @@ from statistics import fmean
 from judge.rewards.combine import combine, is_usable
 from pipeline.config import JudgeConfig, RewardConfig
 from pipeline.events import Grader, Hint, SignalGiven, TrajectoryCompleted
-
-OWN_REWARD = "reward"
-"""Name of a number about a call that is that call's reward if the run's owner gave it."""
+from pipeline.events.signal import OWN_REWARD
 
 
 @dataclass(frozen=True)

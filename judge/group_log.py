@@ -57,11 +57,17 @@ class GroupLog:
         self._broker, self._config, self._feedback = broker, config, feedback or FeedbackConfig()
         self.awaited = feedback_names(config) if self._feedback.wait_s else frozenset[str]()
         """Names of the feedback that a closed group waits for."""
+        self._waits_whole = bool(self._feedback.wait_s) and self._feedback.wait_for == "all"
         self._cache: OrderedDict[GroupKey, GroupOnLog] = OrderedDict()
         """Cache of closed groups, whose members can't change."""
         self._reconnects = 0
         """Number of reconnections when the cache was last cleared. After each one it is cleared, because a server that
         lost the end of its log in a power cut gives the same sequences to other events."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether closed groups wait for feedback."""
+        return bool(self.awaited) or self._waits_whole
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -107,7 +113,8 @@ class GroupLog:
             decoded.append(
                 Recorded[AnyEvent](event, _ROLLOUTS, message.seq, message.subject, message.headers)
             )
-        return read_group(key, decoded, self._config.group_size, self.awaited, until)
+        awaited = None if self._waits_whole else self.awaited
+        return read_group(key, decoded, self._config.group_size, awaited, until)
 
     async def end_of(self, key: GroupKey) -> GroupEnd:
         """Return the judges' events about a group, read from the stream's leader."""
@@ -156,7 +163,7 @@ class GroupLog:
     async def cancel_deadline(self, key: GroupKey) -> None:
         """Cancel the timer of a group. If the request is lost, the timer is delivered and finds the group closed."""
         await self._broker.cancel_timer(self._timeout(key))
-        if self.awaited:
+        if self.waits:
             await self._broker.cancel_timer(self._overdue(key))
 
     async def record_timeout(self, event: GroupTimedOut | FeedbackTimedOut) -> Place:

@@ -79,13 +79,14 @@ def read_group(
     key: GroupKey,
     messages: Iterable[Recorded[AnyEvent]],
     group_size: int,
-    awaited: frozenset[str] = frozenset(),
+    awaited: frozenset[str] | None = frozenset(),
     until: int = 0,
 ) -> GroupOnLog:
     """Return the state of a group after `messages`, which are in stream order; messages of other groups are skipped.
 
     `group_size`: the size of the group if none of its members announces one. `awaited`: the names of the feedback on
-    each run without which it is not ready. `until`: a sequence up to which signals count, also after it was ready."""
+    each run without which it is not ready; `None`: it is ready when its time to wait is over. `until`: a sequence up to
+    which signals count, also after it was ready."""
     members: dict[str, Arrival] = {}
     late: dict[int, Arrival] = {}
     signals: list[SignalGiven] = []
@@ -115,10 +116,12 @@ def read_group(
                 members[event.trajectory] = arrival
                 first = first or message.seq
                 announced = max(announced, event.group_size)
-                wanted = (announced or group_size) if event.group else 1
+                alone = event.group in ("", event.trajectory)  # a run that names no group is one of its own
+                wanted = announced or (1 if alone else group_size)
                 if len(members) >= wanted:
                     closed_at = message.seq
-        if closed_at and not ready_at and not lacking(members, signals, awaited):
+        ready = awaited is not None and not lacking(members, signals, awaited)
+        if closed_at and not ready_at and ready:
             ready_at = message.seq
     group = Group(key, tuple(members.values()), closed_by, tuple(signals))
     return GroupOnLog(group, late, first, closed_at, ready_at)

@@ -250,7 +250,7 @@ class Judge:
 
     async def _score_and_publish(self, group: Group) -> None:
         key = group.key
-        if group.closed_by == "size" or self._log.awaited:
+        if group.closed_by == "size" or self._log.waits:
             await self._log.cancel_deadline(key)
         end = await self._log.end_of(key)
         again = group.again and not end.scored

@@ -188,6 +188,8 @@ def check(config: Config) -> None:
             raise ConfigError(f"judge.rewards: {reward.name} needs an entry such as package.module:function")
         if reward.kind in ("ruler", "next_state") and not config.judge.model:
             raise ConfigError(f"judge.rewards: {reward.name} needs judge.model")
+    if config.feedback.wait_for == "all" and not config.feedback.wait_s:
+        raise ConfigError("feedback.wait_for: `all` needs feedback.wait_s, the time that a group waits")
     if config.judge.min_size > config.judge.group_size:
         raise ConfigError("judge.min_size is larger than judge.group_size")
     if bool(config.teacher.url) != bool(config.teacher.model):

@@ -85,6 +85,10 @@ class FeedbackConfig(Section, frozen=True, kw_only=True):
     wait_s: NotNegative = 0.0
     """How long a group whose runs are complete waits until each has the feedback that `judge.rewards` names. It is
     scored as soon as all is there. 0: with the feedback that came before."""
+    wait_for: Literal["rewards", "all"] = "rewards"
+    """`rewards`: a group is scored as soon as it has the feedback that `judge.rewards` names; words that come later
+    are in the history only. `all`: it waits the whole of `wait_s` for whatever is said, as hints need it whose time
+    nobody knows."""
     max_share: Share = 1.0
     """How far the feedback of one API key may move a step: what it adds is at most `max_share / (1 - max_share)` times
     the step without it, as the sum of absolute advantages. What a key adds beyond it is made smaller, and the alarm

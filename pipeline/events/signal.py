@@ -9,6 +9,9 @@ from pipeline.events.base import Event
 from pipeline.events.rollout import ExchangeRecorded
 from pipeline.events.types import Logprobs, Split, TokenIds
 
+OWN_REWARD = "reward"
+"""Name of a number about a call that is that call's reward if the run's owner gave it."""
+
 
 class SignalGiven(Event, frozen=True, kw_only=True, tag="rollout.signal"):
     """Somebody said something about a run or about one call of it, during the run or later. What it changes is decided

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from pipeline import streams
 from pipeline.config import ConfigError, NatsConfig
-from pipeline.events import AlarmChanged, CheckpointPublished
+from pipeline.events import AlarmChanged, CheckpointPublished, FeedbackTimedOut, GroupTimedOut
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.printing import with_code
 from pipeline.running.runs import log_of, run_settings
@@ -69,9 +69,15 @@ async def read_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
             raised.pop(key, None)
             if event.state == "raised":
                 raised[key] = event
+        waiting = {
+            what: len(await broker.subjects("TIMERS", f"{streams.TIMER_SET}.{timer.subject_prefix()}.>"))
+            for what, timer in (("members", GroupTimedOut), ("feedback", FeedbackTimedOut))
+        }
         return {
             "lag": lag,
             "policies": policies,
+            # Groups that the judge keeps open, by what they wait for.
+            "waiting": waiting,
             # The store service's (docs/alarms.md). The supervisor's are in its state.
             "raised": [
                 {
@@ -112,5 +118,12 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
         off = " (off)" if row["off"] else ""
         table.add_row(row["consumer"], f"{row['behind']:,}{off}")
     console.print(table)
+    waiting = state["waiting"]
+    if any(waiting.values()):
+        console.print(
+            f"groups that wait: {waiting['members']:,} for members (judge.timeout_s), {waiting['feedback']:,} for "
+            "feedback (feedback.wait_s)",
+            soft_wrap=True,
+        )
     for model, version in state["policies"].items():
         console.print(f"policy {model}: {version}")

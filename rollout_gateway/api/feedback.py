@@ -9,7 +9,9 @@ from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
 from pipeline import crash
-from pipeline.events import GroupDiscarded, SignalGiven, TrajectoryOpened, group_key
+from pipeline.config import Config
+from pipeline.events import GroupDiscarded, GroupScored, SignalGiven, TrajectoryOpened, group_key
+from pipeline.events.signal import OWN_REWARD
 from pipeline.log.subjects import keys_of
 from pipeline.names import check_name, new_id
 from rollout_gateway.access.api_keys import Access
@@ -152,7 +154,9 @@ async def _give(request: ControlRequest, body: Feedback, targets: list[_Target])
             if recorded is not None:
                 check_same(event, recorded.event, "key", key)
         events.append(event)
-        told.append({"trajectory": event.trajectory, "call": event.call, **await _state(gateway, opened)})
+        state = await _state(gateway, opened)
+        use = "history" if state["run"] == "scored" else _use(gateway.config, event, opened.owner)
+        told.append({"trajectory": event.trajectory, "call": event.call, **state, "use": use})
     for event, line in zip(events, told, strict=True):
         ack = await publish_once(gateway.broker, event, "key", key)
         line["repeated"] = ack.duplicate
@@ -199,17 +203,33 @@ async def _call(gateway: Gateway, opened: TrajectoryOpened, call: int | str) -> 
     return call
 
 
+def _use(
+    config: Config, event: SignalGiven, owner: str
+) -> Literal["reward", "call_reward", "hint", "history"]:
+    """Return what the settings make of a signal on a run that is not scored yet. `history`: no setting uses it."""
+    if event.kind != "number":
+        taught = any(m.name == event.model and config.trainer_of(m).distill.weight for m in config.models)
+        return "hint" if taught else "history"
+    named = event.name in {r.name for r in config.judge.rewards if r.kind == "feedback"}
+    if event.call < 0:
+        return "reward" if named else "history"
+    return "call_reward" if named or (event.name == OWN_REWARD and event.by == owner) else "history"
+
+
 async def _state(gateway: Gateway, opened: TrajectoryOpened) -> dict[str, str]:
-    """Return what has become of a run: `open`, `completed`, or `discarded` with the reason."""
+    """Return what has become of a run: `open`, `completed`, `scored`, or `discarded` with the reason."""
     if await gateway.registry.log.completion(opened) is None:
         return {"run": "open"}
-    group = group_key(opened.group, opened.trajectory)
-    discards = await gateway.broker.read(
-        GroupDiscarded, project=opened.project, model=opened.model, group=group, branch="main"
-    )
-    for recorded in reversed(discards):
-        if opened.trajectory in recorded.event.trajectories:
-            return {"run": "discarded", "reason": recorded.event.reason}
+    keys: dict[str, Any] = {
+        "project": opened.project, "model": opened.model, "group": group_key(opened.group, opened.trajectory),
+        "branch": "main",
+    }  # fmt: skip
+    for scored in reversed(await gateway.broker.read(GroupScored, **keys)):
+        if any(m.trajectory == opened.trajectory and m.outcome == "scored" for m in scored.event.members):
+            return {"run": "scored"}
+    for discarded in reversed(await gateway.broker.read(GroupDiscarded, **keys)):
+        if opened.trajectory in discarded.event.trajectories:
+            return {"run": "discarded", "reason": discarded.event.reason}
     return {"run": "completed"}
 
 

@@ -49,7 +49,9 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
     runs = {
         row["trajectory"]: row
         for row in history.rows(
-            "SELECT * FROM trajectories WHERE group_id = $group ORDER BY attempt", selection
+            """SELECT * FROM trajectories WHERE group_id = $group OR (group_id = '' AND trajectory = $group)
+               ORDER BY attempt""",
+            selection,
         )
     }
     if not scored and not runs:

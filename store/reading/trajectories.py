@@ -67,7 +67,8 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
     more = history.row(
         "SELECT max(seq) AS last, count(*) AS calls FROM exchanges WHERE trajectory = $trajectory", selection
     )
-    siblings = [row["trajectory"] for row in history.rows(_SIBLINGS, {"group": run["group_id"]})]
+    group = run["group_id"] or name  # a run without a group is one of its own
+    siblings = [row["trajectory"] for row in history.rows(_SIBLINGS, {"group": group})]
     place = siblings.index(name) if name in siblings else 0
     return {
         "trajectory": name, "run": run, "metadata": chat.parsed(run["metadata"]),
@@ -78,18 +79,18 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
         "verdicts": history.rows(
             """SELECT * FROM verdicts WHERE group_id = $group AND trajectory = $trajectory
                ORDER BY scored_at, "call", verdict""",
-            {**selection, "group": run["group_id"]},
+            {**selection, "group": group},
         ),
         "signals": history.rows(
             "SELECT * FROM signals WHERE trajectory = $trajectory ORDER BY given_at", selection
         ),
         "rewards": history.rows(
             "SELECT * FROM rewards WHERE group_id = $group AND trajectory = $trajectory ORDER BY scored_at",
-            {**selection, "group": run["group_id"]},
+            {**selection, "group": group},
         ),
         "trained_in": history.rows(
             "SELECT version, branch FROM checkpoints WHERE list_contains(groups, $group) ORDER BY step",
-            {"group": run["group_id"]},
+            {"group": group},
         ),
         "decoded": decode is not str,
     }  # fmt: skip

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from judge.feedback import RunFeedback, feedback_on
@@ -13,6 +14,8 @@ from judge.groups import GroupKey, read_group
 from pipeline.config import Config, FeedbackConfig, JudgeConfig, NatsConfig, RewardConfig
 from pipeline.events import AnyEvent, FeedbackTimedOut, Grader, Hint, SignalGiven
 from pipeline.log.broker import Broker, Recorded
+from pipeline.running.status import read_log
+from pipeline.security.signing import Trust
 from tests.judge.kit import completed, groups, judging
 from tests.judge.test_service import drained, timers
 
@@ -50,6 +53,8 @@ async def test_a_complete_run_waits_for_its_feedback_and_is_scored_with_it_by_an
             await timers(broker, 1)
             await drained(broker)
             assert await groups(broker, 0) == []
+        said = await read_log(nats_config, Trust(config.signing))
+        assert said["waiting"] == {"members": 0, "feedback": 1}
         async with judging(broker, config):
             await broker.publish(signal("a", 0.75))
             (group,) = await groups(broker, 1)
@@ -68,6 +73,19 @@ async def test_feedback_before_the_end_of_a_run_counts_and_none_is_waited_for(
         await broker.publish(run("a"))
         (group,) = await groups(broker, 1)
     assert group.members[0].reward == 0.5
+
+
+async def test_a_group_may_wait_for_whatever_is_said_until_its_time_is_over(nats_config: NatsConfig) -> None:
+    """So words after the result are hints. By default the group is scored with the result."""
+    config = settings(nats_config, wait_s=600)
+    whole = msgspec.structs.replace(config, feedback=FeedbackConfig(wait_s=0.5, wait_for="all"))
+    async with Broker.connect(nats_config) as broker, judging(broker, whole):
+        await broker.publish(signal("a", 1.0))
+        await broker.publish(run("a"))
+        await broker.publish(signal("a", text="the other account", kind="text"))
+        (group,) = await groups(broker, 1)
+    assert group.members[0].reward == 1.0
+    assert group.members[0].hints == (Hint(call=-1, text="the other account", by="desk"),)
 
 
 async def test_without_feedback_a_run_ends_unscored_at_the_deadline_and_late_feedback_scores_it_once(

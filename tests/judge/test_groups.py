@@ -54,6 +54,16 @@ def test_the_order_of_the_log_decides(
     assert all(found.late[seq].seq == seq > closed_at for seq in found.late)
 
 
+@pytest.mark.parametrize(
+    ("group", "size", "closed"), [("", 0, True), ("a", 0, True), ("a", 2, False), ("g", 0, False)]
+)
+def test_a_run_that_names_no_group_is_one_of_its_own(group: str, size: int, closed: bool) -> None:
+    """The gateway gives a run that was opened without a group the run's own id as the name of its group."""
+    event = completed("a", group, group_size=size)
+    message = Recorded[AnyEvent](event, "ROLLOUTS", 1, event.subject())
+    assert bool(read_group(key_of(event), [message], 8).closed_at) == closed
+
+
 def test_the_largest_announced_size_counts_as_soon_as_it_is_announced() -> None:
     events = [completed("a", group_size=2), completed("b", group_size=4), completed("c"), completed("d")]
     assert read(*events[:1], completed("b")).closed_at == 2

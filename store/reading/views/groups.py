@@ -18,8 +18,8 @@ GROUPS = View(
         "reward_mean": "Mean reward of the scored members.",
         "reward_min": "Lowest reward of them.",
         "reward_max": "Highest reward of them.",
-        "has_signal": "Whether these rewards differ by more than 1e-6, without which a group is not trained; null for "
-        "validation groups, which are never trained.",
+        "has_signal": "Whether these rewards differ by more than 1e-6, without which a group is not trained, unless it "
+        "is compared with other groups (`trainer.loss.baseline`); null for validation groups, which are never trained.",
         "discarded": "Number of its trajectories that are not trained, before or after the scoring.",
         "reason": "Why most of these were discarded; null if none was.",
         "decided_by": "Service that discarded them.",
@@ -86,7 +86,8 @@ REWARDS = View(
     "rewards",
     "One row per member of a scored group: what training gets.",
     {
-        "centered": "Reward minus the mean of the group's scored members; its sign is that of the advantage.",
+        "centered": "Reward minus the mean of the group's scored members; its sign is that of the advantage with "
+        "`trainer.loss.baseline` = `group`.",
     },
     """
         WITH each AS (

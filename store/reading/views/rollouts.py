@@ -11,6 +11,8 @@ TRAJECTORIES = View(
     "trajectories",
     "One row per agent run, open or ended.",
     {
+        "group_id": "Empty for a run without a group. Other views name the run's id then: it is a group of its own.",
+        "reward": "The agent's own; null if it gave none. What training got is in `rewards`.",
         "outcome": "`scored`, `no_result` or `masked`; `open` while the run has not ended.",
         "last_step": "Highest policy step that sampled in the run.",
         "metrics": "Metrics given by the agent.",

@@ -7,12 +7,22 @@ from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import openai
 import pytest
 
-from pipeline.config import NatsConfig
-from pipeline.events import GroupDiscarded, SignalGiven, TrajectoryOpened
+from pipeline.config import (
+    Config,
+    JudgeConfig,
+    ModelConfig,
+    NatsConfig,
+    RewardConfig,
+    TrainerConfig,
+    with_values,
+)
+from pipeline.events import GroupDiscarded, GroupScored, Member, SignalGiven, TrajectoryOpened
 from pipeline.log.broker import Broker
+from rollout_gateway.api.feedback import _use
 from rollout_gateway.capture.answer_ids import new_answer_id, trajectory_of, unwrapped
 from tests.kits.clients import closed_after_test
 from tests.rollout_gateway.access.test_access import Caller
@@ -107,7 +117,7 @@ async def test_feedback_on_the_answers_of_each_api(
     for number, (api, name) in enumerate(answers(client, claude).items()):
         reply = give(gateway, answer=name, thumb="up", text=api)
         assert reply.json()["signals"] == [
-            {"trajectory": "run/1", "call": number, "run": "open", "repeated": False}
+            {"trajectory": "run/1", "call": number, "run": "open", "use": "history", "repeated": False}
         ], (api, name, reply.text)
         assert give(gateway, answer=name, about="run", value=1).json()["signals"][0]["call"] == -1
     given = [s.call for s in await signals(nats_config)]
@@ -199,9 +209,9 @@ async def test_what_a_body_says(start_front: StartGateway, nats_config: NatsConf
 
 async def test_the_state_of_the_run_is_told(start_front: StartGateway, nats_config: NatsConfig) -> None:
     gateway = start_front()
-    for name in ("open", "done", "lost"):
+    for name in ("open", "done", "lost", "won"):
         gateway.open(id=name)
-    for name in ("done", "lost"):
+    for name in ("done", "lost", "won"):
         gateway.complete(name, reward=0)
     async with Broker.connect(nats_config) as broker:
         await broker.publish(
@@ -214,11 +224,16 @@ async def test_the_state_of_the_run_is_told(start_front: StartGateway, nats_conf
                 by="judge",
             )
         )
+        members = (Member(trajectory="won", reward=1.0),)
+        await broker.publish(
+            GroupScored(project=PROJECT, group="won", model="tictactoe", judge="j", members=members)
+        )
     old = "t-20200101T000000Z-" + "0" * 20
     about: list[tuple[dict[str, Any], Any]] = [
         ({"run": "open"}, {"run": "open"}),
         ({"run": "done"}, {"run": "completed"}),
         ({"run": "lost"}, {"run": "discarded", "reason": "late"}),
+        ({"run": "won"}, {"run": "scored", "use": "history"}),
         ({"run": "nobody"}, (404, "trajectory_not_found")),
         ({"run": old}, (410, "trajectory_expired")),
         ({"answer": f"chatcmpl-{new_answer_id(old)}"}, (410, "trajectory_expired")),
@@ -237,7 +252,7 @@ async def test_the_state_of_the_run_is_told(start_front: StartGateway, nats_conf
             assert {name: signal.get(name) for name in told} == told
         else:
             assert error(reply) == told, body
-    assert [s.trajectory for s in await signals(nats_config)] == ["open", "done", "lost"]
+    assert [s.trajectory for s in await signals(nats_config)] == ["open", "done", "lost", "won"]
 
 
 # -- once -------------------------------------------------------------------------------------------------------------
@@ -338,4 +353,28 @@ async def test_a_feedback_key_can_do_nothing_else(start_front: StartGateway) -> 
     assert "replicas" not in fan.ask("GET", "/health").json()
     # What it is told holds nothing of the run's content.
     (told,) = fan.ask("POST", "/v1/trajectories/r/feedback", {"thumb": "up"}).json()["signals"]
-    assert told == {"trajectory": "r", "call": -1, "run": "open", "repeated": False}
+    assert told == {"trajectory": "r", "call": -1, "run": "open", "use": "history", "repeated": False}
+
+
+@pytest.mark.parametrize(
+    ("said", "use"),
+    [
+        ({"name": "result", "value": 1.0}, "reward"),
+        ({"name": "result", "value": 1.0, "call": 1}, "call_reward"),
+        ({"name": "resullt", "value": 1.0}, "history"),
+        ({"name": "reward", "value": 1.0, "call": 1, "by": "agent"}, "call_reward"),
+        ({"name": "reward", "value": 1.0, "call": 1}, "history"),
+        ({"kind": "text", "text": "no"}, "hint"),
+        ({"kind": "correction", "text": "b2", "model": "untaught"}, "history"),
+    ],
+)
+def test_what_the_settings_make_of_a_signal_is_told(said: dict[str, Any], use: str) -> None:
+    reward = RewardConfig(name="result", kind="feedback")
+    taught, untaught = (ModelConfig(name=name, base="b") for name in ("m", "untaught"))
+    config = Config(
+        models=(taught, msgspec.structs.replace(untaught, trainer={"distill": {"weight": 0.0}})),
+        judge=JudgeConfig(rewards=(reward,)),
+        trainer=with_values(TrainerConfig(), {"distill.weight": 1.0}),
+    )
+    about = {"project": "p", "signal": "s", "trajectory": "t", "model": "m", "group": "t", "by": "desk"}
+    assert _use(config, SignalGiven(**(about | said)), "agent") == use

@@ -13,12 +13,22 @@ from msgspec import structs
 from starlette.testclient import TestClient
 
 from pipeline.config import Config, StoreConfig, save
-from pipeline.events import GroupDiscarded, GroupScored, now_us, pack_mask
+from pipeline.events import (
+    GroupDiscarded,
+    GroupScored,
+    Member,
+    TrajectoryCompleted,
+    now_us,
+    pack_mask,
+    pack_seqs,
+)
 from pipeline.running.runs import SETTINGS, run_settings
 from store.lake.lake import open_lake
+from store.reading import groups as reading_groups
+from store.reading import trajectories as reading
 from store.reading.history import History
 from store.showing.dashboard.server import _LISTS, _SINGLE
-from tests.store.kit import exchange, fill, run_of_one_step
+from tests.store.kit import checkpoint, exchange, fill, run_of_one_step
 from tests.store.showing.dashboard import test_browser
 from tests.store.showing.dashboard.conftest import URL, Open
 
@@ -295,3 +305,29 @@ def test_a_group_that_was_scored_and_then_discarded_is_listed_once(
         ("g9", "discarded", "stale", None),
     ]
     assert len(client.get("/group/g0.json").json()["scored"]) == 1
+
+
+def test_a_run_without_a_group_has_its_reward_and_its_checkpoints(tmp_path: Path) -> None:
+    """Other events name the run's id where it has no group. A run that waits is a group that is not scored."""
+    done = TrajectoryCompleted(project="p", trajectory="solo", model="m", group="", exchanges=1)
+    members = (Member(trajectory="solo", reward=0.5),)
+    scored = GroupScored(project="p", group="solo", model="m", judge="j", members=members)
+    waits = structs.replace(done, trajectory="waits")
+    fill(
+        tmp_path,
+        [
+            exchange("solo", group=""),
+            done,
+            waits,
+            scored,
+            checkpoint(2, groups=("solo",), group_seqs=pack_seqs([1])),
+        ],
+    )
+    history = History(Config(run_dir=str(tmp_path)))
+    run = reading.trajectory(history, "solo", {})
+    assert [row["reward"] for row in run["rewards"]] == [0.5]
+    assert [row["version"] for row in run["trained_in"]] == ["m@2"]
+    assert [m["run"]["trajectory"] for m in reading_groups.group(history, "solo", {})["members"]] == ["solo"]
+    group = reading_groups.group(history, "waits", {})
+    history.close()
+    assert (group["scored"], [m["trajectory"] for m in group["members"]]) == ([], ["waits"])
