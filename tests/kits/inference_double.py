@@ -307,16 +307,18 @@ def build(double: Double) -> Starlette:
 
     async def completions(request: Request) -> Response:
         body = await read(request)
-        prompt = double.prompt_of(body)
-        room, ids_too = double.check(body, prompt), bool(body.get("return_token_ids"))
-        choices, sampled = [], 0
-        for number in range(int(body.get("n") or 1)):
-            tokens = list(double.sample(body, prompt, room, number))
+        texts, ids_too = body.get("prompt"), bool(body.get("return_token_ids"))
+        several = isinstance(texts, list) and texts and isinstance(texts[0], str)
+        prompts = [double.prompt_of({**body, "prompt": text}) for text in (texts if several else [texts])]
+        choices: list[dict[str, Any]] = []
+        sampled = 0
+        for prompt, number in itertools.product(prompts, range(int(body.get("n") or 1))):
+            tokens = list(double.sample(body, prompt, double.check(body, prompt), number))
             sampled += len(tokens)
             text, reason = _finish(tokens, end)
             asked = body.get("logprobs")
             entry: dict[str, Any] = {
-                "index": number,
+                "index": len(choices),
                 "text": text,
                 "finish_reason": reason,
                 "stop_reason": None,
@@ -334,7 +336,11 @@ def build(double: Double) -> Starlette:
                 entry | ({"token_ids": [t.id for t in tokens], "prompt_token_ids": prompt} if ids_too else {})
             )
         return JSONResponse(
-            {**head(body, "text_completion"), "choices": choices, "usage": usage(prompt, sampled)}
+            {
+                **head(body, "text_completion"),
+                "choices": choices,
+                "usage": usage([i for ids in prompts for i in ids], sampled),
+            }
         )
 
     async def models(_: Request) -> Response:
