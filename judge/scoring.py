@@ -57,6 +57,8 @@ class GroupRewards:
     """Why some trajectories have no reward."""
     feedback: Mapping[str, RunFeedback] = field(default_factory=dict)
     """What else is known of a run: rewards of its calls, hints, and who graded it; by trajectory."""
+    of_calls: bool = False
+    """Whether only calls were judged, no run as a whole."""
     taught: Mapping[str, str] = field(default_factory=dict)
     """The teacher from outside that answered about a run, by trajectory."""
 
@@ -200,6 +202,7 @@ def make_member(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> 
         trajectory=event.trajectory,
         reward=rewards.final[event.trajectory] if outcome == "scored" else 0.0,
         outcome=outcome,
+        graded="calls" if rewards.of_calls else "run",
         split=event.split,
         components=dict(rewards.components.get(event.trajectory, event.rewards)),
         metrics=event.metrics,

@@ -329,6 +329,7 @@ def _group_metrics(
         "no_variance_share": equal_groups / (equal_groups + len(batch)),
         "trajectories": float(len(members)),
         "tokens_stale": float(sum(g.stale_tokens for g in batch)),
+        "tokens_unjudged": float(sum(g.unjudged_tokens for g in batch)),
         "tokens_left_out": float(sum(g.left_out.total() for g in batch)),
         "hints": float(sum(g.hints for g in batch)),
         "hints_unused": float(sum(g.hints_unused for g in batch)),

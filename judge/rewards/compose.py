@@ -179,7 +179,7 @@ class ConfiguredComposer:
         missing = "; ".join(f"{what} for {c} of {len(members)}" for what, c in lacking.items() if c)
         verdicts = tuple(v for r in rewards for v in found[r.name].verdicts)
         calls = {m.trajectory: merge(self._of_calls(m.trajectory, found)) for m in members}
-        return GroupRewards(final, components, verdicts, missing, calls)
+        return GroupRewards(final, components, verdicts, missing, calls, of_calls=not names)
 
     def _of_calls(self, trajectory: str, found: Mapping[str, Component]) -> Iterator[RunFeedback]:
         """Return what each part says about a run's calls, its numbers times the part's weight."""

@@ -93,6 +93,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """The teacher from outside whose answer about the run is on the log (`rollout.teacher`); empty: there is none."""
     graders: tuple[Grader, ...] = ()
     """The API keys whose feedback is a part of `reward` or `call_rewards`. What `feedback.max_share` limits."""
+    graded: Literal["run", "calls"] = "run"
+    """`calls`: nothing judged the run as a whole. `reward` is 0, and calls after the last one with a reward or a hint
+    are not trained."""
 
 
 class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):

@@ -61,7 +61,7 @@ async def test_a_single_run_has_rewards_of_calls_and_hints_of_the_judge_and_of_p
     (member,) = group.members
     assert (member.reward, member.components) == (0.5, {"result": 0.5, "next": pytest.approx(1 / 3)})
     assert member.call_rewards == {"0": 1.0, "1": -0.75, "2": 1.0}
-    assert member.hints == (HINT, Hint(call=2, text="Well done."))
+    assert member.hints == (HINT, Hint(call=2, text="Well done.", by="desk"))
     votes = [v for v in group.verdicts if v.rubric == "next_state"]
     assert [[(s.call, s.score) for s in v.scores] for v in votes] == [[(0, 1.0), (1, -1.0), (2, 1.0)]] * 3
     assert votes[0].scores[1].hint == HINT.text

@@ -83,6 +83,8 @@ class TrainingGroup:
     """Number of hints on calls, with the group's best run for each call that it is shown to."""
     hints_unused: int = 0
     """Number of hints that no prompt could be made of."""
+    unjudged_tokens: int = 0
+    """Number of tokens that are context because nothing judged their calls."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Number of sampled tokens that are not trained because of a sampling setting, by the name of the setting."""
     stale_tokens: int = 0

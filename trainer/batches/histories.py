@@ -14,7 +14,8 @@ from pipeline.log.messages import Place
 from pipeline.sampling import Defaults
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Refusal, TrainingGroup
-from trainer.batches.sequences import build
+from trainer.batches.returns import judged_calls
+from trainer.batches.sequences import TokenSequence, build
 from trainer.distillation.lessons import Answer, answers_of
 from trainer.distillation.prompts import HintedPrompts, HintUnusableError, best_run, is_better, transcript
 
@@ -60,26 +61,38 @@ class Histories:
         group.left_out.clear()
         group.hinted.clear()
         group.answers.clear()
-        group.hints = group.hints_unused = 0
+        group.hints = group.hints_unused = group.unjudged_tokens = 0
         try:
             runs = [(member, await self._exchanges(group.event.project, member)) for member in group.members]
         except HistoryGoneError as error:
             return Refusal("history_gone", str(error))
         for member, exchanges in runs:
             group.duration_s = max(group.duration_s, _duration_s(exchanges))
-            sequences += build(
+            built = build(
                 member.trajectory,
                 exchanges,
                 defaults=self._defaults,
                 mask_truncated=self._mask_truncated,
                 left_out=group.left_out,
             )
+            sequences += [self._without_unjudged(group, member, sequence) for sequence in built]
             if self._asks_outside and member.teacher:
                 group.answers[member.trajectory] = await self._answers(group.event.project, member, exchanges)
         if self._prompts is not None:
             self._render_hints(group, self._prompts, runs)
         group.sequences = sequences
         return None
+
+    def _without_unjudged(
+        self, group: TrainingGroup, member: Member, sequence: TokenSequence
+    ) -> TokenSequence:
+        """The sequence with the calls as context that nothing judged, unless a teacher from outside teaches them."""
+        judged = judged_calls(member)
+        if not judged or sequence.calls is None or (self._asks_outside and member.teacher):
+            return sequence
+        unjudged = sequence.loss_mask & (sequence.calls >= judged)
+        group.unjudged_tokens += int(unjudged.sum())
+        return sequence.masking_out(unjudged)
 
     def _render_hints(self, group: TrainingGroup, prompts: HintedPrompts, runs: Sequence[Run]) -> None:
         """Set the teacher's prompts of calls with hints, and of all calls of runs that the group's best run is

@@ -38,6 +38,14 @@ def differ(members: Iterable[Member], discount: float) -> bool:
     return discount != 1.0 or any(m.call_rewards for m in members)
 
 
+def judged_calls(member: Member) -> int:
+    """How many calls of a run of which only calls were judged train: those up to the last one with a reward or a hint.
+    0: all."""
+    if member.graded == "run":
+        return 0
+    return 1 + max([*(int(c) for c in member.call_rewards), *(h.call for h in member.hints), 0])
+
+
 def group_returns(
     members: Sequence[Member], sequences: Sequence[TokenSequence], discount: float, *, by_call: bool
 ) -> list[Floats]:
@@ -45,9 +53,10 @@ def group_returns(
     number, its reward."""
     if not by_call:
         return [np.array([m.reward], np.float64) for m in members]
-    calls = {m.trajectory: max(m.exchanges, 1) for m in members}
+    calls = {m.trajectory: judged_calls(m) or max(m.exchanges, 1) for m in members}
+    whole = {m.trajectory for m in members if not judged_calls(m)}
     for sequence in sequences:
-        if sequence.calls is not None and sequence.trajectory in calls:
+        if sequence.calls is not None and sequence.trajectory in whole:
             calls[sequence.trajectory] = max(calls[sequence.trajectory], int(sequence.calls.max()) + 1)
     return [returns_of(m, calls[m.trajectory], discount) for m in members]
 

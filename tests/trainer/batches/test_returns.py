@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from pipeline.config import LossConfig, TrainerConfig
-from pipeline.events import GroupScored, Member
+from pipeline.config import LossConfig, NatsConfig, TrainerConfig
+from pipeline.events import GroupScored, Hint, Member
+from pipeline.log.broker import Broker
+from pipeline.log.messages import Place
+from pipeline.sampling import Defaults
 from tests.trainer.kit import exchange, training_group
 from trainer.batches.groups import TrainingGroup, examples
-from trainer.batches.returns import returns_of
+from trainer.batches.histories import Histories
+from trainer.batches.returns import judged_calls, returns_of
 from trainer.batches.sequences import build
 from trainer.batches.tasks import EarlierRuns
 
@@ -197,3 +202,34 @@ def test_a_discount_counts_the_calls_of_the_run_and_not_those_that_are_left_to_t
 
 
 CONFIG_OF_CALLS = TrainerConfig(loss=LossConfig(turn_discount=0.5, advantage_scaling="none"))
+
+
+@pytest.mark.anyio
+async def test_calls_that_nothing_judged_are_context_in_a_run_of_which_only_calls_are_judged(
+    nats_config: NatsConfig,
+) -> None:
+    """Two of four calls are judged in a, one of three in b, whose second call has a hint. By the formula, positions 0
+    and 1 are compared; b has returned what its first call gave by its second."""
+    judged = (
+        Member(trajectory="a", reward=0.0, graded="calls", call_rewards={"0": 1.0, "1": -1.0}, exchanges=4),
+        Member(
+            trajectory="b", reward=0.0, graded="calls", call_rewards={"0": 1.0}, exchanges=3,
+            hints=(Hint(call=1, text="No."),),
+        ),
+    )  # fmt: skip
+    scored = GroupScored(project="p", group="g", model="tiny", judge="j", members=judged)
+    async with Broker.connect(nats_config) as broker:
+        for member in judged:
+            prompt: list[int] = []
+            for call in range(member.exchanges):
+                prompt = [*prompt, 5]
+                await broker.publish(exchange(member.trajectory, call, prompt, [7, 8], group="g"))
+                prompt = [*prompt, 7, 8]
+        group = TrainingGroup(scored, Place(1, 0))
+        assert await Histories(broker, Defaults(), mask_truncated=False).read(group) is None
+    assert [s.trained_tokens for s in group.sequences or ()] == [4, 4]
+    assert group.unjudged_tokens == 4 + 2
+    found = of_tokens([group], advantage_scaling="none")
+    assert found == {"a": [-0.5, -0.5, -0.5, -0.5], "b": [0.5, 0.5, 0.5, 0.5]}
+    run = msgspec.structs.replace(judged[0], graded="run")
+    assert (judged_calls(judged[0]), judged_calls(judged[1]), judged_calls(run)) == (2, 2, 0)
