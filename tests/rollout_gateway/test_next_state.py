@@ -20,7 +20,7 @@ from tests.kits.clients import closed_after_test
 from tests.kits.scoring_server import ScoringServer
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.trainer import kit
-from trainer import learner
+from trainer.batches import graders
 from trainer.batches.groups import Example, examples
 
 pytestmark = [pytest.mark.anyio, pytest.mark.inference, pytest.mark.timeout(300)]
@@ -68,7 +68,7 @@ async def test_a_chat_client_that_reports_nothing_is_trained_by_what_its_users_s
         made[:] = examples(*args)
         return made
 
-    monkeypatch.setattr(learner, "examples", remember)
+    monkeypatch.setattr(graders, "examples", remember)
     detection = {"detection.enabled": True, "detection.grouped": False, "detection.idle_s": 3.0}
     gateway = start_gateway(**detection)
     config = kit.settings(
@@ -105,4 +105,8 @@ async def test_a_chat_client_that_reports_nothing_is_trained_by_what_its_users_s
         expected = advantages[sequence.trajectory][calls]
         np.testing.assert_allclose(example.call_advantages, expected, rtol=0, atol=1e-10)
         trained |= {(sequence.trajectory, int(call)) for call in calls}
-    assert trained == {(trajectory, call) for trajectory in worth for call in range(4)}
+    judged = {
+        t: max(int(call) for call in (*m.call_rewards, *(h.call for h in m.hints))) for t, m in worth.items()
+    }
+    assert trained == {(trajectory, call) for trajectory, last in judged.items() for call in range(last + 1)}
+    assert step.metrics["tokens_unjudged"] > 0
