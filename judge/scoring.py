@@ -132,17 +132,7 @@ async def score_closed(
             if batch is None:
                 return _discarded(group.key, events, "unscored", str(error))
             rewards = GroupRewards({}, {}, ())
-    rewards = with_feedback(rewards, scorable, group.signals, config)
-    if teach is not None:
-        rewards = replace(rewards, taught=await teach(scorable))
-    if (
-        not rewards.final and not config.rewards
-    ):  # nothing grades the group, so hints or a teacher alone may train it
-        hinted = {name for name, said in rewards.feedback.items() if said.hints}
-        rewards = replace(
-            rewards,
-            final={e.trajectory: 0.0 for e in scorable if e.trajectory in hinted | rewards.taught.keys()},
-        )
+    rewards = await with_lessons(rewards, scorable, group.signals, config, teach)
     # The trainer waits for every group of a batch, so it also gets those that it will discard.
     if len(rewards.final) < needed and batch is None:
         why = rewards.missing or _too_few(len(rewards.final), len(events), needed)
@@ -157,6 +147,24 @@ async def score_closed(
         batch=batch,
         owner=events[0].owner if events else "",
     )
+
+
+async def with_lessons(
+    rewards: GroupRewards,
+    members: Sequence[TrajectoryCompleted],
+    signals: Sequence[SignalGiven],
+    config: JudgeConfig,
+    teach: Teach | None,
+) -> GroupRewards:
+    """Add to `rewards` what signals and a teacher from outside say about `members`. If nothing grades the group, those
+    with a hint or an answer of the teacher have the reward 0: these alone may train them."""
+    rewards = with_feedback(rewards, members, signals, config)
+    if teach is not None:
+        rewards = replace(rewards, taught={**rewards.taught, **await teach(members)})
+    if rewards.final or config.rewards:
+        return rewards
+    lessons = {name for name, said in rewards.feedback.items() if said.hints} | rewards.taught.keys()
+    return replace(rewards, final={e.trajectory: 0.0 for e in members if e.trajectory in lessons})
 
 
 def with_feedback(

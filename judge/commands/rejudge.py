@@ -35,13 +35,15 @@ from judge.labelled import measure_agreement
 from judge.rewards.compose import open_composer_on_log
 from judge.scoring import (
     RewardComposer,
+    Teach,
     UnscoredError,
     agent_rewards,
     judge_hash,
     make_member,
     score_closed,
-    with_feedback,
+    with_lessons,
 )
+from judge.teacher import open_teacher
 from pipeline.config import Config, ConfigError
 from pipeline.events import GroupDiscarded, GroupScored, SignalGiven, TrajectoryCompleted, now_us
 from pipeline.gather import gather
@@ -85,6 +87,7 @@ class Rejudge:
         broker: Broker,
         config: Config,
         composer: RewardComposer | None,
+        teach: Teach | None = None,
         *,
         branch: str = "",
         source: str = "main",
@@ -94,6 +97,7 @@ class Rejudge:
         `ConfigError` if the branch is the one that is read, unless that is `main`, or if it is `main` and another one
         is read."""
         self._broker, self._config, self._composer, self._source = broker, config, composer, source
+        self._teach = teach
         judge = verdicts or judge_hash(config.judge)
         self.report = RejudgeReport(branch or f"judge-{judge}", judge)
         if (self.report.branch == "main") != (source == "main") and self.report.branch in (source, "main"):
@@ -157,7 +161,7 @@ class Rejudge:
         completions = [await self._completed(event, trajectory) for trajectory in event.trajectories]
         members = sorted((Arrival(r.event, r.seq) for r in completions), key=lambda arrival: arrival.seq)
         group = Group(key, tuple(members), signals=await self._signals(event))
-        result = await score_closed(group, self._config.judge, self.report.judge, self._composer)
+        result = await score_closed(group, self._config.judge, self.report.judge, self._composer, self._teach)
         if isinstance(result, GroupDiscarded):
             self.report.failed += result.reason == "unscored"
             log.info("still not scored", group=event.group, reason=result.reason, detail=result.detail[:300])
@@ -174,8 +178,8 @@ class Rejudge:
         try:
             signals = await self._signals(event)
             rewards = await self._composer(scorable, signals) if self._composer else agent_rewards(scorable)
-            rewards = with_feedback(rewards, scorable, signals, self._config.judge)
-            rewards = replace(rewards, taught={m.trajectory: m.teacher for m in event.members})
+            rewards = replace(rewards, taught={m.trajectory: m.teacher for m in event.members if m.teacher})
+            rewards = await with_lessons(rewards, scorable, signals, self._config.judge, self._teach)
             needed = 1 if event.split == "val" else self._config.judge.min_size
             if len(rewards.final) < needed:
                 raise UnscoredError(
@@ -260,10 +264,13 @@ async def _run(config: Config, args: argparse.Namespace) -> RejudgeReport:
     async with (
         Broker.connect(config.nats, name="rejudge", provision=False) as broker,
         open_composer_on_log(config, broker) as composer,
+        open_teacher(config, broker) as teacher,
     ):
+        teach = teacher.teach if teacher is not None else None
         rejudge = Rejudge(
-            broker, config, composer, branch=args.branch, source=args.from_branch, verdicts=args.verdicts
-        )
+            broker, config, composer, teach,
+            branch=args.branch, source=args.from_branch, verdicts=args.verdicts,
+        )  # fmt: skip
         return await rejudge.run(args.limit, args.since, args.until)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from judge.commands.rejudge import Rejudge
 from judge.teacher import Teacher, TeacherError, conversations, open_teacher, read
 from pipeline import streams
 from pipeline.config import Config, ConfigError, ModelConfig, NatsConfig, save, with_values
@@ -140,6 +141,25 @@ async def test_without_an_answer_a_run_trains_with_its_reward_alone(
         assert await answers(broker) == []
     assert [(m.trajectory, m.reward, m.teacher) for m in scored.members] == [("rewarded", 0.5, "")]
     assert (discarded.group, discarded.reason) == ("plain", "too_small")
+
+
+async def test_history_is_taught_later(nats_config: NatsConfig, inference_double: VllmServer) -> None:
+    """Groups that were published while the teacher was down, and runs that were discarded then. A run keeps
+    the answer that it has."""
+    config = settings(nats_config, inference_double.url)
+    async with Broker.connect(nats_config) as broker:
+        async with judging(broker, with_values(config, {"teacher.model": "unknown"})):
+            await play(broker, "rewarded", reward=0.5)
+            await play(broker, "plain")
+            await groups(broker, 1)
+            await groups(broker, 1, "discarded")
+        for branch in ("one", "two"):
+            async with open_teacher(config, broker) as teacher:
+                report = await Rejudge(broker, config, None, teacher and teacher.teach, branch=branch).run()
+            assert (report.rejudged, report.rescued) == (2, 1)
+        assert sorted(a.trajectory for a in await answers(broker)) == ["plain", "rewarded"]
+        taught = [m for g in await groups(broker, 5) if g.branch != "main" for m in g.members]
+    assert [(m.teacher, m.outcome) for m in taught] == [(TEACHER, "scored")] * 4
 
 
 @asynccontextmanager
