@@ -9,6 +9,7 @@ import contextlib
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import journeywork.art as art
@@ -91,14 +92,26 @@ async def train(
 
 
 async def compare(
-    model: art.TrainableModel[Any], scenarios: Sequence[str], rollout: Rollout, helper: Helper
+    model: art.TrainableModel[Any],
+    scenarios: Sequence[str],
+    rollout: Rollout,
+    helper: Helper,
+    *,
+    attempts: int = 4,
 ) -> Estimate:
-    """Play held-out scenarios once with the base model and once with the newest version. Returns the difference of the
-    judge's scores, who sees both runs of a scenario together, in two orders."""
+    """Play held-out scenarios `attempts` times with the base model and with the newest version. Returns the difference
+    of the judge's scores, who sees one run of each together, in two orders; its interval is over the scenarios."""
     versions = [model.get_inference_name(step) for step in (0, await model.get_step())]
     pairs = await art.gather_trajectory_groups(
-        (art.TrajectoryGroup(rollout(task, version) for version in versions) for task in scenarios),
+        (
+            art.TrajectoryGroup((rollout(task, version) for version in versions), metadata={"task": task})
+            for task in scenarios
+            for _ in range(attempts)
+        ),
         after_each=helper.score,
     )
-    before, after = zip(*([t.reward for t in pair] for pair in pairs), strict=True)
-    return paired_difference(before, after)
+    rewards: dict[Any, list[list[float]]] = {}  # a pair that the judge did not score is left out
+    for pair in pairs:
+        rewards.setdefault(pair.metadata["task"], []).append([run.reward for run in pair])
+    means = [list(map(fmean, zip(*scored, strict=True))) for scored in rewards.values()]
+    return paired_difference([before for before, _ in means], [after for _, after in means])
