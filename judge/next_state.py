@@ -22,7 +22,7 @@ import msgspec
 from judge.feedback import RunFeedback
 from judge.models.chat import ChatModel
 from judge.ruler import prompt
-from judge.ruler.asking import Asker, JudgeStatistics, JudgingError, LoadTranscript, Usage, charged
+from judge.ruler.asking import Asker, JudgingError, LoadTranscript, Usage, charged
 from judge.ruler.layout import ConversationText, PromptLayout
 from judge.ruler.replies import VOTES
 from judge.ruler.rubrics import Rubric
@@ -96,7 +96,7 @@ class JudgedRun:
         return fmean(self.scores.values()) if self.scores else None
 
 
-class NextStateJudge:
+class NextStateJudge(Asker):
     """Judges the calls of runs with one judge model and one rubric."""
 
     def __init__(
@@ -111,20 +111,7 @@ class NextStateJudge:
     ) -> None:
         """`votes` on each call. `rng` as `Asker`'s."""
         self._votes, self._load = votes, load
-        self._asker = Asker(config, rubric, model, rng)
-
-    @property
-    def rubric(self) -> Rubric:
-        return self._asker.rubric
-
-    @property
-    def statistics(self) -> JudgeStatistics:
-        return self._asker.statistics
-
-    @property
-    def paused(self) -> int:
-        """Runs that pause before they are judged again."""
-        return self._asker.paused
+        super().__init__(config, rubric, model, rng)
 
     async def __call__(self, members: Sequence[TrajectoryCompleted]) -> dict[str, JudgedRun]:
         """Return what the votes say about each run. A run that can't be judged within `judge.retry_for_s` is missing.
@@ -139,7 +126,7 @@ class NextStateJudge:
                 return await self._judge_run(await self._load(member), count=True)
 
             try:
-                run, in_vain = await self._asker.retry(attempt, member.group or member.trajectory)
+                run, in_vain = await self.retry(attempt, member.group or member.trajectory)
             except UnscoredError as error:
                 why = str(error)
                 log.error("run not judged", trajectory=member.trajectory, reason=why[:500])
@@ -178,7 +165,7 @@ class NextStateJudge:
                 failure = error
                 in_vain.include(spent)
                 if count:
-                    self._asker.count_failure(error)
+                    self.count_failure(error)
                 log.warning("judging failed", trajectory=transcript.trajectory, reason=str(error)[:500])
                 return None
             finally:
@@ -204,7 +191,7 @@ class NextStateJudge:
         """Vote once on some calls of a run. Raises `JudgingError`."""
         names = [str(call.reply.call) for call in calls]
         build = functools.partial(prompt.fill, _QUESTION, names, functools.partial(_lay_out, calls))
-        asked, parsed, verdict = await self._asker.ask(build, (transcript,), spent)
+        asked, parsed, verdict = await self.ask(build, (transcript,), spent)
         scores = tuple(
             Score(
                 trajectory=transcript.trajectory,

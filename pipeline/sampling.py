@@ -64,11 +64,6 @@ class Sampling(msgspec.Struct, frozen=True):
     def greedy(self) -> bool:
         return self.temperature < GREEDY
 
-    @property
-    def restricts(self) -> bool:
-        """Whether `top_k`, `top_p` or `min_p` exclude tokens."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
 
 def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
     """Return the sampling settings of a request body (JSON). A body that can't be decoded names none."""

@@ -140,7 +140,7 @@ class Answer(NamedTuple):
 
 
 class Asker:
-    """Asks one judge model with one rubric."""
+    """Asks one judge model with one rubric. What is asked is its subclasses'."""
 
     def __init__(
         self, config: JudgeConfig, rubric: Rubric, model: ChatModel, rng: random.Random | None = None
@@ -152,7 +152,7 @@ class Asker:
         self._context_tokens = config.context_tokens
         self.statistics = JudgeStatistics()
         self.paused = 0
-        """Works that pause before they are tried again."""
+        """Groups or runs that pause before they are judged again."""
 
     async def retry(self, work: Callable[[], Awaitable[T]], group: str) -> tuple[T, Usage]:
         """Return the result of `work`, and the calls that were made in vain before. `group` is for the log.

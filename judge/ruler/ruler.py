@@ -20,7 +20,6 @@ from judge.ruler import prompt
 from judge.ruler.aggregation import JudgePass, aggregate, draw_orders
 from judge.ruler.asking import (
     Asker,
-    JudgeStatistics,
     JudgingError,
     LoadTranscript,
     Usage,
@@ -40,7 +39,7 @@ _PASS_RETRIES = 4
 """How often failed passes are tried again for the sake of a single one that succeeded."""
 
 
-class LlmRuler:
+class LlmRuler(Asker):
     """Scores groups with one judge model and one rubric."""
 
     def __init__(
@@ -54,20 +53,7 @@ class LlmRuler:
     ) -> None:
         """`rng` as `Asker`'s."""
         self._passes, self._load = config.passes, load
-        self._asker = Asker(config, rubric, model, rng)
-
-    @property
-    def rubric(self) -> Rubric:
-        return self._asker.rubric
-
-    @property
-    def statistics(self) -> JudgeStatistics:
-        return self._asker.statistics
-
-    @property
-    def paused(self) -> int:
-        """Groups that pause before they are judged again."""
-        return self._asker.paused
+        super().__init__(config, rubric, model, rng)
 
     async def __call__(
         self, members: Sequence[TrajectoryCompleted]
@@ -79,7 +65,7 @@ class LlmRuler:
         async def judge() -> tuple[dict[str, float], tuple[Verdict, ...]]:
             return await self.judge(await gather(self._load, members))
 
-        (scores, verdicts), in_vain = await self._asker.retry(judge, members[0].group)
+        (scores, verdicts), in_vain = await self.retry(judge, members[0].group)
         return scores, charged(verdicts, in_vain)
 
     async def judge(
@@ -106,7 +92,7 @@ class LlmRuler:
                 failed.append(order)
                 in_vain.include(spent)
                 if count:
-                    self._asker.count_failure(error)
+                    self.count_failure(error)
                 log.warning("judging failed", reason=str(error)[:500])
 
         await gather(judge_in, orders)
@@ -130,7 +116,7 @@ class LlmRuler:
     async def _judge_in_order(self, ordered: Sequence[Transcript], spent: Usage) -> Verdict:
         """Judge once, in the order given. Every call is added to `spent`. Raises `JudgingError`."""
         build = functools.partial(prompt.build_prompt, ordered)
-        asked, parsed, verdict = await self._asker.ask(build, ordered, spent)
+        asked, parsed, verdict = await self.ask(build, ordered, spent)
         scores = tuple(
             Score(trajectory=trajectory, score=parsed.scores[name], explanation=parsed.explanations[name])
             for name, trajectory in asked.names.items()

@@ -210,7 +210,7 @@ async def test_a_failing_judge_publishes_nothing(nats_config: NatsConfig) -> Non
     async with Broker.connect(nats_config) as broker:
         await history(broker, config)
         failing = composer(broker, config, Model(lambda _: 500))
-        failing.rulers[""]._asker._config = JudgeConfig(retry_for_s=0.0)  # type: ignore[attr-defined]
+        failing.rulers[""]._config = JudgeConfig(retry_for_s=0.0)  # type: ignore[attr-defined]
         report = await Rejudge(broker, config, failing, branch="b").run()
         assert (report.rejudged, report.failed) == (0, 2)
         await groups(broker, 2)

@@ -61,7 +61,7 @@ async def test_judging_the_same_history_again_uses_the_same_orders_and_new_ids()
     first, second = Model(Scorer()), Model(Scorer())
     _, a = await ruler(first).judge(TRANSCRIPTS)
     judge = ruler(second)
-    judge._asker._rng.random()
+    judge._rng.random()
     _, b = await judge.judge(TRANSCRIPTS)
     assert [v.order for v in a] == [v.order for v in b]
     assert first.requests[0]["messages"] != second.requests[0]["messages"]

@@ -31,7 +31,7 @@ def test_the_request_comes_before_the_servers_default() -> None:
     found = sampling_of(asked(), defaults)
     assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.6, 0.95, 20, 0.1)
     found = sampling_of(asked(temperature=1.2, top_p=1, top_k=-1, min_p=0), defaults)
-    assert (found.temperature, found.restricts, found.unsupported) == (1.2, False, "")
+    assert (found.temperature, found.top_p, found.top_k, found.unsupported) == (1.2, 1.0, 0, "")
     assert sampling_of(b"no json", NO_DEFAULTS) == sampling_of(asked(), NO_DEFAULTS)
 
 
