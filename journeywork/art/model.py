@@ -9,11 +9,11 @@ import weakref
 from collections.abc import Iterable
 from contextvars import Token
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Never, cast
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, cast
 
 import pydantic
 from openai import AsyncOpenAI
-from typing_extensions import TypeVar
+from typing_extensions import TypeVar, Unpack
 
 from journeywork.art.backend import Backend
 from journeywork.art.metrics import MetricsBuilder
@@ -42,6 +42,19 @@ _RETRIES = 8
 """Enough to survive a restart of the gateway."""
 
 
+class ModelFields(TypedDict, total=False):
+    """Further fields of a model."""
+
+    entity: str | None
+    id: str | None
+    run_id: str | None
+    inference_api_key: str | None
+    inference_base_url: str | None
+    inference_model_name: str | None
+    base_path: str
+    report_metrics: list[str] | None
+
+
 class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
     """A model that a rollout calls. This class is for prompted models, with an OpenAI-compatible URL and its key."""
 
@@ -68,26 +81,9 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
     )
 
     def __init__(
-        self,
-        *,
-        name: str,
-        project: str,
-        entity: str | None = None,
-        id: str | None = None,  # noqa: A002 - ART's name
-        config: ModelConfig | None = None,
-        inference_api_key: str | None = None,
-        inference_base_url: str | None = None,
-        inference_model_name: str | None = None,
-        base_path: str = ".art",
-        report_metrics: list[str] | None = None,
-        **kwargs: Never,
+        self, *, name: str, project: str, config: ModelConfig | None = None, **fields: Unpack[ModelFields]
     ) -> None:
-        super().__init__(
-            name=name, project=project, entity=entity, id=id, config=config,
-            inference_api_key=inference_api_key, inference_base_url=inference_base_url,
-            inference_model_name=inference_model_name, base_path=base_path, report_metrics=report_metrics,
-            **kwargs,
-        )  # fmt: skip
+        super().__init__(name=name, project=project, config=config, **fields)
 
     def __getattr__(self, name: str) -> Any:
         if name in METHODS:
@@ -285,20 +281,14 @@ class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateTy
         *,
         name: str,
         project: str,
-        entity: str | None = None,
-        id: str | None = None,  # noqa: A002 - ART's name
-        run_id: str | None = None,
-        config: ModelConfig | None = None,
         base_model: str,
-        base_path: str = ".art",
-        report_metrics: list[str] | None = None,
+        config: ModelConfig | None = None,
         _internal_config: InternalModelConfig | None = None,
-        **kwargs: Never,
+        **fields: Unpack[ModelFields],
     ) -> None:
         pydantic.BaseModel.__init__(
-            self, name=name, project=project, entity=entity, id=id, run_id=run_id, config=config, base_model=base_model,
-            base_path=base_path, report_metrics=report_metrics, **kwargs,
-        )  # fmt: skip
+            self, name=name, project=project, base_model=base_model, config=config, **fields
+        )
         self._internal_config = _internal_config
 
     async def register(self, backend: Backend, _openai_client_config: dict[str, Any] | None = None) -> None:
