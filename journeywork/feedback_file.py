@@ -7,8 +7,9 @@
     chatcmpl-t-20261122T093012Z-5f1c.8d0a3bd1c2f4e596,down,the other account
 
 Each row is one piece of feedback. Columns are the fields of docs/gateway.md, and `trajectory` for the run; `scale` and
-`ranking` hold JSON lists. An empty cell is a field that is left out. A row without `key` has one that is made of its
-contents, so a file may be given again: each row counts once.
+`ranking` hold JSON lists. A row by an answer's id is about the call, unless `about` is `run`. An empty cell is a field
+that is left out. A row without `key` has one that is made of its contents, so a file may be given again: each row
+counts once.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from journeywork.command_line import add_connection, client_of, exit_status, gat
 from journeywork.transport import GatewayUnavailableError, JourneyworkError, plain_errors
 
 COLUMNS = (
-    "trajectory", "answer", "call", "name", "value", "scale", "thumb", "ranking", "correction", "text", "key", "source",
+    "trajectory", "answer", "about", "call", "name", "value", "scale", "thumb", "ranking", "correction", "text", "key",
+    "source",
 )  # fmt: skip
+_KEY_ADVICE = " Set JOURNEYWORK_API_KEY, or name the variable that holds the key with --api-key-env."
 _AT_ONCE = 16
 _MOST_SHOWN = 20
 """Refused rows that are printed one by one."""
@@ -116,6 +119,8 @@ def _options(row: dict[str, Any]) -> dict[str, Any]:
             options[name] = json.loads(row[name]) if isinstance(row[name], str) else row[name]
     except ValueError as error:
         raise ValueError(f"a cell can't be read: {error}") from error
+    if not options.keys() & {"trajectory", "answer", "ranking"}:
+        raise ValueError("the row names no `trajectory`, `answer` or `ranking` that it is about")
     if "call" in options:
         if "answer" in options or "trajectory" not in options:
             raise ValueError("`call` needs `trajectory`, and no `answer`")
@@ -136,7 +141,10 @@ async def _give_all(client: AsyncJourneywork, given: list[dict[str, Any]]) -> di
             except GatewayUnavailableError:
                 raise
             except (JourneyworkError, TypeError, ValueError) as error:
-                report["refused"].append({"row": number, "error": str(error)})
+                unauthorized = isinstance(error, JourneyworkError) and error.status == 401
+                report["refused"].append(
+                    {"row": number, "error": f"{error}{_KEY_ADVICE if unauthorized else ''}"}
+                )
             else:
                 repeated = all(signal["repeated"] for signal in answer["signals"])
                 report["repeated" if repeated else "given"] += 1

@@ -59,6 +59,8 @@ class FeedbackOptions(TypedDict, total=False):
     thumb: Literal["up", "down"]
     ranking: Sequence[Any]
     """Answers, or ids of runs or answers, best first."""
+    about: Literal["call", "run"]
+    """With the id of an answer, or a ranking of such: its call, or the whole run. Default: `call`."""
     correction: str
     """The answer that the call should have given."""
     text: str

@@ -53,7 +53,8 @@ async def on_answers(request: ControlRequest) -> dict[str, Any]:
     body = request.read(AnswerFeedback)
     if bool(body.answer) == bool(body.ranking):
         message = (
-            "Send either `answer`, the id of an answer, or `ranking`, ids of runs or answers, best first."
+            "Send either `answer`, the id of an answer, or `ranking`, ids of runs or answers, best first. Feedback on "
+            "a run by its id goes to POST /v1/trajectories/<id>/feedback."
         )
         raise ApiError(400, "invalid_body", message, param="answer")
     if body.answer:
@@ -79,8 +80,8 @@ def _grade(body: Feedback, limit: float) -> _Grade:
     }
     if sum(said.values()) > 1 or not (any(said.values()) or body.text) or (body.correction and body.text):
         message = (
-            "Say one thing: `value`, `thumb`, `correction` or `text`. `text` may comment on a value or a thumb. Send "
-            "the rest as further feedback, with a `key` of its own."
+            "Say one thing: `value`, `thumb`, `ranking`, `correction` or `text`. `text` may comment on a value or a "
+            "thumb. Send the rest as further feedback, with a `key` of its own."
         )
         raise ApiError(400, "invalid_body", message)
     if body.scale is not None and body.value is None:
@@ -176,7 +177,9 @@ async def _opened(gateway: Gateway, trajectory: str, access: Access) -> Trajecto
         access.trajectory or access.feedback_only or access.owns(opened.owner)
     )
     if opened is None or not permitted or not access.sees(opened.model):
-        raise unknown_trajectory(trajectory)
+        raise unknown_trajectory(
+            trajectory, "Send the id of a run or answer as its client got it, with a key that may grade it."
+        )
     return opened
 
 

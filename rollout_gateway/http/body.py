@@ -29,7 +29,8 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
     except msgspec.ValidationError as error:
         where, field = _WHERE.search(str(error)), _FIELD.search(str(error))
         param = ".".join(match[1] for match in (where, field) if match) or None
-        raise ApiError(400, "invalid_body", f"The body is not valid: {error}.", param=param) from error
+        message = f"The body is not valid: {error}.{_advice(str(error), param, kind)}"
+        raise ApiError(400, "invalid_body", message, param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if path := _not_finite(body):
             message = (
@@ -39,6 +40,18 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
         raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise ApiError(400, "invalid_json", "The body is not valid JSON: it is nested too deeply") from error
+
+
+def _advice(error: str, param: str | None, kind: type) -> str:
+    """What a field of the body's top level may be, or which fields there are."""
+    described = msgspec.inspect.type_info(kind)
+    fields = getattr(described, "fields", ())
+    if "unknown field" in error and "`$" not in error:
+        return f" The fields are {', '.join(f.encode_name for f in fields)}."
+    types = [f.type for f in fields if f.encode_name == param]
+    alternatives = [t for one in types for t in getattr(one, "types", (one,))]
+    values = [str(v) for t in alternatives if isinstance(t, msgspec.inspect.LiteralType) for v in t.values]
+    return f" It is one of {', '.join(values)}." if values else ""
 
 
 def _not_finite(body: bytes) -> str:

@@ -50,10 +50,10 @@ def unknown_model(model: str, known: Sequence[str], param: str = "model") -> Api
     return ApiError(404, "model_not_found", message, param=param)
 
 
-def unknown_trajectory(trajectory: str) -> ApiError:
+def unknown_trajectory(trajectory: str, advice: str = "Open one with POST /v1/trajectories.") -> ApiError:
     message = (
         f"Trajectory {trajectory!r} is unknown: it was not opened in this project, or another API key opened it. "
-        "Open one with POST /v1/trajectories."
+        + advice
     )
     return ApiError(404, "trajectory_not_found", message)
 
@@ -62,7 +62,7 @@ def expired_trajectory(trajectory: str, hours: float) -> ApiError:
     message = (
         f"Trajectory {trajectory!r} expired: it was opened more than {hours:g} hours ago, so the log no longer holds "
         "all of it (nats.rollouts_max_age_h). It takes no calls and no feedback, it can't be completed, and its id "
-        "can't be used again. Open another one."
+        "can't be used again."
     )
     return ApiError(410, "trajectory_expired", message)
 

@@ -93,8 +93,10 @@ async def test_each_row_of_a_file_is_given_once(
         {"trajectory": "a", "call": "7", "thumb": "up"},
         {"trajectory": "nobody", "thumb": "up"},
         {"answer": "chatcmpl-5f1c", "thumb": "sideways"},
+        {"thumb": "up"},
+        {"ranking": ["b", "a"], "about": "run", "name": "by run"},
     ]
-    names = ("trajectory", "answer", "call", "name", "value", "scale", "thumb", "ranking", "text")
+    names = ("trajectory", "answer", "about", "call", "name", "value", "scale", "thumb", "ranking", "text")
     file = tmp_path / f"given.{kind}"
     if kind == "csv":
         cells = [
@@ -111,13 +113,18 @@ async def test_each_row_of_a_file_is_given_once(
     for _ in range(2):
         assert await anyio.to_thread.run_sync(main, [str(file), "--url", gateway.url, "--json"]) == 1
         told.append(json.loads(capsys.readouterr().out))
-    assert [(report["given"], report["repeated"]) for report in told] == [(3, 0), (0, 3)]
-    assert [refusal["row"] for refusal in told[0]["refused"]] == [4, 5, 6]
-    assert "has 0 calls" in told[0]["refused"][0]["error"]
+    assert [(report["given"], report["repeated"]) for report in told] == [(4, 0), (0, 4)]
+    assert [refusal["row"] for refusal in told[0]["refused"]] == [4, 5, 6, 7]
+    refused = [refusal["error"] for refusal in told[0]["refused"]]
+    assert "has 0 calls" in refused[0]
+    assert "Send the id of a run" in refused[1]
+    assert "It is one of down, up." in refused[2] or "It is one of up, down." in refused[2]
+    assert "names no `trajectory`" in refused[3]
     given = {(s.trajectory, s.name, s.value, s.text, s.source) for s in await signals(nats_config)}
     assert given == {
         ("a", "stars", 0.75, "", "file"), ("b", "feedback", 1.0, "yes, please", "file"),
         ("a", "feedback", 1.0, "", "file"), ("b", "feedback", 0.0, "", "file"),
+        ("b", "by run", 1.0, "", "file"), ("a", "by run", 0.0, "", "file"),
     }  # fmt: skip
 
 
