@@ -59,6 +59,8 @@ class FeedbackOptions(TypedDict, total=False):
     thumb: Literal["up", "down"]
     ranking: Sequence[Any]
     """Answers, or ids of runs or answers, best first."""
+    role: str
+    """With a trajectory: the agent of the run whose last call it is about."""
     about: Literal["call", "run"]
     """With the id of an answer, or a ranking of such: its call, or the whole run. Default: `call`."""
     correction: str
@@ -136,6 +138,11 @@ class Trajectory:
     def openai(self) -> dict[str, Any]:
         """Arguments for `openai.OpenAI(**run.openai)`, with enough retries to survive a restart of the gateway."""
         return {"base_url": self.base_url, "api_key": self.api_key, "max_retries": 8}
+
+    def role(self, name: str) -> dict[str, Any]:
+        """Arguments as `openai`, for the calls of one agent of a run with several. The rewards of its calls are
+        credited to its own calls only, the run's reward to those of all."""
+        return {**self.openai, "default_headers": {"x-journeywork-role": name}}
 
     def result(self) -> CompleteOptions:
         """Return how the run went, as `complete` takes it. Numbers may be bools or NumPy scalars.

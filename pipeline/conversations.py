@@ -38,6 +38,8 @@ class Reply(NamedTuple):
     """Place of its message in the conversation."""
     stop: int = 0
     """Place behind the messages that the conversation's next call sent after it; 0 if there was none."""
+    role: str = ""
+    """The agent that made the call, in a run of several."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class _ConversationBuilder:
         conversation.end_follow_up()
         reply = [_Keyed(m, _content_key(m)) for m in _reply_messages(exchange)]
         if reply and exchange.status == "complete" and not exchange.side_call:
-            conversation.replies.append(Reply(exchange.seq, len(conversation.messages)))
+            conversation.replies.append(Reply(exchange.seq, len(conversation.messages), role=exchange.role))
         conversation.add(reply)
         conversation.partial = len(reply) if exchange.status != "complete" else 0
         return conversation.number

@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from urllib.parse import unquote
 
 import msgspec
 
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import BrokerError
-from pipeline.names import InvalidNameError
+from pipeline.names import InvalidNameError, check_name
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest, RawAnswer
@@ -26,7 +27,7 @@ from rollout_gateway.dialects.messages import MessagesTranslation, messages_erro
 from rollout_gateway.dialects.responses import ResponsesTranslation, not_recorded
 from rollout_gateway.dialects.translate import StreamSink, TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
-from rollout_gateway.http.request import HeaderList, Request
+from rollout_gateway.http.request import HeaderList, Headers, Request
 
 log = get_logger("rollout_gateway.app")
 
@@ -42,6 +43,7 @@ _MODEL_CALLS = _READERS.keys() | _TRANSLATIONS.keys()
 LEFT_OUT_HEADER = b"x-journeywork-left-out"
 """Types of tools that a call named and the model was not shown."""
 SIDE_CALL_HEADER = b"x-journeywork-side-call"
+ROLE_HEADER = b"x-journeywork-role"
 
 
 @dataclass(eq=False, slots=True)
@@ -186,6 +188,7 @@ class App:
             traceparent(headers),
             headers.get(b"x-stainless-retry-count", b"0") != b"0",
             headers.get(SIDE_CALL_HEADER, b"") in (b"1", b"true"),
+            _role(headers),
             request.cancellation,
         )
 
@@ -258,6 +261,12 @@ def _answer_with_error(request: Request, error: ApiError) -> None:
     if path == MessagesTranslation.path or path.startswith(MessagesTranslation.path + "/"):
         body = messages_error(body, error.status)
     request.answer(error.status, body, error.headers)
+
+
+def _role(headers: Headers) -> str:
+    """Return the agent that calls, escaped as in URLs; empty where none is named. Raises `InvalidNameError`."""
+    name = unquote(headers.get(ROLE_HEADER, b"").decode("latin-1"))
+    return check_name(name) if name else ""
 
 
 def _left_out_header(translation: Translation) -> HeaderList:

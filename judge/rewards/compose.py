@@ -198,7 +198,13 @@ def _function_argument(member: TrajectoryCompleted, transcript: Transcript) -> d
         "messages": transcript.last_conversation.messages,
         "conversations": [c.messages for c in transcript.conversations],
         "calls": [
-            {"call": r.call, "conversation": n, "message": r.place, "follow_up": c.follow_up(r)}
+            {
+                "call": r.call,
+                "role": r.role,
+                "conversation": n,
+                "message": r.place,
+                "follow_up": c.follow_up(r),
+            }
             for n, c in enumerate(transcript.conversations)
             for r in c.replies
         ],

@@ -94,8 +94,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     graders: tuple[Grader, ...] = ()
     """The API keys whose feedback is a part of `reward` or `call_rewards`. What `feedback.max_share` limits."""
     graded: Literal["run", "calls"] = "run"
-    """`calls`: nothing judged the run as a whole. `reward` is 0, and calls after the last one with a reward or a hint
-    are not trained."""
+    """`calls`: nothing judged the run as a whole. `reward` is 0, and a call trains only if it has a reward or a hint,
+    or a later reward is credited to it."""
 
 
 class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):

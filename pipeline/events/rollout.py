@@ -122,6 +122,8 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     recorded."""
     side_call: bool = False
     """A call beside the task (a title, a summary): kept, not trained."""
+    role: str = ""
+    """Which agent of a run with several made the call."""
     endpoint: str = "/v1/chat/completions"
     streamed: bool = False
     request_hash: str = ""

@@ -10,7 +10,14 @@ from urllib.parse import quote
 
 from pipeline import crash
 from pipeline.config import Config
-from pipeline.events import GroupDiscarded, GroupScored, SignalGiven, TrajectoryOpened, group_key
+from pipeline.events import (
+    ExchangeRecorded,
+    GroupDiscarded,
+    GroupScored,
+    SignalGiven,
+    TrajectoryOpened,
+    group_key,
+)
 from pipeline.events.signal import OWN_REWARD
 from pipeline.log.subjects import keys_of
 from pipeline.names import check_name, new_id
@@ -39,13 +46,17 @@ class _Target:
     call: int | str
     """`seq` of a call, or an answer's id. -1: the whole run."""
     grade: _Grade
+    role: str = ""
+    """The agent of the run whose last call it is."""
 
 
 async def on_trajectory(request: ControlRequest) -> dict[str, Any]:
     """Record feedback on a run, or on one call of it."""
     body = request.read(RunFeedback)
     grade = _grade(body, request.gateway.config.gateway.max_reward)
-    return await _give(request, body, [_Target(request.values[0], body.call, grade)])
+    if body.role and body.call != -1:
+        raise ApiError(400, "invalid_body", "Send either `call` or `role`: each names a call.", param="role")
+    return await _give(request, body, [_Target(request.values[0], body.call, grade, body.role)])
 
 
 async def on_answers(request: ControlRequest) -> dict[str, Any]:
@@ -144,7 +155,11 @@ async def _give(request: ControlRequest, body: Feedback, targets: list[_Target])
             model=opened.model,
             group=group_key(opened.group, opened.trajectory),
             split=opened.split,
-            call=await _call(gateway, opened, target.call),
+            call=await (
+                _last_call(gateway, opened, target.role)
+                if target.role
+                else _call(gateway, opened, target.call)
+            ),
             name=body.name,
             **target.grade._asdict(),
             by=by,
@@ -181,6 +196,19 @@ async def _opened(gateway: Gateway, trajectory: str, access: Access) -> Trajecto
             trajectory, "Send the id of a run or answer as its client got it, with a key that may grade it."
         )
     return opened
+
+
+async def _last_call(gateway: Gateway, opened: TrajectoryOpened, role: str) -> int:
+    """Return the `seq` of the last call of an agent of a run. Raises a 404 `ApiError`."""
+    recorded = await gateway.broker.read(
+        ExchangeRecorded, project=opened.project, trajectory=opened.trajectory
+    )
+    calls = [r.event.seq for r in recorded if r.event.role == role]
+    if not calls:
+        named = ", ".join(sorted({r.event.role for r in recorded if r.event.role})) or "none"
+        message = f"Run {opened.trajectory!r} has no call of the role {role!r}. Its roles are: {named}."
+        raise ApiError(404, "exchange_not_found", message, param="role")
+    return max(calls)
 
 
 async def _call(gateway: Gateway, opened: TrajectoryOpened, call: int | str) -> int:

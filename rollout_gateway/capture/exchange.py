@@ -26,6 +26,8 @@ class Caller:
     is_retry: bool = False
     """The client marked this call as a retry."""
     side_call: bool = False
+    role: str = ""
+    """The agent of the run that calls, in a run of several."""
     cancellation: Cancellation = field(default_factory=Cancellation)
     """Cancels the call while it waits for an inference server."""
 
@@ -93,6 +95,7 @@ class Exchange:
             finish_reason=choice.finish_reason,
             status=self.status,
             side_call=self.caller.side_call,
+            role=self.caller.role,
             endpoint=call.endpoint,
             streamed=call.stream,
             request_hash=self.request_hash(),

@@ -21,7 +21,16 @@ from pipeline.events import GroupScored, Member
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.log.broker import Delivery
 from pipeline.log.messages import Place
-from trainer.batches.returns import baseline, by_token, differ, group_returns
+from trainer.batches.returns import (
+    NO_ROLES,
+    baseline,
+    by_token,
+    differ,
+    group_returns,
+    places,
+    reached,
+    role_baselines,
+)
 from trainer.batches.sequences import TokenSequence
 from trainer.batches.tasks import Earlier, task_baselines
 from trainer.distillation.lessons import Answer, Lesson, Teaching, lessons_of, teaching_of
@@ -85,6 +94,8 @@ class TrainingGroup:
     """Number of hints that no prompt could be made of."""
     unjudged_tokens: int = 0
     """Number of tokens that are context because nothing judged their calls."""
+    roles: dict[str, dict[int, str]] = field(default_factory=dict)
+    """The agent of each call that names one, by trajectory and call."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Number of sampled tokens that are not trained because of a sampling setting, by the name of the setting."""
     stale_tokens: int = 0
@@ -215,9 +226,20 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
     differing = {g: differ(g.members, loss.turn_discount) for g in groups}
     if "batch" in (loss.baseline, loss.advantage_scaling):  # so all are compared at the same position
         differing = dict.fromkeys(groups, any(differing.values()))
+    by_role = loss.baseline != "task" and any(g.roles and differing[g] for g in groups)
     returns = {
-        g: group_returns(g.members, g.sequences or (), loss.turn_discount, by_call=differing[g])
+        g: group_returns(
+            g.members, g.sequences or (), loss.turn_discount, by_call=differing[g],
+            roles=g.roles if by_role else None,
+        )
         for g in groups
+    }  # fmt: skip
+    placed = {
+        g: [
+            places(len(r), g.roles.get(m.trajectory, NO_ROLES))
+            for m, r in zip(g.members, returns[g], strict=True)
+        ]
+        for g in (groups if by_role else ())
     }
     batch = [r for of_group in returns.values() for r in of_group]
     batch_std, batch_means = _std(batch), baseline(batch, max((len(r) for r in batch), default=0))
@@ -231,6 +253,12 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
             case "none":
                 divisor = 1.0
         match config.loss.baseline:
+            case "group" | "batch" if by_role:
+                compared = [group] if loss.baseline == "group" else groups
+                of_roles = role_baselines(
+                    [run for g in compared for run in zip(returns[g], placed[g], strict=True)]
+                )
+                means = [np.array([of_roles[role][place] for role, place in own]) for own in placed[group]]
             case "group":
                 longest = max((len(r) for r in returns[group]), default=0)
                 means = [baseline(returns[group], longest)] * len(returns[group])
@@ -245,6 +273,11 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
             advantage_of[member.trajectory] = np.where(
                 (advantages < 0) == (balance > 0), advantages * (1 - abs(balance)), advantages
             )
+            if member.graded == "calls":  # a teacher may teach calls that no reward reaches
+                trained = reached(
+                    member, len(advantages), loss.turn_discount, group.roles.get(member.trajectory, NO_ROLES)
+                )
+                advantage_of[member.trajectory] = np.append(advantage_of[member.trajectory] * trained, 0.0)
         out += [
             Example(
                 s, float(advantage_of[s.trajectory][0]), by_token(advantage_of[s.trajectory], s),

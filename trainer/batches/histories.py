@@ -14,7 +14,7 @@ from pipeline.log.messages import Place
 from pipeline.sampling import Defaults
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Refusal, TrainingGroup
-from trainer.batches.returns import judged_calls
+from trainer.batches.returns import NO_ROLES, reached
 from trainer.batches.sequences import TokenSequence, build
 from trainer.distillation.lessons import Answer, answers_of
 from trainer.distillation.prompts import HintedPrompts, HintUnusableError, best_run, is_better, transcript
@@ -40,10 +40,12 @@ class Histories:
         defaults: Defaults,
         *,
         mask_truncated: bool,
+        turn_discount: float = 1.0,
         prompts: HintedPrompts | None = None,
         asks_outside: bool = False,
     ) -> None:
         self._broker, self._defaults, self._mask_truncated = broker, defaults, mask_truncated
+        self._discount = turn_discount
         self._prompts, self._asks_outside = prompts, asks_outside
         self._limit = anyio.CapacityLimiter(_CONCURRENT_READS)
 
@@ -61,6 +63,7 @@ class Histories:
         group.left_out.clear()
         group.hinted.clear()
         group.answers.clear()
+        group.roles.clear()
         group.hints = group.hints_unused = group.unjudged_tokens = 0
         try:
             runs = [(member, await self._exchanges(group.event.project, member)) for member in group.members]
@@ -68,6 +71,8 @@ class Histories:
             return Refusal("history_gone", str(error))
         for member, exchanges in runs:
             group.duration_s = max(group.duration_s, _duration_s(exchanges))
+            if roles := {e.seq: e.role for e in exchanges if e.role}:
+                group.roles[member.trajectory] = roles
             built = build(
                 member.trajectory,
                 exchanges,
@@ -87,10 +92,11 @@ class Histories:
         self, group: TrainingGroup, member: Member, sequence: TokenSequence
     ) -> TokenSequence:
         """The sequence with the calls as context that nothing judged, unless a teacher from outside teaches them."""
-        judged = judged_calls(member)
-        if not judged or sequence.calls is None or (self._asks_outside and member.teacher):
+        if member.graded == "run" or sequence.calls is None or (self._asks_outside and member.teacher):
             return sequence
-        unjudged = sequence.loss_mask & (sequence.calls >= judged)
+        roles = group.roles.get(member.trajectory, NO_ROLES)
+        calls = max(int(sequence.calls.max(initial=0)) + 1, 1)
+        unjudged = sequence.loss_mask & ~reached(member, calls, self._discount, roles)[sequence.calls]
         group.unjudged_tokens += int(unjudged.sum())
         return sequence.masking_out(unjudged)
 

@@ -8,11 +8,15 @@ with gamma = `trainer.loss.turn_discount`: the return of Sutton and Barto (2018,
 as turn-level credit assignment for agents uses it (arXiv 2505.11821). What happens after a call is credited to it, what
 happened before is not. Returns are compared with those of the same position in the other runs, because runs of one task
 are at about the same point after as many calls; a run that is over by then counts with its last call.
+
+In a run of several agents (`x-journeywork-role`) the sum is over the later calls of the same agent, K counts its calls,
+and positions are counted by agent: what an agent did is credited with its own rewards and the run's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +27,43 @@ from trainer.batches.sequences import TokenSequence
 Floats = npt.NDArray[np.float64]
 
 
-def returns_of(member: Member, calls: int, discount: float) -> Floats:
-    """The return of each of the first `calls` calls of a run, [calls]. Calls after them count for nothing."""
-    returns, following = np.zeros(calls), member.reward
+Roles = Mapping[int, str]
+"""The agent that made a call, by the call's `seq`, in a run of several agents. Other calls are of the agent `""`."""
+NO_ROLES: Roles = {}
+
+
+def returns_of(member: Member, calls: int, discount: float, roles: Roles = NO_ROLES) -> Floats:
+    """The return of each of the first `calls` calls of a run, [calls]. Calls after them count for nothing, nor do those
+    of another agent: the run's reward is that of each agent's last call."""
+    returns, following = np.zeros(calls), dict.fromkeys(["", *roles.values()], member.reward)
     for call in range(calls - 1, -1, -1):
-        following += member.call_rewards.get(str(call), 0.0)
-        returns[call] = following
-        following *= discount
+        role = roles.get(call, "")
+        following[role] += member.call_rewards.get(str(call), 0.0)
+        returns[call] = following[role]
+        following[role] *= discount
     return returns
+
+
+def places(calls: int, roles: Roles) -> list[tuple[str, int]]:
+    """The agent of each call, and which of its agent's calls it is, from 0."""
+    counts: Counter[str] = Counter()
+    out = []
+    for call in range(calls):
+        role = roles.get(call, "")
+        out.append((role, counts[role]))
+        counts[role] += 1
+    return out
+
+
+def role_baselines(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> dict[str, Floats]:
+    """By agent, the mean return at each of its places over the runs in which it made a call. `runs`: returns and places
+    of each run's calls."""
+    by_role: dict[str, list[Floats]] = {}
+    for returns, of_run in runs:
+        roles = np.array([role for role, _ in of_run])
+        for role in dict.fromkeys(roles.tolist()):
+            by_role.setdefault(role, []).append(returns[roles == role])
+    return {role: baseline(found, max(map(len, found))) for role, found in by_role.items()}
 
 
 def differ(members: Iterable[Member], discount: float) -> bool:
@@ -38,27 +71,41 @@ def differ(members: Iterable[Member], discount: float) -> bool:
     return discount != 1.0 or any(m.call_rewards for m in members)
 
 
-def judged_calls(member: Member) -> int:
-    """How many calls of a run of which only calls were judged train: those up to the last one with a reward or a hint.
-    0: all."""
+def reached(member: Member, calls: int, discount: float, roles: Roles = NO_ROLES) -> npt.NDArray[np.bool_]:
+    """Which of the first `calls` calls of a run train, [calls]: all, unless only calls of it were judged. Then those
+    that have a reward or a hint, and those that a later reward of the same agent is credited to."""
     if member.graded == "run":
-        return 0
-    return 1 + max([*(int(c) for c in member.call_rewards), *(h.call for h in member.hints), 0])
+        return np.ones(calls, np.bool_)
+    judged = {int(call) for call in member.call_rewards} | {max(hint.call, 0) for hint in member.hints}
+    last: dict[str, int] = {}
+    for call in sorted(judged):
+        last[roles.get(call, "")] = call
+    return np.array(
+        [c in judged or (discount > 0 and c <= last.get(roles.get(c, ""), -1)) for c in range(calls)],
+        np.bool_,
+    )
 
 
 def group_returns(
-    members: Sequence[Member], sequences: Sequence[TokenSequence], discount: float, *, by_call: bool
+    members: Sequence[Member],
+    sequences: Sequence[TokenSequence],
+    discount: float,
+    *,
+    by_call: bool,
+    roles: Mapping[str, Roles] | None = None,
 ) -> list[Floats]:
     """The returns of each member: `by_call` of each of its calls, also of those of which no token is trained, else one
     number, its reward."""
     if not by_call:
         return [np.array([m.reward], np.float64) for m in members]
-    calls = {m.trajectory: judged_calls(m) or max(m.exchanges, 1) for m in members}
-    whole = {m.trajectory for m in members if not judged_calls(m)}
+    calls = {m.trajectory: max(m.exchanges, 1) for m in members}
     for sequence in sequences:
-        if sequence.calls is not None and sequence.trajectory in whole:
+        if sequence.calls is not None and sequence.trajectory in calls:
             calls[sequence.trajectory] = max(calls[sequence.trajectory], int(sequence.calls.max()) + 1)
-    return [returns_of(m, calls[m.trajectory], discount) for m in members]
+    return [
+        returns_of(m, calls[m.trajectory], discount, (roles or {}).get(m.trajectory, NO_ROLES))
+        for m in members
+    ]
 
 
 def baseline(returns: Sequence[Floats], calls: int) -> Floats:

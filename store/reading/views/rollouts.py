@@ -67,8 +67,8 @@ EXCHANGES = View(
     f"""
         SELECT project, model, trajectory, seq, choice, "group" AS group_id, policy_version, step, request, response,
           prompt_ids, sampled_ids, logprobs, forced, len(prompt_ids) AS prompt_tokens,
-          len(sampled_ids) AS sampled_tokens, finish_reason, status, side_call, endpoint, streamed, replica,
-          nullif(started_at, {NEVER}) AS started_at, "at" AS ended_at,
+          len(sampled_ids) AS sampled_tokens, finish_reason, status, side_call, nullif(role, '') AS role, endpoint,
+          streamed, replica, nullif(started_at, {NEVER}) AS started_at, "at" AS ended_at,
           epoch_us("at" - nullif(started_at, {NEVER})) / 1e6 AS latency_s,
           epoch_us(nullif(first_token_at, {NEVER}) - nullif(started_at, {NEVER})) / 1e6 AS first_token_s,
           nullif(copied_from, '') AS copied_from, log_seq AS stream_seq,

@@ -16,7 +16,7 @@ from pipeline.sampling import Defaults
 from tests.trainer.kit import exchange, training_group
 from trainer.batches.groups import TrainingGroup, examples
 from trainer.batches.histories import Histories
-from trainer.batches.returns import judged_calls, returns_of
+from trainer.batches.returns import reached, returns_of
 from trainer.batches.sequences import build
 from trainer.batches.tasks import EarlierRuns
 
@@ -232,4 +232,55 @@ async def test_calls_that_nothing_judged_are_context_in_a_run_of_which_only_call
     found = of_tokens([group], advantage_scaling="none")
     assert found == {"a": [-0.5, -0.5, -0.5, -0.5], "b": [0.5, 0.5, 0.5, 0.5]}
     run = msgspec.structs.replace(judged[0], graded="run")
-    assert (judged_calls(judged[0]), judged_calls(judged[1]), judged_calls(run)) == (2, 2, 0)
+    assert [reached(m, 3, 1.0).tolist() for m in (*judged, run)] == [[True, True, False]] * 2 + [[True] * 3]
+
+
+def test_a_call_that_no_reward_reaches_has_no_advantage_though_a_teacher_teaches_it() -> None:
+    """With a teacher from outside all tokens train. Without a discount from call to call, only rewarded calls do."""
+    batch = made("g", {"a": (0.0, {0: 1.0, 1: -1.0}, 4), "b": (0.0, {1: 1.0}, 4)})
+    members = tuple(msgspec.structs.replace(m, graded="calls") for m in batch.event.members)
+    batch.event = msgspec.structs.replace(batch.event, members=members)
+    found = of_tokens([batch], advantage_scaling="none")
+    assert found == {"a": [-0.5, -0.5, -1.0, -1.0, 0, 0, 0, 0], "b": [0.5, 0.5, 1.0, 1.0, 0, 0, 0, 0]}
+    found = of_tokens([batch], advantage_scaling="none", turn_discount=0.0)
+    assert found == {"a": [0.5, 0.5, -1.0, -1.0, 0, 0, 0, 0], "b": [0, 0, 1.0, 1.0, 0, 0, 0, 0]}
+    assert reached(members[1], 3, 0.0).tolist() == [False, True, False]
+    assert reached(members[0], 3, 0.5, {0: "x"}).tolist() == [True, True, False]
+    assert reached(members[1], 3, 0.5, {0: "x"}).tolist() == [False, True, False]
+
+
+ROLES = {"a": {0: "x", 2: "x", 3: "y"}, "b": {0: "x", 1: "x"}, "c": {}, "d": {0: "y", 1: "x"}}
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("baseline", ["group", "batch"])
+def test_an_agents_calls_are_credited_with_its_own_rewards_and_the_runs(gamma: float, baseline: str) -> None:
+    """The return over the later calls of the same agent, less the mean at the same place of that agent."""
+    runs: Runs = {
+        "a": (0.5, {0: 1.0, 1: -2.0, 3: 0.25}, 4), "b": (-1.0, {1: 0.5}, 3), "c": (0.0, {}, 2), "d": (0.75, {0: 1.0}, 2)
+    }  # fmt: skip
+    literal_of: dict[str, dict[tuple[str, int], float]] = {}
+    place_of: dict[str, list[tuple[str, int]]] = {}
+    for name, (reward, of_calls, calls) in runs.items():
+        literal_of[name], place_of[name] = {}, []
+        for k in range(calls):
+            own = [j for j in range(calls) if ROLES[name].get(j, "") == ROLES[name].get(k, "")]
+            later = [j for j in own if j >= k]
+            value = sum(gamma ** later.index(j) * of_calls.get(j, 0.0) for j in later)
+            place = (ROLES[name].get(k, ""), own.index(k))
+            literal_of[name][place] = value + gamma ** (len(later) - 1) * reward
+            place_of[name].append(place)
+    halves = [["a", "b", "c", "d"]] if baseline == "batch" else [["a", "b"], ["c", "d"]]
+    batch = []
+    for group, names in (("g", ["a", "b"]), ("h", ["c", "d"])):
+        batch.append(made(group, {name: runs[name] for name in names}))
+        batch[-1].roles = {name: ROLES[name] for name in names if ROLES[name]}
+    found = of_tokens(batch, turn_discount=gamma, baseline=baseline, advantage_scaling="none")
+    for name, places_of_run in place_of.items():
+        (compared,) = (half for half in halves if name in half)
+        expected = []
+        for role, place in places_of_run:
+            others = [[v for (r, _), v in literal_of[other].items() if r == role] for other in compared]
+            numbers = [o[min(place, len(o) - 1)] for o in others if o]
+            expected += [literal_of[name][role, place] - sum(numbers) / len(numbers)] * 2
+        np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-10)
