@@ -59,6 +59,12 @@ def feedback_value(signals: Iterable[SignalGiven], reward: RewardConfig) -> floa
     return fmean(numbers.values()) if numbers else reward.default
 
 
+def counting(signals: Iterable[SignalGiven], config: JudgeConfig) -> list[SignalGiven]:
+    """Return the signals without the numbers of keys that a reward of that name does not take (`by`)."""
+    takes = {r.name: r.by for r in config.rewards if r.kind == "feedback" and r.by}
+    return [s for s in signals if s.kind != "number" or s.by in takes.get(s.name, (s.by,))]
+
+
 def by_run(signals: Iterable[SignalGiven]) -> dict[str, list[SignalGiven]]:
     """Return the signals of each run."""
     found: dict[str, list[SignalGiven]] = defaultdict(list)

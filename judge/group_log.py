@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from judge.feedback import counting
 from judge.groups import Arrival, GroupKey, GroupOnLog, read_group
 from judge.scoring import late_event
 from pipeline import crash
@@ -113,6 +114,12 @@ class GroupLog:
             decoded.append(
                 Recorded[AnyEvent](event, _ROLLOUTS, message.seq, message.subject, message.headers)
             )
+        uncounted = {
+            m.seq
+            for m in decoded
+            if isinstance(m.event, SignalGiven) and not counting([m.event], self._config)
+        }
+        decoded = [m for m in decoded if m.seq not in uncounted]
         awaited = None if self._waits_whole else self.awaited
         return read_group(key, decoded, self._config.group_size, awaited, until)
 

@@ -30,6 +30,7 @@ import msgspec
 from rich.console import Console
 
 from judge.commands.options import add_settings
+from judge.feedback import counting
 from judge.groups import Arrival, Group, GroupKey
 from judge.labelled import measure_agreement
 from judge.rewards.compose import open_composer_on_log
@@ -205,7 +206,8 @@ class Rejudge:
     async def _signals(self, event: GroupEvent) -> tuple[SignalGiven, ...]:
         """Return everything that was said about the group's runs, also after it was scored."""
         names: dict[str, Any] = {"project": event.project, "model": event.model, "group": event.group}
-        return tuple(r.event for r in await self._broker.read(SignalGiven, **names))
+        said = [r.event for r in await self._broker.read(SignalGiven, **names)]
+        return tuple(counting(said, self._config.judge))
 
     async def _completed(
         self, event: GroupEvent, trajectory: str, seq: int = 0

@@ -41,6 +41,9 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     a tie."""
     default: Weight | None = None
     """Kind `feedback`: the value of a run on which no feedback came. Not set: such a run has no reward."""
+    by: tuple[str, ...] = ()
+    """Kind `feedback`: names of the API keys whose numbers count. Those of others are in the history only. Empty: those
+    of every key."""
     timeout_s: Positive = 10.0
     """Longest duration of one call of the function. Its processes are killed after that."""
     memory_mb: Count = 1024

@@ -241,7 +241,10 @@ def _use(
     if event.kind != "number":
         taught = any(m.name == event.model and config.trainer_of(m).distill.weight for m in config.models)
         return "hint" if taught else "history"
-    named = event.name in {r.name for r in config.judge.rewards if r.kind == "feedback"}
+    named = any(
+        r.kind == "feedback" and r.name == event.name and (not r.by or event.by in r.by)
+        for r in config.judge.rewards
+    )
     if event.call < 0:
         return "reward" if named else "history"
     return "call_reward" if named or (event.name == OWN_REWARD and event.by == owner) else "history"

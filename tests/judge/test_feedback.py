@@ -9,8 +9,10 @@ import anyio
 import msgspec
 import pytest
 
+from judge.commands.rejudge import Rejudge
 from judge.feedback import RunFeedback, feedback_on
 from judge.groups import GroupKey, read_group
+from judge.rewards.compose import open_composer_on_log
 from pipeline.config import Config, FeedbackConfig, JudgeConfig, NatsConfig, RewardConfig
 from pipeline.events import AnyEvent, FeedbackTimedOut, Grader, Hint, SignalGiven
 from pipeline.log.broker import Broker, Recorded
@@ -86,6 +88,29 @@ async def test_a_group_may_wait_for_whatever_is_said_until_its_time_is_over(nats
         (group,) = await groups(broker, 1)
     assert group.members[0].reward == 1.0
     assert group.members[0].hints == (Hint(call=-1, text="the other account", by="desk"),)
+
+
+async def test_only_the_keys_that_a_reward_names_give_it_and_end_the_wait(nats_config: NatsConfig) -> None:
+    """Else any key of role `feedback` could speak before the one that knows the result."""
+    named = RewardConfig(name="result", kind="feedback", by=("desk",))
+    config = settings(nats_config, named, wait_s=600)
+    async with Broker.connect(nats_config) as broker:
+        async with judging(broker, config):
+            await broker.publish(signal("a", 0.0, by="mole"))
+            await broker.publish(run("a"))
+            await broker.publish(signal("a", -1.0, by="mole"))
+            await broker.publish(signal("a", -1.0, by="mole", call=0))
+            await drained(broker)
+            assert await groups(broker, 0) == []
+            await broker.publish(signal("a", 1.0))
+            (group,) = await groups(broker, 1)
+        async with open_composer_on_log(config, broker) as composer:
+            await Rejudge(broker, config, composer, branch="b").run()
+        again = [g for g in await groups(broker, 2) if g.branch == "b"]
+    for scored in (group, *again):
+        (member,) = scored.members
+        assert (member.reward, member.call_rewards, member.graders) == (1.0, {}, (Grader(key="desk"),))
+    assert len(again) == 1
 
 
 async def test_without_feedback_a_run_ends_unscored_at_the_deadline_and_late_feedback_scores_it_once(

@@ -362,6 +362,7 @@ async def test_a_feedback_key_can_do_nothing_else(start_front: StartGateway) -> 
         ({"name": "result", "value": 1.0}, "reward"),
         ({"name": "result", "value": 1.0, "call": 1}, "call_reward"),
         ({"name": "resullt", "value": 1.0}, "history"),
+        ({"name": "result", "value": 1.0, "by": "mole"}, "history"),
         ({"name": "reward", "value": 1.0, "call": 1, "by": "agent"}, "call_reward"),
         ({"name": "reward", "value": 1.0, "call": 1}, "history"),
         ({"kind": "text", "text": "no"}, "hint"),
@@ -369,7 +370,7 @@ async def test_a_feedback_key_can_do_nothing_else(start_front: StartGateway) -> 
     ],
 )
 def test_what_the_settings_make_of_a_signal_is_told(said: dict[str, Any], use: str) -> None:
-    reward = RewardConfig(name="result", kind="feedback")
+    reward = RewardConfig(name="result", kind="feedback", by=("desk",))
     taught, untaught = (ModelConfig(name=name, base="b") for name in ("m", "untaught"))
     config = Config(
         models=(taught, msgspec.structs.replace(untaught, trainer={"distill": {"weight": 0.0}})),
