@@ -57,8 +57,8 @@ async def test_calls_beyond_the_bound_are_told_to_wait(start_gateway: StartGatew
     gateway = start_gateway(max_calls=2)
     async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
         # Many choices, so that both are still at it when the third call comes, however busy the machine is.
-        first = await client.chat.completions.create(**LONG, n=96, stream=True)
-        second = await client.chat.completions.create(**LONG, n=96, stream=True)
+        first = await client.chat.completions.create(**LONG, n=128, stream=True)
+        second = await client.chat.completions.create(**LONG, n=128, stream=True)
         with pytest.raises(openai.RateLimitError) as refused:
             await client.chat.completions.create(**ASK)
         assert refused.value.code == "too_many_calls"
