@@ -34,8 +34,8 @@ from journeywork.command_line import add_connection, client_of, exit_status, gat
 from journeywork.transport import GatewayUnavailableError, JourneyworkError, plain_errors
 
 COLUMNS = (
-    "trajectory", "answer", "about", "call", "name", "value", "scale", "thumb", "ranking", "correction", "text", "key",
-    "source",
+    "trajectory", "answer", "about", "call", "role", "name", "value", "scale", "thumb", "ranking", "correction", "text",
+    "key", "source",
 )  # fmt: skip
 _KEY_ADVICE = " Set JOURNEYWORK_API_KEY, or name the variable that holds the key with --api-key-env."
 _AT_ONCE = 16

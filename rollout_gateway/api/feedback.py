@@ -29,6 +29,8 @@ from rollout_gateway.capture.answer_ids import trajectory_of
 from rollout_gateway.http.errors import ApiError, unknown_trajectory
 from rollout_gateway.serving.idempotency import check_same, publish_once
 
+_RUN = "Feedback on a run by its id goes to POST /v1/trajectories/<id>/feedback."
+
 
 class _Grade(NamedTuple):
     """What a body says, as a signal has it."""
@@ -61,12 +63,16 @@ async def on_trajectory(request: ControlRequest) -> dict[str, Any]:
 
 async def on_answers(request: ControlRequest) -> dict[str, Any]:
     """Record feedback on the call that an answer belongs to, or a ranking of runs and answers."""
-    body = request.read(AnswerFeedback)
+    try:
+        body = request.read(AnswerFeedback)
+    except ApiError as error:
+        if "`trajectory`" not in str(error):
+            raise
+        raise ApiError(error.status, error.code, f"{error} {_RUN}", param="trajectory") from error
     if bool(body.answer) == bool(body.ranking):
         message = (
-            "Send either `answer`, the id of an answer, or `ranking`, ids of runs or answers, best first. Feedback on "
-            "a run by its id goes to POST /v1/trajectories/<id>/feedback."
-        )
+            "Send either `answer`, the id of an answer, or `ranking`, ids of runs or answers, best first. "
+        ) + _RUN
         raise ApiError(400, "invalid_body", message, param="answer")
     if body.answer:
         trajectory = trajectory_of(body.answer)

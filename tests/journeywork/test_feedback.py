@@ -21,7 +21,7 @@ from journeywork.trajectory import Trajectory, answer_id
 from pipeline.config import NatsConfig
 from tests.rollout_gateway.api.test_feedback import signals
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, gateway, start_front, start_gateway
-from tests.rollout_gateway.kit import ASK
+from tests.rollout_gateway.kit import ASK, key_config
 
 pytestmark = [pytest.mark.anyio]
 
@@ -95,8 +95,21 @@ async def test_each_row_of_a_file_is_given_once(
         {"answer": "chatcmpl-5f1c", "thumb": "sideways"},
         {"thumb": "up"},
         {"ranking": ["b", "a"], "about": "run", "name": "by run"},
+        {"trajectory": "a", "role": "nobody", "thumb": "up"},
     ]
-    names = ("trajectory", "answer", "about", "call", "name", "value", "scale", "thumb", "ranking", "text")
+    names = (
+        "trajectory",
+        "answer",
+        "about",
+        "call",
+        "role",
+        "name",
+        "value",
+        "scale",
+        "thumb",
+        "ranking",
+        "text",
+    )
     file = tmp_path / f"given.{kind}"
     if kind == "csv":
         cells = [
@@ -114,18 +127,28 @@ async def test_each_row_of_a_file_is_given_once(
         assert await anyio.to_thread.run_sync(main, [str(file), "--url", gateway.url, "--json"]) == 1
         told.append(json.loads(capsys.readouterr().out))
     assert [(report["given"], report["repeated"]) for report in told] == [(4, 0), (0, 4)]
-    assert [refusal["row"] for refusal in told[0]["refused"]] == [4, 5, 6, 7]
+    assert [refusal["row"] for refusal in told[0]["refused"]] == [4, 5, 6, 7, 9]
     refused = [refusal["error"] for refusal in told[0]["refused"]]
     assert "has 0 calls" in refused[0]
     assert "Send the id of a run" in refused[1]
     assert "It is one of down, up." in refused[2] or "It is one of up, down." in refused[2]
     assert "names no `trajectory`" in refused[3]
+    assert "nobody" in refused[4]
     given = {(s.trajectory, s.name, s.value, s.text, s.source) for s in await signals(nats_config)}
     assert given == {
         ("a", "stars", 0.75, "", "file"), ("b", "feedback", 1.0, "yes, please", "file"),
         ("a", "feedback", 1.0, "", "file"), ("b", "feedback", 0.0, "", "file"),
         ("b", "by run", 1.0, "", "file"), ("a", "by run", 0.0, "", "file"),
     }  # fmt: skip
+
+
+async def test_a_missing_key_is_said_with_the_variable_that_holds_it(
+    start_front: StartGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway = start_front(keys=(key_config("alice"),))
+    (tmp_path / "given.csv").write_text("trajectory,thumb\na,up\n")
+    assert await anyio.to_thread.run_sync(main, [str(tmp_path / "given.csv"), "--url", gateway.url]) == 1
+    assert "JOURNEYWORK_API_KEY" in capsys.readouterr().err
 
 
 def test_a_file_that_can_t_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -379,3 +379,11 @@ def test_what_the_settings_make_of_a_signal_is_told(said: dict[str, Any], use: s
     )
     about = {"project": "p", "signal": "s", "trajectory": "t", "model": "m", "group": "t", "by": "desk"}
     assert _use(config, SignalGiven(**(about | said)), "agent") == use
+
+
+async def test_feedback_that_names_a_run_where_an_answer_belongs_says_where_it_goes(
+    start_front: StartGateway,
+) -> None:
+    refused = give(start_front(), trajectory="r", thumb="up")
+    assert (error(refused), refused.json()["error"]["param"]) == ((400, "invalid_body"), "trajectory")
+    assert "POST /v1/trajectories/<id>/feedback" in refused.json()["error"]["message"]
