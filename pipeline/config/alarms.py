@@ -12,10 +12,10 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     """Time between two checks, which the store service makes. It is longer where a check takes more than a twentieth of
     it."""
     steps: Several = 10
-    """Newest steps of a model that `entropy_collapse`, `kl_rise`, `sampler_mismatch` and `hints_unused` look
-    at."""
+    """Newest steps of a model that `entropy_collapse`, `kl_rise`, `length_drift`, `sampler_mismatch` and `hints_unused`
+    look at, and steps that `held_out_falls` takes together."""
     groups: Several = 50
-    """Newest training groups of a model that `no_variance` and `stale_discards` look at."""
+    """Newest training groups of a model that `no_variance`, `part_dominates` and `stale_discards` look at."""
     window_s: Positive = 3600.0
     """Seconds back that `starvation`, `nothing_trains`, `dead_letters` and refused steps in `sampler_mismatch` look."""
     entropy_share: Share = 0.1
@@ -23,6 +23,16 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     kl: Positive = 4.0
     """`kl_rise`: mean KL divergence from the base model over the newest steps, in nats per token. The
     demo's model of 0.9 million parameters reaches 2. Lower it for a large model, which rarely exceeds 0.1."""
+    length_ratio: Positive = 2.0
+    """`length_drift`: how many times longer or shorter the runs of the newest steps may be than those of the first
+    steps, in trained tokens."""
+    part_share: Share = 0.95
+    """`part_dominates`: share of the variance of reward within groups that comes from one part of a composed reward,
+    the covariance of the weighted part with the reward. 1: never. Rewards that are a product or the smallest part have
+    no such shares."""
+    held_out_errors: Positive = 4.0
+    """`held_out_falls`: how far success on held-out tasks may fall below that of an earlier version while the training
+    reward rises, in standard errors of the difference. Four, because every earlier version is compared."""
     logprob_diff: Positive = 0.05
     """`sampler_mismatch`: largest mean difference of the sampler's and the trainer's logprobs in the newest steps, in
     nats. The trainer itself refuses steps above `trainer.logprob_bound`."""

@@ -48,14 +48,18 @@ def measured_tables(
     fills: Sequence[Fill],
     unwritten: Sequence[Unwritten] = (),
 ) -> None:
-    """Create the tables `fills`, `unwritten` and `replicas`, which hold what no event says."""
+    """Create the tables `fills`, `unwritten`, `replicas` and `parts`, which hold what no event says. `parts` is empty
+    where the reward is no sum or mean."""
     urls = config.sampler.advertise or config.vllm.urls
+    added = config.judge.combine in ("mean", "sum")
+    parts = [(r.name, r.weight) for r in config.judge.rewards if r.kind != "next_state"] if added else []
     for name, columns, rows in (
         ("fills", 'name VARCHAR, kind VARCHAR, bytes BIGINT, "limit" BIGINT',
          [(fill.name, fill.kind, fill.bytes, fill.limit) for fill in fills if fill.limit]),
         ("unwritten", "consumer VARCHAR, share DOUBLE, detail VARCHAR",
          [(waiting.consumer, waiting.share, waiting.detail) for waiting in unwritten]),
         ("replicas", "replica VARCHAR", [(url.partition("://")[2].rstrip("/"),) for url in urls]),
+        ("parts", "name VARCHAR, weight DOUBLE", parts),
     ):  # fmt: skip
         connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} ({columns})")
         if rows:

@@ -3,7 +3,8 @@ here.
 
 A query returns one row (`project`, `model`, `about`, `value`, `detail`) for each model, server, consumer or stream that
 meets the condition. Its parameters are `$threshold` (the alarm's setting), `$now`, and `$steps`, `$groups` and
-`$window_s` of `[alarms]`. The tables `fills`, `unwritten` and `replicas` hold measurements of the checking process.
+`$window_s` of `[alarms]`. The tables `fills`, `unwritten` and `replicas` hold measurements of the checking process,
+`parts` the rewards of its settings.
 """
 
 # ruff: noqa: S608 - the only text put into SQL here is a constant of this module
@@ -252,6 +253,81 @@ SELECT project, model, '' AS about, avg(metrics['kl']) AS value,
 FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING count(*) >= $steps AND value > $threshold""",
         "Read some of the best runs (`journeywork group show`). If they exploit the reward, correct it and promote an "
         "older version. Otherwise set `trainer.loss.beta`, lower the learning rate, or raise the threshold.",
+    ),
+    Alarm(
+        "length_drift",
+        "Drift of length",
+        "Runs have become much longer or shorter than in the first steps. The policy may have learned that length is "
+        "rewarded, whatever the text says, or that a short answer is enough.",
+        "alarms.length_ratio",
+        f"""{_NUMBERED_STEPS}
+SELECT project, model, '' AS about,
+  avg(metrics['tokens'] / metrics['trajectories']) FILTER (from_last <= $steps)
+    / avg(metrics['tokens'] / metrics['trajectories']) FILTER (from_first <= $steps) AS value,
+  format('a trained run has {{:.0f}}% of the sampled tokens that it had in the first steps', 100 * value) AS detail
+FROM steps WHERE metrics['trajectories'] > 0
+GROUP BY ALL HAVING count(*) >= 2 * $steps AND greatest(value, 1 / value) > $threshold""",
+        "Read some of the longest and shortest runs of a group (`journeywork group show`). If the reward or the judge "
+        "prefers length, correct it, and promote an older version; `trainer.loss.type` `dr_grpo` does not weight a "
+        "token by its run's length. If the task asks for it, raise the threshold.",
+    ),
+    Alarm(
+        "part_dominates",
+        "One part decides the reward",
+        "Nearly all differences of reward within groups come from one of the parts that the reward is composed of. The "
+        "others teach nothing, whatever their weights promise.",
+        "alarms.part_share",
+        f"""WITH {_NEWEST_GROUPS}, centered AS (
+  SELECT r.project, r.model, r.group_id, p.name, r.centered AS reward, p.weight * r.components[p.name] AS part
+  FROM rewards r SEMI JOIN newest USING (project, model, group_id, branch, judge) CROSS JOIN parts p
+  WHERE r.outcome = 'scored' AND list_has_all(map_keys(r.components), (SELECT list(name) FROM parts))
+), covariances AS (
+  SELECT project, model, name, sum(reward * part) AS covariance, count(DISTINCT group_id) AS groups
+  FROM centered GROUP BY ALL
+)
+SELECT project, model, name AS about, covariance / sum(covariance) OVER (PARTITION BY project, model) AS value,
+  format('{{:.0f}}% of the differences of reward in the last {{}} groups come from it', 100 * value, groups) AS detail
+FROM covariances
+QUALIFY groups >= $groups AND count(*) OVER (PARTITION BY project, model) > 1 AND value > $threshold""",
+        "`SELECT components FROM rewards` shows the values. A part with a larger spread needs a smaller weight "
+        "(`judge.rewards`). If the others should only break ties, raise the threshold.",
+    ),
+    Alarm(
+        "held_out_falls",
+        "Reward rises, held-out success falls",
+        "The reward of training runs is higher than at an earlier version, and the success on held-out tasks is lower, "
+        "both by more than chance explains. The policy learns the training tasks or the reward's weakness, not the "
+        "task.",
+        "alarms.held_out_errors",
+        """WITH train AS (
+  SELECT project, model, last_step // $steps AS block, avg(reward) AS mean, var_samp(reward) / count(*) AS variance
+  FROM rewards WHERE split = 'train' AND branch = 'main' AND outcome = 'scored' GROUP BY ALL HAVING count(*) > 1
+), held AS (
+  SELECT project, model, 'validation runs' AS about, last_step // $steps AS block, avg(reward) AS mean,
+    greatest(var_samp(reward) / count(*), 1e-9) AS variance
+  FROM rewards WHERE split = 'val' AND branch = 'main' AND outcome = 'scored' AND first_step = last_step
+  GROUP BY ALL HAVING count(*) >= 20
+  UNION ALL
+  SELECT project, model, scenarios, split_part(version, '@', 2)::INTEGER // $steps, arg_max(mean, evaluated_at),
+    greatest(arg_max((high - low) / 3.92, evaluated_at) ** 2, 1e-9)
+  FROM evaluations WHERE measure = 'reward' AND kind = 'policy' AND version <> '' AND low IS NOT NULL AND tasks >= 20
+  GROUP BY ALL
+), compared AS (
+  SELECT h.*, t.mean AS reward, t.variance AS reward_variance
+  FROM held h ASOF JOIN train t ON h.project = t.project AND h.model = t.model AND h.block >= t.block
+), newest AS (
+  FROM compared QUALIFY row_number() OVER (PARTITION BY project, model, about ORDER BY block DESC) = 1
+)
+SELECT n.project, n.model, n.about, max((e.mean - n.mean) / sqrt(e.variance + n.variance)) AS value,
+  format('since step {} the reward rose by {:.3g}; success on held-out tasks fell by {:.3g}, {:.1f} standard errors',
+    $steps * arg_max(e.block, e.mean - n.mean), arg_max(n.reward - e.reward, e.mean - n.mean), max(e.mean - n.mean),
+    value) AS detail
+FROM newest n JOIN compared e ON e.project = n.project AND e.model = n.model AND e.about = n.about AND e.block < n.block
+WHERE n.reward - e.reward > 2 * sqrt(n.reward_variance + e.reward_variance)
+GROUP BY ALL HAVING value > $threshold""",
+        "Read some of the newest runs with a high reward (`journeywork group show`): what do they do that the task "
+        "does not ask for? Correct the reward or the rubric, add tasks, and promote the version from before the fall "
+        "(`journeywork policy promote`).",
     ),
     Alarm(
         "feedback_share",

@@ -118,7 +118,37 @@ def unrewarded(count: int) -> list[Event]:
     ]  # fmt: skip
 
 
+def composed(spread: float) -> list[Event]:
+    """Groups whose reward is the mean of `quality` and `style`; `spread`: how far `style` differs."""
+    return [
+        GroupScored(
+            project="p", group=f"c{i}", model="m", judge="j",
+            members=tuple(
+                Member(trajectory=f"c{i}-{k}", reward=(q + s) / 2, components={"quality": q, "style": s, "agent": q})
+                for k, (q, s) in enumerate(((0.0, spread), (1.0, 0.0), (1.0, spread), (0.0, 0.0)))
+            ),
+        )
+        for i in range(GROUPS)
+    ]  # fmt: skip
+
+
+def played(split: Literal["train", "val"], *shares: float) -> list[Event]:
+    """40 runs of each block of steps, of which this share has the reward 1."""
+    return [
+        GroupScored(
+            project="p", group=f"{split}{block}", model="m", judge="j", split=split,
+            members=tuple(
+                Member(trajectory=f"{split}{block}-{k}", reward=float(k < share * 40), split=split,
+                       first_step=block * STEPS, last_step=block * STEPS)
+                for k in range(40)
+            ),
+        )
+        for block, share in enumerate(shares)
+    ]  # fmt: skip
+
+
 LEVEL = [1.0] * 2 * STEPS
+_TWICE = range(1, 2 * STEPS + 1)
 FALLEN = [1.0] * STEPS + [0.05] * STEPS
 
 
@@ -132,6 +162,21 @@ def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
         "sampler_mismatch": (
             steps("sampler_logprob_diff", [1e-6, 0.2]),
             steps("sampler_logprob_diff", [1e-6, 1e-6]),
+        ),
+        "length_drift": (
+            [
+                checkpoint(i, metrics={"tokens": 80.0 * (1 + (i > STEPS)) + i, "trajectories": 8.0})
+                for i in _TWICE
+            ],
+            [
+                checkpoint(i, metrics={"tokens": 80.0 * (1 + (i > STEPS)), "trajectories": 8.0})
+                for i in _TWICE
+            ],
+        ),
+        "part_dominates": (composed(0.1), composed(0.5)),
+        "held_out_falls": (
+            played("train", 0.2, 0.5, 0.8) + played("val", 0.2, 0.7, 0.2),
+            played("train", 0.2, 0.5, 0.8) + played("val", 0.2, 0.6, 0.5),
         ),
         "judge_drift": (anchors(0.9) + anchors(0.2), anchors(0.2) + anchors(0.9)),
         "judge_failing": (

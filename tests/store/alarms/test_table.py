@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from pipeline.config import AlarmsConfig, Config, VllmConfig
-from pipeline.events import Event
+from pipeline.config import AlarmsConfig, Config, JudgeConfig, RewardConfig, VllmConfig
+from pipeline.events import Event, Measure, PolicyEvaluated
 from pipeline.log.health import Fill
 from pipeline.log.unwritten import Unwritten
 from store.alarms.reading import Condition, evaluate, measured_tables, threshold
@@ -20,14 +21,16 @@ from tests.store.alarms.kit import (
     STEPS,
     anchors,
     cases,
+    composed,
     letters,
     loads,
     passes,
+    played,
     runs,
     steps,
     unrewarded,
 )
-from tests.store.kit import fill
+from tests.store.kit import checkpoint, fill
 
 FULL, ROOMY = Fill("ROLLOUTS", "stream", 81, 100), Fill("ROLLOUTS", "stream", 79, 100)
 LATE, SOON = Unwritten("store-rollouts", 0.51, "waits"), Unwritten("store-rollouts", 0.49, "waits")
@@ -39,10 +42,12 @@ def found(
     events: list[Event],
     fills: tuple[Fill, ...] = (),
     unwritten: tuple[Unwritten, ...] = (),
+    combine: Literal["mean", "min"] = "mean",
 ) -> list[Condition]:
     config = Config(
-        run_dir=str(folder), alarms=AlarmsConfig(**SETTINGS), vllm=VllmConfig(urls=(f"http://{REPLICA}/",))
-    )
+        run_dir=str(folder), alarms=AlarmsConfig(**SETTINGS), vllm=VllmConfig(urls=(f"http://{REPLICA}/",)),
+        judge=JudgeConfig(rewards=(RewardConfig(name="quality"), RewardConfig(name="style")), combine=combine),
+    )  # fmt: skip
     fill(folder, events)
     (folder / "store").mkdir(parents=True, exist_ok=True)
     with sql.connect(config) as connection:
@@ -117,10 +122,49 @@ def test_a_server_that_never_loaded_anything_is_behind(tmp_path: Path) -> None:
     assert one.detail == f"{REPLICA} serves m@0 at most; m@2 was published"
 
 
+def test_runs_that_became_short_have_drifted_too(tmp_path: Path) -> None:
+    lengths = [100.0] * STEPS + [40.0] * STEPS
+    events = [checkpoint(i, metrics={"tokens": 8 * n, "trajectories": 8.0}) for i, n in enumerate(lengths, 1)]
+    (one,) = found(tmp_path, "length_drift", events)
+    assert one.detail == "a trained run has 40% of the sampled tokens that it had in the first steps"
+
+
+def test_a_part_that_dominates_is_named_with_its_share(tmp_path: Path) -> None:
+    (one,) = found(tmp_path / "a", "part_dominates", composed(0.1))
+    assert one.about == "quality"
+    assert one.value == pytest.approx(1 / 1.01)  # variances 1/4 and 1/400, uncorrelated
+    assert found(tmp_path / "b", "part_dominates", composed(0.1), combine="min") == []
+
+
+def test_a_reward_that_does_not_rise_explains_no_fall_of_success(tmp_path: Path) -> None:
+    falls = played("val", 0.2, 0.7, 0.2)
+    assert found(tmp_path / "a", "held_out_falls", played("train", 0.5, 0.5, 0.5) + falls) == []
+    (one,) = found(tmp_path / "b", "held_out_falls", played("train", 0.2, 0.5, 0.8) + falls)
+    assert one.about == "validation runs"
+    fell = "since step 4 the reward rose by 0.3; success on held-out tasks fell by 0.5, 5.1 standard errors"
+    assert one.detail == fell
+
+
+def test_evaluations_on_held_out_tasks_show_the_fall(tmp_path: Path) -> None:
+    def evaluated(step: int, mean: float) -> Event:
+        measure = Measure(name="reward", mean=mean, low=mean - 0.1, high=mean + 0.1, count=100)
+        return PolicyEvaluated(
+            project="p", evaluation=f"e{step}", entrant=f"m@{step}", model="m", version=f"m@{step}", scenarios="held",
+            measures=(measure,),
+        )  # fmt: skip
+
+    rising = played("train", 0.2, 0.5, 0.8)
+    (one,) = found(tmp_path / "a", "held_out_falls", [*rising, evaluated(4, 0.8), evaluated(30, 0.4)])
+    assert one.about == "held"
+    assert found(tmp_path / "b", "held_out_falls", [*rising, evaluated(4, 0.8), evaluated(30, 0.7)]) == []
+
+
 # -- docs/alarms.md --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in BY_NAME if n not in ("log_full", "store_behind")])
+@pytest.mark.parametrize(
+    "name", [n for n in BY_NAME if n not in ("log_full", "store_behind", "part_dominates")]
+)
 def test_the_queries_of_the_page_run_as_they_are(name: str, tmp_path: Path) -> None:
     fill(
         tmp_path,
