@@ -51,8 +51,6 @@ SUBCOMMANDS = {
     **SDK,
     "sql": ("store.reading.sql", "query the history with SQL"),
     "ui": ("store.showing.dashboard.command", "show the history and the decisions as web pages"),
-    "trajectory": ("store.showing.show.trajectory", "show one run: messages, tools, tokens, verdicts"),
-    "group": ("store.showing.show.group", "show the members of one group side by side"),
     "replay": ("store.commands.replay", "rebuild groups from history onto a branch"),
     "diff": ("store.commands.diff", "compare two verdict sets"),
     "dataset": ("store.datasets.command", "write runs of the history as files for supervised trainers"),

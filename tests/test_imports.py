@@ -40,7 +40,6 @@ ROOMS = {
         f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving", "capture")
     },
     "store.reading": {f"store.{room}" for room in ("alarms", "columns", "lake", "storage")},
-    "store.showing.show": {"store.reading", "store.lake.storage"},
 }
 
 

@@ -251,7 +251,7 @@ FROM steps GROUP BY ALL HAVING count(*) >= 2 * $steps AND value < $threshold""",
 SELECT project, model, '' AS about, avg(metrics['kl']) AS value,
   format('the KL divergence from the base model is {{:.3g}} nats per token', value) AS detail
 FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING count(*) >= $steps AND value > $threshold""",
-        "Read some of the best runs (`journeywork group show`). If they exploit the reward, correct it and promote an "
+        "Read some of the best runs on the dashboard. If they exploit the reward, correct it and promote an "
         "older version. Otherwise set `trainer.loss.beta`, lower the learning rate, or raise the threshold.",
     ),
     Alarm(
@@ -267,7 +267,7 @@ SELECT project, model, '' AS about,
   format('a trained run has {{:.0f}}% of the sampled tokens that it had in the first steps', 100 * value) AS detail
 FROM steps WHERE metrics['trajectories'] > 0
 GROUP BY ALL HAVING count(*) >= 2 * $steps AND greatest(value, 1 / value) > $threshold""",
-        "Read some of the longest and shortest runs of a group (`journeywork group show`). If the reward or the judge "
+        "Read some of the longest and shortest runs of a group on the dashboard. If the reward or the judge "
         "prefers length, correct it, and promote an older version; `trainer.loss.type` `dr_grpo` does not weight a "
         "token by its run's length. If the task asks for it, raise the threshold.",
     ),
@@ -325,7 +325,7 @@ SELECT n.project, n.model, n.about, max((e.mean - n.mean) / sqrt(e.variance + n.
 FROM newest n JOIN compared e ON e.project = n.project AND e.model = n.model AND e.about = n.about AND e.block < n.block
 WHERE n.reward - e.reward > 2 * sqrt(n.reward_variance + e.reward_variance)
 GROUP BY ALL HAVING value > $threshold""",
-        "Read some of the newest runs with a high reward (`journeywork group show`): what do they do that the task "
+        "Read some of the newest runs with a high reward on the dashboard: what do they do that the task "
         "does not ask for? Correct the reward or the rubric, add tasks, and promote the version from before the fall "
         "(`journeywork policy promote`).",
     ),

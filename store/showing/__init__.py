@@ -3,6 +3,5 @@
 | room | what lives there |
 | --- | --- |
 | `dashboard` | web pages; `journeywork ui` |
-| `show` | one trajectory or group as text |
 | `curves` | a JSONL file of the training steps, and experiment trackers |
 """
