@@ -37,7 +37,7 @@ AGENT = "agent"
 """Judge model in verdicts that pass agents' rewards through."""
 PROMPT_VERSION = 6
 """Part of the judge configuration's hash. Raise it when the prompt or the parsing of replies changes."""
-DiscardReason = Literal["too_small", "late", "unscored"]
+DiscardReason = Literal["too_small", "late", "unscored", "over_budget"]
 
 
 class UnscoredError(Exception):
@@ -115,8 +115,11 @@ async def score_closed(
     judge: str,
     composer: RewardComposer | None,
     teach: Teach | None = None,
+    *,
+    over_budget: str = "",
 ) -> GroupScored | GroupDiscarded:
-    """Return the event that ends a closed group. `judge` is the judge configuration's hash."""
+    """Return the event that ends a closed group. `judge` is the judge configuration's hash. `over_budget`: why the
+    group is not to be scored; nobody is asked about it then."""
     batch = batch_of(group)
     events = [a.event for a in group.members]
     scorable = [e for e in events if e.outcome == "scored"]
@@ -124,15 +127,20 @@ async def score_closed(
     needed = 1 if group.key.split == "val" else config.min_size
     if len(scorable) < needed and batch is None:
         return _discarded(group.key, events, "too_small", _too_few(len(scorable), len(events), needed))
+    if over_budget and batch is None:
+        return _discarded(group.key, events, "over_budget", over_budget)
     rewards = agent_rewards(scorable)
-    if composer is not None and scorable and (config.rewards or len(rewards.final) < len(scorable)):
+    if over_budget:
+        rewards = GroupRewards({}, {}, ())
+    elif composer is not None and scorable and (config.rewards or len(rewards.final) < len(scorable)):
         try:
             rewards = await composer(scorable, group.signals)
         except UnscoredError as error:
             if batch is None:
                 return _discarded(group.key, events, "unscored", str(error))
             rewards = GroupRewards({}, {}, ())
-    rewards = await with_lessons(rewards, scorable, group.signals, config, teach)
+    if not over_budget:
+        rewards = await with_lessons(rewards, scorable, group.signals, config, teach)
     # The trainer waits for every group of a batch, so it also gets those that it will discard.
     if len(rewards.final) < needed and batch is None:
         why = rewards.missing or _too_few(len(rewards.final), len(events), needed)

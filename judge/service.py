@@ -24,6 +24,7 @@ import anyio.abc
 from judge.group_log import GroupLog, feedback_names, names_group
 from judge.groups import Group, GroupKey, key_of
 from judge.labelled import read_labelled
+from judge.limits import Budget
 from judge.monitor import JudgeMonitor
 from judge.rewards.compose import open_composer, open_composer_on_log
 from judge.ruler.transcripts import Transcript
@@ -119,6 +120,7 @@ class Judge:
         `judge_id`: hash of the judge configuration. `teach`: asks a teacher from outside; `None` if there is none."""
         self._broker, self._config, self._composer = broker, config.judge, composer
         self._judge_id, self._teach = judge_id, teach
+        self._budget = Budget(broker, config)
         self._log = GroupLog(broker, config.judge, config.feedback)
         self._rescues = config.feedback.late == "train" and bool(feedback_names(config.judge))
         """Whether late feedback may score a group that was discarded."""
@@ -266,7 +268,10 @@ class Judge:
     async def _publish_end(self, group: Group) -> frozenset[str]:
         """Score a group and publish the result. Return the trajectories in the group's event on the log, which is
         another process's if that one was published first."""
-        event = await score_closed(group, self._config, self._judge_id, self._composer, self._teach)
+        over_budget = await self._budget.refusal(group.key.group)
+        event = await score_closed(
+            group, self._config, self._judge_id, self._composer, self._teach, over_budget=over_budget
+        )
         crash.point("judge.before_publish")
         if isinstance(event, GroupDiscarded):
             if group.again:

@@ -212,6 +212,7 @@ class Learner:
         metrics = result.metrics | self.validation.metrics()
         metrics |= _group_metrics(batch, self.discarded_rewards[:discarded], equal_groups)
         metrics["step_s"] = time.perf_counter() - began
+        metrics["gpu_s"] = metrics["step_s"] * self.config.trainer.processes
         manifest, files = self._write(
             result.state, batch, settings, trace=trace or {}, dropped=result.dropped,
             group_seqs=pack_seqs([p.seq for p in places]), group_times=pack_seqs([p.at for p in places]),

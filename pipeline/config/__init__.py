@@ -31,6 +31,7 @@ from pipeline.config.judge import (
 )
 from pipeline.config.overrides import with_values
 from pipeline.config.sections import (
+    BudgetConfig,
     CurvesConfig,
     NatsConfig,
     RetentionConfig,

@@ -1,5 +1,5 @@
-"""The sections of the log, vLLM, the sampler agent, the store, the dashboard, retention, the supervisor, telemetry,
-curves and signing."""
+"""The sections of the log, vLLM, the sampler agent, the store, budgets, the dashboard, retention, the supervisor,
+telemetry, curves and signing."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pipeline.config.types import (
     Positive,
     Section,
     Several,
+    Share,
 )
 
 
@@ -166,6 +167,23 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     state (optimizer and unrounded weights, about 12 bytes for each weight of the adapter), its adapter, or nothing."""
     keep_days: NotNegative = 0.0
     """Age in days of its newest event at which a file is deleted. 0: never."""
+
+
+class BudgetConfig(Section, frozen=True, kw_only=True):
+    """What learning may cost: all models of the project together, since its first event. The store adds it up from the
+    history (view `spending`) every `alarms.every_s`. At a limit it raises an alarm, and the judge discards groups as
+    `over_budget`; calls are answered as before. A higher limit ends it, in the settings of all services."""
+
+    judge_usd: NotNegative = 0.0
+    """Cost of judging, in USD. 0: no limit."""
+    gpu_hours: NotNegative = 0.0
+    """Hours of the trainer's steps, times `trainer.processes`, and hours in which inference servers answered calls.
+    0: no limit."""
+    sampled_tokens: Natural = 0
+    """Tokens that were sampled in runs that ended. 0: no limit."""
+    keep_share: Share = 0.0
+    """Share of the groups that are judged and trained all the same when a limit is reached, chosen by a hash of their
+    names. 0: learning stops. 0.1: it goes on ten times as slowly."""
 
 
 class UiConfig(Section, frozen=True, kw_only=True):

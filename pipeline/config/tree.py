@@ -12,6 +12,7 @@ from pipeline.config.gateway import GatewayConfig
 from pipeline.config.judge import FeedbackConfig, JudgeConfig, TeacherConfig
 from pipeline.config.overrides import convert, merged
 from pipeline.config.sections import (
+    BudgetConfig,
     CurvesConfig,
     NatsConfig,
     RetentionConfig,
@@ -68,6 +69,7 @@ class Config(Section, frozen=True, kw_only=True):
     teacher: TeacherConfig = TeacherConfig()
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()
+    budget: BudgetConfig = BudgetConfig()
     ui: UiConfig = UiConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -152,8 +152,9 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
         "too_large",
         "incomplete",
     ]
-    """`too_large`: a sequence of these trajectories does not fit into the trainer's memory, even alone. The rest of
-    the group was trained, in `version`. `incomplete`: the batch that the group's agent requested lacks other groups."""
+    """`over_budget`: a limit of `[budget]` is reached. `too_large`: a sequence of these trajectories does not fit into
+    the trainer's memory, even alone. The rest of the group was trained, in `version`. `incomplete`: the batch that the
+    group's agent requested lacks other groups."""
     by: str
     """Service that discarded them."""
     detail: str = ""

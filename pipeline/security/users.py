@@ -80,7 +80,7 @@ USERS: tuple[User, ...] = (
         publishes=("group.>", "rollout.timeout.>", "rollout.overdue.>", "rollout.teacher.>"),
         consumes=("judge", "judge-timers"),
         sets_timers=True,
-        reads=("ROLLOUTS", "GROUPS"),
+        reads=("ROLLOUTS", "GROUPS", "POLICY"),
     ),
     User(
         "trainer", "takes optimizer steps on the main branch",

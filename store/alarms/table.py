@@ -161,6 +161,25 @@ FROM dead WHERE reason = 'sampler_mismatch' AND dead_at > $now - to_seconds($win
         "trainer, and without a quantisation that the trainer does not use. `journeywork check-model` checks whether "
         "the trainer computes the model correctly.",
     ),
+    *(
+        Alarm(
+            f"over_{name}_budget",
+            f"Budget of {what} used up",
+            f"Learning has cost all that `budget.{setting}` allows. The judge discards groups as `over_budget`, except "
+            "`budget.keep_share` of them; calls are answered as before.",
+            f"budget.{setting}",
+            f"""SELECT project, '' AS model, '' AS about, sum({spent})::DOUBLE AS value,
+  format('{{:.6g}} of {{:.6g}} {unit} are spent (budget.{setting})', value, $threshold) AS detail
+FROM spending WHERE $threshold > 0 GROUP BY project HAVING value >= $threshold""",
+            "`SELECT * FROM spending` says what each step cost and gained. Set a higher "
+            f"`budget.{setting}` and start the services again, or leave the policy as it is.",
+        )
+        for name, setting, what, unit, spent in (
+            ("judge", "judge_usd", "judging", "USD", "judge_usd"),
+            ("gpu", "gpu_hours", "GPU time", "GPU hours", "(train_gpu_s + serve_gpu_s) / 3600"),
+            ("token", "sampled_tokens", "sampled tokens", "tokens", "sampled_tokens"),
+        )
+    ),
     Alarm(
         "stale_discards",
         "Staleness discards",

@@ -67,6 +67,23 @@ _COST = """
     )
     SELECT "at", sum(usd) OVER (ORDER BY "at") AS judge_usd FROM spent ORDER BY "at"
 """
+_SPENDING = """
+    SELECT max(step) AS step, sum(judge_usd) AS judge_usd, sum(train_gpu_s) AS train_gpu_s,
+      sum(serve_gpu_s) AS serve_gpu_s, sum(sampled_tokens)::BIGINT AS sampled_tokens, max(total_usd) AS total_usd,
+      max(total_gpu_s) / 3600 AS total_gpu_hours, max(total_tokens) AS total_tokens,
+      arg_max(held_out, step) AS held_out, arg_max(gain, step) AS gain
+    FROM spending WHERE model = $model GROUP BY step // $width ORDER BY 1 NULLS LAST
+"""
+_SPENT = """
+    WITH total AS (
+      SELECT max(total_usd) AS judge_usd, max(total_gpu_s) / 3600 AS gpu_hours, max(total_tokens) AS sampled_tokens,
+        arg_max(gain, step) FILTER (gain IS NOT NULL) AS gain
+      FROM spending WHERE model = $model
+    )
+    UNPIVOT (SELECT judge_usd, gpu_hours, sampled_tokens::DOUBLE AS sampled_tokens, gain FROM total)
+      ON judge_usd, gpu_hours, sampled_tokens INTO NAME setting VALUE spent
+"""
+"""What the model cost so far by each setting of `[budget]`, and its gain on held-out tasks."""
 _COUNTS = """
     SELECT
       (SELECT count(*) FROM rollout_opened WHERE model = $model) AS opened,
@@ -109,6 +126,10 @@ def overview(history: History, query: Query) -> dict[str, Any]:
     return {
         **data,
         "branches": branches(history),
+        "spent": [
+            {**row, "limit": getattr(history.config.budget, row["setting"]) or None}
+            for row in history.shared_rows(_SPENT, data)
+        ],
         "run_metrics": [row["name"] for row in history.shared_rows(_METRIC_NAMES, data)],
         "discards": history.shared_rows(_DISCARDS, data),
         "evaluations": history.rows(
@@ -167,6 +188,7 @@ def curves(history: History, query: Query) -> dict[str, Any]:
         "staleness": history.shared_rows(_STALENESS, selection),
         "throughput": history.shared_rows(_THROUGHPUT, selection),
         "cost": history.shared_rows(_COST, selection),
+        "spending": history.shared_rows(_SPENDING, selection),
         "metrics": history.shared_rows(_METRICS, selection),
     }  # fmt: skip
 

@@ -11,6 +11,7 @@ stored twice. `group` is a word of SQL, so the column is called `group_id`.
 | `groups` | groups, verdicts, rewards, signals, people's labels, the cost of judging |
 | `training` | checkpoints, delivery, lineage, staleness, steps |
 | `evaluations` | evaluations on held-out tasks |
+| `spending` | what learning cost and gained |
 | `alarms` | alarms |
 | `losses` | runs that never trained, dead letters |
 """
@@ -20,6 +21,7 @@ from store.reading.views.evaluations import EVALUATION_TASKS, EVALUATIONS
 from store.reading.views.groups import GROUPS, JUDGE_COST, LABELS, REWARDS, SIGNALS, VERDICTS
 from store.reading.views.losses import DEAD, STARVATION
 from store.reading.views.rollouts import EXCHANGES, MESSAGES, TRAJECTORIES
+from store.reading.views.spending import SPENDING
 from store.reading.views.training import ADAPTERS, CHECKPOINTS, LINEAGE, STALENESS, STEPS
 from store.reading.views.view import View
 
@@ -41,6 +43,7 @@ VIEWS: tuple[View, ...] = (  # each after the views that it reads
     EVALUATION_TASKS,
     STARVATION,
     JUDGE_COST,
+    SPENDING,
     DEAD,
     ALARMS,
 )

@@ -58,7 +58,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         "timer.due.rollout.timeout.p.m.g",
         f"{API}STREAM.PURGE.GROUPS", f"{API}STREAM.DELETE.GROUPS", f"{API}CONSUMER.CREATE.ROLLOUTS.mine",
         f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.store-rollouts", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", "$O.ADAPTERS.C.x",
-        f"{API}DIRECT.GET.POLICY", f"{API}DIRECT.GET.OBJ_ADAPTERS",
+        "policy.alarm.default.over_judge_budget", f"{API}DIRECT.GET.OBJ_ADAPTERS",
     ),
     "trainer": (
         "policy.promoted.default.m", "policy.loaded.default.m", "group.scored.default.m.g.j.1",

@@ -16,7 +16,9 @@ from pipeline.events import (
     JudgeMeasured,
     Member,
     PolicyLoaded,
+    Score,
     TrajectoryCompleted,
+    Verdict,
     now_us,
 )
 from pipeline.log.broker import Broker
@@ -147,6 +149,17 @@ def played(split: Literal["train", "val"], *shares: float) -> list[Event]:
     ]  # fmt: skip
 
 
+def costs(usd: float, step_s: float, sampled: int) -> list[Event]:
+    """A verdict, a step, and a run."""
+    scores = (Score(trajectory="a", score=1.0),)
+    verdict = Verdict(judge_model="x", scores=scores, cost_usd=usd / 2)
+    return [
+        GroupScored(project="p", group="g", model="m", judge="j", members=(), verdicts=(verdict, verdict)),
+        checkpoint(1, metrics={"step_s": step_s}),
+        TrajectoryCompleted(project="p", trajectory="t", model="m", group="g", sampled_tokens=sampled),
+    ]
+
+
 LEVEL = [1.0] * 2 * STEPS
 _TWICE = range(1, 2 * STEPS + 1)
 FALLEN = [1.0] * STEPS + [0.05] * STEPS
@@ -178,6 +191,9 @@ def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
             played("train", 0.2, 0.5, 0.8) + played("val", 0.2, 0.7, 0.2),
             played("train", 0.2, 0.5, 0.8) + played("val", 0.2, 0.6, 0.5),
         ),
+        "over_judge_budget": (costs(5.0, 1.0, 10), costs(4.99, 9999.0, 9999)),
+        "over_gpu_budget": (costs(0.1, 3600.0, 10), costs(9.0, 3599.0, 9999)),
+        "over_token_budget": (costs(0.1, 1.0, 1000), costs(9.0, 9999.0, 999)),
         "judge_drift": (anchors(0.9) + anchors(0.2), anchors(0.2) + anchors(0.9)),
         "judge_failing": (
             passes(0, 40, AGO_US) + passes(8, 8),

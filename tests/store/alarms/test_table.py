@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from pipeline.config import AlarmsConfig, Config, JudgeConfig, RewardConfig, VllmConfig
+from pipeline.config import AlarmsConfig, BudgetConfig, Config, JudgeConfig, RewardConfig, VllmConfig
 from pipeline.events import Event, Measure, PolicyEvaluated
 from pipeline.log.health import Fill
 from pipeline.log.unwritten import Unwritten
@@ -22,6 +22,7 @@ from tests.store.alarms.kit import (
     anchors,
     cases,
     composed,
+    costs,
     letters,
     loads,
     passes,
@@ -33,6 +34,7 @@ from tests.store.alarms.kit import (
 from tests.store.kit import checkpoint, fill
 
 FULL, ROOMY = Fill("ROLLOUTS", "stream", 81, 100), Fill("ROLLOUTS", "stream", 79, 100)
+BUDGET = BudgetConfig(judge_usd=5.0, gpu_hours=1.0, sampled_tokens=1000)
 LATE, SOON = Unwritten("store-rollouts", 0.51, "waits"), Unwritten("store-rollouts", 0.49, "waits")
 
 
@@ -43,9 +45,11 @@ def found(
     fills: tuple[Fill, ...] = (),
     unwritten: tuple[Unwritten, ...] = (),
     combine: Literal["mean", "min"] = "mean",
+    budget: BudgetConfig = BUDGET,
 ) -> list[Condition]:
     config = Config(
-        run_dir=str(folder), alarms=AlarmsConfig(**SETTINGS), vllm=VllmConfig(urls=(f"http://{REPLICA}/",)),
+        budget=budget, run_dir=str(folder),
+        alarms=AlarmsConfig(**SETTINGS), vllm=VllmConfig(urls=(f"http://{REPLICA}/",)),
         judge=JudgeConfig(rewards=(RewardConfig(name="quality"), RewardConfig(name="style")), combine=combine),
     )  # fmt: skip
     fill(folder, events)
@@ -63,7 +67,7 @@ def test_each_alarm_has_its_cases() -> None:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_an_alarm_holds_where_its_condition_does_and_nowhere_else(name: str, tmp_path: Path) -> None:
     (one,) = found(tmp_path / "a", name, cases()[name][0], (FULL,), (LATE,))
-    assert one.threshold == threshold(Config(), BY_NAME[name])
+    assert one.threshold == threshold(Config(budget=BUDGET), BY_NAME[name])
     assert one.detail
     assert one.value >= one.threshold or name in ("entropy_collapse", "judge_drift", "replica_behind")
     assert found(tmp_path / "b", name, cases()[name][1], (ROOMY,), (SOON,)) == []
@@ -157,6 +161,13 @@ def test_evaluations_on_held_out_tasks_show_the_fall(tmp_path: Path) -> None:
     (one,) = found(tmp_path / "a", "held_out_falls", [*rising, evaluated(4, 0.8), evaluated(30, 0.4)])
     assert one.about == "held"
     assert found(tmp_path / "b", "held_out_falls", [*rising, evaluated(4, 0.8), evaluated(30, 0.7)]) == []
+
+
+def test_a_budget_names_its_setting_and_without_one_nothing_is_used_up(tmp_path: Path) -> None:
+    (one,) = found(tmp_path, "over_judge_budget", costs(5.5, 1.0, 10))
+    assert one.detail == "5.5 of 5 USD are spent (budget.judge_usd)"
+    for name in ("over_judge_budget", "over_gpu_budget", "over_token_budget"):
+        assert found(tmp_path, name, [], budget=BudgetConfig()) == []
 
 
 # -- docs/alarms.md --------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from pipeline.events import (
     GroupDiscarded,
     GroupScored,
     Member,
+    TrajectoryCompleted,
+    Verdict,
     pack_seqs,
     schema,
     wire_name,
@@ -298,3 +300,51 @@ def test_a_run_with_settings_of_an_older_version_can_be_asked(run_dir: Path) -> 
 def test_an_empty_query_is_refused(query: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sql.main([query, "--run-dir", str(run_dir)]) == 1
     assert "the query is empty" in capsys.readouterr().err
+
+
+def test_each_step_has_what_was_spent_since_the_one_before_and_its_gain(tmp_path: Path) -> None:
+    def judged(group: str, at: int, usd: float) -> GroupScored:
+        verdict = Verdict(judge_model="x", scores=(), cost_usd=usd)
+        return GroupScored(
+            project="p", group=group, model="m", judge="j", members=(), verdicts=(verdict,), at=at
+        )
+
+    def held(step: int, reward: float) -> GroupScored:
+        member = Member(trajectory=f"v{step}", reward=reward, split="val", first_step=step, last_step=step)
+        return GroupScored(
+            project="p", group=f"v{step}", model="m", judge="j", split="val", members=(member,), at=1_000_000
+        )
+
+    def call(seq: int, begin: int, end: int, replica: str = "r0", **more: Any) -> Event:
+        return exchange("t", seq, started_at=begin * 1_000_000, at=end * 1_000_000, replica=replica, **more)
+
+    calls = [
+        call(0, 1, 3),
+        call(1, 2, 5),  # two seconds of it are beyond the call before
+        call(2, 3, 4),  # none is
+        call(3, 1, 4, "r1"),
+        call(4, 1, 40, "r1", copied_from="x/0"),
+        call(5, 20, 21),
+        call(6, 50, 52),
+    ]
+    fill(
+        tmp_path,
+        [
+            *calls,
+            *(judged(f"g{i}", at * 1_000_000, usd) for i, (at, usd) in enumerate(((5, 1.0), (9, 0.5), (20, 2.0)))),
+            *(held(step, reward) for step, reward in ((0, 0.25), (1, 0.5), (2, 1.0))),
+            checkpoint(1, metrics={"step_s": 4.0, "gpu_s": 8.0}, at=10_000_000),
+            checkpoint(2, metrics={"step_s": 3.0}, at=30_000_000),
+            TrajectoryCompleted(project="p", trajectory="t", model="m", group="g", sampled_tokens=7, at=9_000_000),
+        ],
+    )  # fmt: skip
+    found = rows(
+        tmp_path,
+        "SELECT version, judge_usd, train_gpu_s, serve_gpu_s, sampled_tokens, total_usd, total_gpu_s, total_tokens, "
+        "held_out, gain FROM spending ORDER BY step",
+    )
+    assert found == [
+        ("m@1", 1.5, 8.0, 7.0, 7, 1.5, 15.0, 7, 0.5, 0.25),
+        ("m@2", 2.0, 3.0, 1.0, 0, 3.5, 19.0, 7, 1.0, 0.75),
+        (None, 0.0, 0.0, 2.0, 0, 3.5, 21.0, 7, None, None),
+    ]

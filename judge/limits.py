@@ -1,0 +1,38 @@
+"""Whether learning is over budget, as the store's alarms on the log say (`[budget]`, docs/judging.md)."""
+
+from __future__ import annotations
+
+import hashlib
+
+from pipeline.config import Config
+from pipeline.events import AlarmChanged
+from pipeline.log.broker import Broker
+
+_ALARMS = {
+    "judge_usd": "over_judge_budget",
+    "gpu_hours": "over_gpu_budget",
+    "sampled_tokens": "over_token_budget",
+}
+"""The alarm of each limit, by its setting."""
+
+
+class Budget:
+    """The limits of the settings, and whether they are reached."""
+
+    def __init__(self, broker: Broker, config: Config) -> None:
+        self._broker, self._project, self._keep_share = broker, config.project, config.budget.keep_share
+        self._alarms = [alarm for setting, alarm in _ALARMS.items() if getattr(config.budget, setting)]
+
+    async def refusal(self, group: str) -> str:
+        """Return why a group is not to be scored; empty if it is. The leader of the log is asked for the newest change
+        of each alarm, so a new process knows what the one before it knew. Raises `BrokerError`."""
+        for alarm in self._alarms:
+            newest = await self._broker.read_last(AlarmChanged, project=self._project, alarm=alarm)
+            if newest is not None and newest.event.state == "raised":
+                return "" if share_of(group) < self._keep_share else newest.event.detail
+        return ""
+
+
+def share_of(group: str) -> float:
+    """Return a number of at least 0 and below 1 that depends on the name alone, uniformly over names."""
+    return int.from_bytes(hashlib.sha256(group.encode()).digest()[:4]) / 2**32

@@ -1,0 +1,69 @@
+"""The view of what learning costs, against what it gains."""
+
+# ruff: noqa: S608 - the only text put into SQL here is a constant of this package
+
+from __future__ import annotations
+
+from store.reading.views.view import NEVER, View
+
+SPENDING = View(
+    "spending",
+    "What was spent until each step of branch `main`, since the step before, and the success on held-out tasks. The "
+    "last row of a model, without a version, is what was spent since its newest step.",
+    {
+        "version": "The step's version; null for what was spent since the newest step.",
+        "published_at": "When the step was published, UTC.",
+        "judge_usd": "Cost of the verdicts on groups, of all branches.",
+        "train_gpu_s": "Seconds of the steps, times `trainer.processes`.",
+        "serve_gpu_s": "Seconds in which an inference server answered a call, or several at once. A GPU that trainer "
+        "and server share is counted for both.",
+        "sampled_tokens": "Tokens that were sampled in runs that ended.",
+        "total_usd": "`judge_usd` of this step and all before it.",
+        "total_gpu_s": "`train_gpu_s` and `serve_gpu_s` of this step and all before it.",
+        "total_tokens": "`sampled_tokens` of this step and all before it.",
+        "held_out": "Mean reward of the version's validation runs, else of its newest evaluation; null without either.",
+        "gain": "`held_out` minus that of the first version that has one, which may be step 0.",
+    },
+    # The union of a server's calls: each adds the part after the end of those that began before it.
+    f"""
+        WITH calls AS (
+          SELECT project, model, "at", greatest(0, epoch_us("at" - greatest(started_at, coalesce(max("at") OVER (
+            PARTITION BY replica ORDER BY started_at, log_seq ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+          ), started_at)))) / 1e6 AS serve_gpu_s
+          FROM rollout_exchange WHERE started_at > {NEVER} AND copied_from = ''
+        ), spent AS (
+          SELECT project, model, "at", said.cost_usd AS judge_usd
+          FROM (SELECT project, model, "at", unnest(verdicts) AS said FROM group_scored)
+          UNION ALL BY NAME
+          SELECT project, model, "at", coalesce(metrics['gpu_s'], metrics['step_s']) AS train_gpu_s
+          FROM policy_checkpoint
+          UNION ALL BY NAME FROM calls
+          UNION ALL BY NAME SELECT project, model, "at", sampled_tokens FROM rollout_completed
+        ), steps AS (
+          SELECT project, model, version, step, "at" FROM policy_checkpoint WHERE branch = 'main'
+        ), each AS (
+          SELECT p.project, p.model, s.version, s.step, any_value(s."at") AS published_at,
+            coalesce(sum(p.judge_usd), 0) AS judge_usd, coalesce(sum(p.train_gpu_s), 0) AS train_gpu_s,
+            coalesce(sum(p.serve_gpu_s), 0) AS serve_gpu_s, coalesce(sum(p.sampled_tokens), 0)::BIGINT AS sampled_tokens
+          FROM spent p ASOF LEFT JOIN steps s
+            ON p.project = s.project AND p.model = s.model AND p."at" <= s."at"
+          GROUP BY p.project, p.model, s.version, s.step
+        ), measured AS (
+          SELECT project, model, last_step AS step, 0 AS rank, avg(reward) AS held_out FROM rewards
+          WHERE split = 'val' AND branch = 'main' AND outcome = 'scored' AND first_step = last_step GROUP BY ALL
+          UNION ALL
+          SELECT project, model, split_part(version, '@', 2)::INTEGER, 1, arg_max(mean, evaluated_at) FROM evaluations
+          WHERE measure = 'reward' AND kind = 'policy' AND version <> '' GROUP BY ALL
+        ), held AS (
+          SELECT project, model, step, arg_min(held_out, rank) AS held_out,
+            first_value(arg_min(held_out, rank)) OVER (PARTITION BY project, model ORDER BY step) AS first_of_all
+          FROM measured GROUP BY project, model, step
+        )
+        SELECT e.project, e.model, e.version, e.step, e.published_at, e.judge_usd, e.train_gpu_s, e.serve_gpu_s,
+          e.sampled_tokens, sum(e.judge_usd) OVER so_far AS total_usd,
+          sum(e.train_gpu_s + e.serve_gpu_s) OVER so_far AS total_gpu_s,
+          (sum(e.sampled_tokens) OVER so_far)::BIGINT AS total_tokens, h.held_out, h.held_out - h.first_of_all AS gain
+        FROM each e LEFT JOIN held h ON h.project = e.project AND h.model = e.model AND h.step = e.step
+        WINDOW so_far AS (PARTITION BY e.project, e.model ORDER BY e.step NULLS LAST)
+        """,
+)
