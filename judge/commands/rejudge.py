@@ -10,9 +10,9 @@ judge configuration, is one set. Only groups as they were first scored are judge
 one of them, it holds the newer event of each set, and the command can tell.
 
 If a judge model is set, it is asked even if agents gave rewards. Feedback that came late counts, under rewards of kind
-`feedback`. Groups that the judge discarded as unscored, too small or over budget are scored too if this judge can. A group
-that is on the branch already is skipped, so the command can be stopped and run again. A group that the log no longer holds is
-recorded as discarded.
+`feedback`. Groups that the judge discarded as unscored, too small or over budget are scored too if this judge can. A
+group that is on the branch already is skipped, so the command can be stopped and run again. A group that the log no
+longer holds is recorded as discarded.
 """
 
 from __future__ import annotations
