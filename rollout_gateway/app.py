@@ -141,7 +141,7 @@ class App:
         answer = await route.handler(ControlRequest(self._gateway, request, access, values))
         if isinstance(answer, RawAnswer):
             request.answer(answer.status, answer.body, content_type=answer.content_type)
-        elif answer is not None:
+        else:
             request.answer(route.status, _encode(answer))
 
     # -- model calls ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from functools import partial
 import anyio
 
 from pipeline.config import Config, ConfigError
-from pipeline.events import CheckpointPublished, Event, PolicyLoaded, wire_name
+from pipeline.events import CheckpointPublished, Event, PolicyLoaded
 from pipeline.files import write_once
 from pipeline.log.broker import Broker, Recorded
 from pipeline.names import new_id
@@ -35,8 +35,7 @@ from rollout_gateway.http.server import run_server
 from rollout_gateway.serving.membership import Membership
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
-from rollout_gateway.serving.policy_feed import PolicyFeed
-from rollout_gateway.serving.promotion import Promotion, feed_fields
+from rollout_gateway.serving.promotion import Promotion
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
 from rollout_gateway.serving.server_key import api_key
@@ -120,18 +119,13 @@ async def _connect(
         promotion=Promotion(project, broker, policies, fleet, router),
         calls=CallHandler(settings, fleet, router, detector),
         detector=detector,
-        feed=PolicyFeed(),
         metrics=Metrics(fleet, registry),
         log_health=LogHealth(),
     )
 
 
 async def _follow_log(gateway: Gateway) -> None:
-    """Apply new events as they arrive, and send those about versions to the feed. Never returns. Raises
-    `LogShrankError`."""
-
-    def tell(event: Event) -> None:
-        gateway.feed.broadcast(wire_name(event), feed_fields(event))
+    """Apply new events as they arrive. Never returns. Raises `LogShrankError`."""
 
     def changed(recorded: Recorded[Event]) -> None:
         event = recorded.event
@@ -139,13 +133,12 @@ async def _follow_log(gateway: Gateway) -> None:
         if isinstance(event, CheckpointPublished):
             gateway.pacing.done(event.model, event.groups, recorded.place.at)
         gateway.metrics.loads += isinstance(event, PolicyLoaded)
-        tell(event)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(gateway.policies.follow, gateway.broker, changed)
         tasks.start_soon(gateway.registry.follow_completions)
         tasks.start_soon(gateway.registry.log.until_shrunk)
-        tasks.start_soon(gateway.pacing.follow, tell)
+        tasks.start_soon(gateway.pacing.follow)
 
 
 async def serve(config: Config, ready: Ready) -> None:
@@ -182,7 +175,6 @@ async def serve(config: Config, ready: Ready) -> None:
                     finally:
                         app.stop()
                         gateway.fleet.close()
-                        gateway.feed.close()
         finally:
             with anyio.move_on_after(_SETTLE_S, shield=True):
                 await gateway.calls.settle()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NotRequired, TypedDict
 from urllib.parse import quote
-
-import httpx
 
 from journeywork.art.captured import Reference
 from journeywork.client import AsyncJourneywork
@@ -65,16 +62,3 @@ class Gateway(AsyncJourneywork):
             f"the gateway at {self.url} serves no model {model!r}, but: {names}. Give the `TrainableModel` one of "
             "these names, or start an installation with `models.0.name` set to its name."
         )
-
-    async def watch(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield at once, at each event about versions and groups, and about every 15 seconds.
-
-        Ends when the gateway closes the connection. Raises `httpx.TransportError` when the connection breaks."""
-        timeout = httpx.Timeout(60)
-        async with self._http.stream("GET", "/v1/policies/events", timeout=timeout) as reply:
-            reply.raise_for_status()
-            async for line in reply.aiter_lines():
-                if line.startswith("data: "):
-                    yield json.loads(line[6:])
-                elif line.startswith(":"):
-                    yield {}

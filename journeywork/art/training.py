@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
-import httpx
 
 from journeywork.art.captured import NotCapturedError, is_captured, references_of
 from journeywork.art.gateway import Batch, Gateway, Member
 from journeywork.art.trajectories import Trajectory, TrajectoryGroup
 from journeywork.trajectory import finite_number
-from journeywork.transport import RETRIED_STATUSES, GatewayUnavailableError, JourneyworkError, plain_errors
+from journeywork.transport import GatewayUnavailableError, JourneyworkError, plain_errors
 
 log = logging.getLogger("journeywork.art")
 
@@ -23,8 +22,8 @@ _EQUAL = 1e-6
 """Rewards that differ by no more than this train nothing."""
 _CONCURRENT = 8
 """Groups that are sent at the same time."""
-_PAUSE_S = 0.5
-"""Before a broken connection is made again."""
+_POLL_S = 0.5
+"""Time between two looks at the groups that are trained."""
 
 
 class TrainingError(Exception):
@@ -165,7 +164,6 @@ async def await_step(gateway: Gateway, model: str, groups: Sequence[str]) -> Ste
     waiting = set(groups)
     trained: dict[str, Any] = {}
     reasons: list[str] = []
-    loaded: list[bool] = []
 
     async def settled() -> StepResult | None:
         for name in sorted(waiting):
@@ -193,21 +191,18 @@ async def await_step(gateway: Gateway, model: str, groups: Sequence[str]) -> Ste
             raise TrainingError(f"{version} was trained and can't be served: {policy['refused'][version]}")
         step = int(version.rpartition("@")[2])
         if int(policy["step"]) < step:
-            # Several servers load one after the other. A name that is pinned to an older version stays there.
-            loaded.append(version in policy["loaded"])
-            if not all(loaded[-2:]) or len(loaded) < 2:
+            # A name that a decision keeps at an older version stays there.
+            decided = bool(policy["decision"] and policy["decision"]["version"])
+            if not (decided and version in policy["loaded"]):
                 return None
         return StepResult(step, version, trained=True, metrics=trained.get("metrics", {}))
 
     while True:
         try:
-            async for _ in gateway.watch():
-                if result := await settled():
-                    return result
-        except httpx.HTTPStatusError as error:
-            if error.response.status_code not in RETRIED_STATUSES:
-                raise TrainingError(f"whether the groups were trained is not known: {error}") from error
-            log.info("the gateway is overloaded: %s", error)
-        except (httpx.HTTPError, GatewayUnavailableError) as error:
-            log.info("the connection to %s broke: %s", gateway.url, error)
-        await anyio.sleep(_PAUSE_S)
+            if result := await settled():
+                return result
+        except GatewayUnavailableError as error:
+            log.info("still waiting for %s: %s", gateway.url, error)
+        except JourneyworkError as error:
+            raise TrainingError(f"whether the groups were trained is not known: {error}") from error
+        await anyio.sleep(_POLL_S)

@@ -19,7 +19,6 @@ from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.serving.membership import Membership
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
-from rollout_gateway.serving.policy_feed import PolicyFeed
 from rollout_gateway.serving.promotion import Promotion
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
@@ -44,7 +43,6 @@ class Gateway:
     calls: CallHandler
     detector: TrajectoryDetector | None
     """Only with `gateway.detection.enabled`."""
-    feed: PolicyFeed
     metrics: Metrics
     log_health: LogHealth
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from pipeline.names import parse_version
@@ -10,8 +9,7 @@ from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest, RawAnswer
 from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.api.metrics import CONTENT_TYPE
-from rollout_gateway.http.errors import ClientGoneError, unknown_model
-from rollout_gateway.http.request import SSE_HEADERS
+from rollout_gateway.http.errors import unknown_model
 from rollout_gateway.serving.promotion import BODIES, Action
 
 _DECISION = ("action", "version", "other", "percent", "by", "reason", "at")
@@ -43,11 +41,8 @@ async def get_model(request: ControlRequest) -> dict[str, Any]:
 
 async def get_policies(request: ControlRequest) -> dict[str, Any]:
     """The version that each model's name is routed to, and why."""
-    return _policies(request.gateway, request.access)
-
-
-def _policies(gateway: Gateway, access: Access) -> dict[str, Any]:
-    return {"data": [_policy(gateway, name) for name in gateway.models_of(access)]}
+    gateway = request.gateway
+    return {"data": [_policy(gateway, name) for name in gateway.models_of(request.access)]}
 
 
 def _policy(gateway: Gateway, model: str) -> dict[str, Any]:
@@ -63,18 +58,6 @@ def _policy(gateway: Gateway, model: str) -> dict[str, Any]:
         "refused": {v: why for v, why in policies.refused.items() if parse_version(v)[0] == model},
         "decision": {name: getattr(decided, name) for name in _DECISION} if decided else None,
     }
-
-
-async def watch_policies(request: ControlRequest) -> None:
-    """Stream events until the client leaves or the gateway stops."""
-    gateway, http = request.gateway, request.http
-    gateway.feed.check(request.access)
-    http.start(200, SSE_HEADERS)
-    with contextlib.suppress(ClientGoneError), http.cancellation:
-        async for event in gateway.feed.subscribe(_policies(gateway, request.access), request.access):
-            http.write(event)
-            await http.drain()
-    http.end()
 
 
 async def decide(request: ControlRequest, action: Action) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from rollout_gateway.http.errors import ApiError
 from rollout_gateway.serving.promotion import Action
 
 Handler = Callable[[ControlRequest], Awaitable[Any]]
-"""Returns what is encoded as JSON, a `RawAnswer`, or `None` if it has answered the request itself. Raises
-`ApiError`."""
+"""Returns what is encoded as JSON, or a `RawAnswer`. Raises `ApiError`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ ROUTES = (
     Route("GET", "/v1/models", models.get_models, "call"),
     Route("GET", "/v1/models/{model+}", models.get_model, "call"),
     Route("GET", "/v1/policies", models.get_policies),
-    Route("GET", "/v1/policies/events", models.watch_policies),
     *(
         Route(
             "POST",

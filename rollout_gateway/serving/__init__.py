@@ -6,7 +6,6 @@
 | `promotion` | decisions about which version a model name is routed to |
 | `idempotency` | recognises a repeated request by its idempotency id |
 | `command` | `journeywork policy` |
-| `policy_feed` | server-sent events about versions |
 | `routing` | chooses the exact version that answers a call |
 | `replicas` | the inference servers, the choice among them, and leases on the versions that they hold |
 | `membership` | adds and removes replicas, checks their health, reports the versions in use |

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from pipeline.events import CheckpointPublished, GroupAdmitted, GroupAhead, GroupDiscarded, now_us
 from pipeline.log.broker import Broker, Recorded
@@ -173,12 +173,11 @@ class Pacing:
                 for discarded in await broker.read(GroupDiscarded, project=project, model=model, group=group):
                     state.end(group, discarded.place.at)
 
-    async def follow(self, on_discard: Callable[[GroupDiscarded], None]) -> None:
-        """Follow discards: stop counting the group and call `on_discard` with the event. Never returns."""
+    async def follow(self) -> None:
+        """Follow discards, and stop counting their groups. Never returns."""
         discarded = follow_events(
             self._broker, [GroupDiscarded], lambda: self._next_seq, project=self._project
         )
         async for recorded in discarded:
             self._next_seq = recorded.seq + 1
             self.done(recorded.event.model, (recorded.event.group,), recorded.place.at)
-            on_discard(recorded.event)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pipeline.events import Event, PolicyPromoted, standing_decisions
+from pipeline.events import PolicyPromoted, standing_decisions
 from pipeline.log.broker import Broker
 from pipeline.names import MAX_NAME, check_name, new_id, parse_version
 from rollout_gateway.http.errors import ApiError, unknown_model
@@ -151,15 +151,3 @@ class Promotion:
                 f"{version} is not yet loaded on enough servers (gateway.replicas.serving_share). Try again."
             )
             raise ApiError(503, "loading", message, retry_after_s=1)
-
-
-_FEED_FIELDS = (
-    "type", "model", "version", "step", "action", "other", "percent", "by", "reason", "replica", "probe_delta", "at",
-    "group", "detail",
-)  # fmt: skip
-
-
-def feed_fields(event: Event) -> dict[str, Any]:
-    """Return the fields of a policy event that are sent to subscribers of the feed."""
-    fields: dict[str, Any] = msgspec.to_builtins(event)
-    return {name: fields[name] for name in _FEED_FIELDS if name in fields}

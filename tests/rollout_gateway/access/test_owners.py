@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
 from itertools import product
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.events import GroupDiscarded, GroupOpened, GroupScored, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
-from rollout_gateway.serving.policy_feed import MAX_SUBSCRIPTIONS
 from tests.rollout_gateway.access.test_access import KEYS, LET_IN, Caller
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.kit import key_config
@@ -123,23 +121,6 @@ async def test_an_evaluation_of_no_version_is_refused(start_front: StartGateway,
     }  # fmt: skip
     answer = alice.ask("POST", "/v1/evaluations", body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "version")
-
-
-async def test_streams_of_events_of_one_key_leave_connections_to_others(start_front: StartGateway) -> None:
-    gateway = start_front(keys=KEYS)
-    url = f"{gateway.url}/v1/policies/events"
-    limits = httpx.Limits(max_connections=None)
-    async with AsyncExitStack() as opened, httpx.AsyncClient(timeout=30, limits=limits) as client:
-
-        async def open_stream(key: str) -> int:
-            request = client.build_request("GET", url, headers={"authorization": f"Bearer {key}"})
-            reply = await client.send(request, stream=True)
-            opened.push_async_callback(reply.aclose)
-            return reply.status_code
-
-        statuses = [await open_stream("alice") for _ in range(MAX_SUBSCRIPTIONS + 2)]
-        assert statuses == [200] * MAX_SUBSCRIPTIONS + [429, 429]
-        assert await open_stream("bob") == 200
 
 
 async def test_a_groups_state_is_for_its_key(start_front: StartGateway, nats_config: NatsConfig) -> None:

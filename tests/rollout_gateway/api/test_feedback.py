@@ -343,7 +343,7 @@ async def test_a_feedback_key_can_do_nothing_else(start_front: StartGateway) -> 
     alice.open(id="r", group="g")
     assert fan.about("r") == [403] * 5
     for method, path in (
-        ("GET", "/v1/models"), ("GET", "/v1/models/tictactoe"), ("GET", "/v1/policies"), ("GET", "/v1/policies/events"),
+        ("GET", "/v1/models"), ("GET", "/v1/models/tictactoe"), ("GET", "/v1/policies"),
         ("GET", "/v1/groups/g"), ("GET", "/metrics"), ("POST", "/v1/trajectories"), ("POST", "/v1/evaluations"),
         ("POST", "/v1/policies/tictactoe/pin"), ("POST", "/v1/policies/tictactoe/rollback"), ("POST", "/tokenize"),
         ("POST", "/v1/messages"), ("POST", "/v1/responses"), ("POST", "/v1/completions"),

@@ -33,7 +33,7 @@ async def gateways(
             found.append(pacing)
         tg = await stack.enter_async_context(anyio.create_task_group())
         for pacing in found:
-            tg.start_soon(pacing.follow, lambda _: None)
+            tg.start_soon(pacing.follow)
         yield found
         tg.cancel_scope.cancel()
 
