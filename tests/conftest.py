@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import random
@@ -71,6 +70,9 @@ class NatsServer:
         return (self.folder / "nats.log").read_text()
 
     def start(self) -> None:
+        first = self.port < 0
+        if first:
+            self.port = free_port()  # one that the server chose itself could go to another while it is killed
         ports = self.folder / "ports"
         shutil.rmtree(ports, ignore_errors=True)
         ports.mkdir(parents=True)
@@ -87,9 +89,11 @@ class NatsServer:
             for file in ports.glob("*.ports"):
                 text = file.read_text()
                 if text.strip():
-                    self.port = int(json.loads(text)["nats"][0].rsplit(":", 1)[1])
-                    return
+                    return None
             if self.process.poll() is not None:
+                if first and "address already in use" in self.log:
+                    self.port = -1
+                    return self.start()
                 break
             time.sleep(0.02)
         raise RuntimeError(self.log)

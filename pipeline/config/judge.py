@@ -97,6 +97,9 @@ class FeedbackConfig(Section, frozen=True, kw_only=True):
     the step without it, as the sum of absolute advantages. What a key adds beyond it is made smaller, and the alarm
     `feedback_share` is raised. Hints of one key teach at most this share of a step's trained tokens. 1: no limit, for
     installations where one program reports all results."""
+    max_signals: Count = 1000
+    """How many signals one API key may give on one run: whatever takes the run reads all of them. Further ones get a
+    409."""
     late: Literal["record", "train"] = "train"
     """What feedback does that comes later. `record`: it stays in the history, and `journeywork rejudge` uses it.
     `train`: also, a run that was discarded for want of a reward is scored, once, when its reward comes."""

@@ -142,7 +142,10 @@ async def _check_end(reader: StreamReader, stream: str, last: Place) -> None:
         await anyio.sleep(pause_s)
         if await _has_reached(reader, stream, last):
             return
-    raise LogShrankError(f"the log lost its end: {stream} no longer holds message {last.seq}. Start again")
+    end = (await reader.stream_info(stream)).state.last_seq
+    raise LogShrankError(
+        f"the log lost its end: {stream} no longer holds message {last.seq}, it ends at {end}. Start again"
+    )
 
 
 async def _has_reached(reader: StreamReader, stream: str, last: Place) -> bool:

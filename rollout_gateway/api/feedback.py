@@ -19,8 +19,8 @@ from pipeline.events import (
     group_key,
 )
 from pipeline.events.signal import OWN_REWARD
-from pipeline.log.subjects import keys_of
-from pipeline.names import check_name, new_id
+from pipeline.log.subjects import keys_of, stream_of, subject_filter
+from pipeline.names import check_name, name_of_token, new_id
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.gateway import Gateway
@@ -50,6 +50,8 @@ class _Target:
     grade: _Grade
     role: str = ""
     """The agent of the run whose last call it is."""
+    answer: str = ""
+    """Id of an answer that stands for its run: the log must hold it."""
 
 
 async def on_trajectory(request: ControlRequest) -> dict[str, Any]:
@@ -79,13 +81,15 @@ async def on_answers(request: ControlRequest) -> dict[str, Any]:
         if trajectory is None:
             raise _unknown_answer(body.answer)
         grade = _grade(body, request.gateway.config.gateway.max_reward)
-        return await _give(request, body, [_Target(trajectory, _about(body, body.answer), grade)])
+        return await _give(request, body, [_by_answer(body, trajectory, grade, body.answer)])
     return await _give(request, body, _ranked(body))
 
 
-def _about(body: AnswerFeedback, answer: str) -> int | str:
-    """Return what feedback by the id of an answer is about, as `_Target.call` says it."""
-    return answer if body.about == "call" else -1
+def _by_answer(body: AnswerFeedback, trajectory: str, grade: _Grade, answer: str) -> _Target:
+    """Return what feedback by the id of an answer is about: its call, or the whole run."""
+    if body.about == "call":
+        return _Target(trajectory, answer, grade)
+    return _Target(trajectory, -1, grade, answer=answer)
 
 
 def _grade(body: Feedback, limit: float) -> _Grade:
@@ -133,9 +137,8 @@ def _ranked(body: AnswerFeedback) -> list[_Target]:
         raise ApiError(400, "invalid_body", "A `ranking` has two members or more.", param="ranking")
     targets = []
     for place, name in enumerate(body.ranking):
-        trajectory = trajectory_of(name)
-        call = -1 if trajectory is None else _about(body, name)
-        targets.append(_Target(trajectory or name, call, _Grade("number", 1 - place / last, body.text)))
+        trajectory, grade = trajectory_of(name), _Grade("number", 1 - place / last, body.text)
+        targets.append(_by_answer(body, trajectory, grade, name) if trajectory else _Target(name, -1, grade))
     run, times = Counter(target.trajectory for target in targets).most_common(1)[0]
     if times > 1:
         message = f"`ranking` names the run {run!r} more than once: name one answer of each run."
@@ -153,6 +156,8 @@ async def _give(request: ControlRequest, body: Feedback, targets: list[_Target])
     for target in targets:
         opened = await _opened(gateway, target.trajectory, access)
         by = opened.owner if access.trajectory else access.owner
+        if target.answer:
+            await _call(gateway, opened, target.answer)
         event = SignalGiven(
             project=gateway.project,
             # The `:` of a key's name is escaped, so no two names make the same id.
@@ -175,6 +180,7 @@ async def _give(request: ControlRequest, body: Feedback, targets: list[_Target])
             recorded = await gateway.broker.read_last(SignalGiven, **keys_of(event))
             if recorded is not None:
                 check_same(event, recorded.event, "key", key)
+        await _check_number(gateway, event)
         events.append(event)
         state = await _state(gateway, opened)
         use = "history" if state["run"] == "scored" else _use(gateway.config, event, opened.owner)
@@ -202,6 +208,22 @@ async def _opened(gateway: Gateway, trajectory: str, access: Access) -> Trajecto
             trajectory, "Send the id of a run or answer as its client got it, with a key that may grade it."
         )
     return opened
+
+
+async def _check_number(gateway: Gateway, event: SignalGiven) -> None:
+    """Raise a 409 `ApiError` if the key has given as many signals on the run as it may: whatever takes a run reads all
+    of them. Requests at the same moment may exceed the number by a few."""
+    named = ("project", "model", "group", "trajectory")
+    of_run = subject_filter(SignalGiven, **{name: getattr(event, name) for name in named})
+    given = await gateway.broker.subjects(stream_of(SignalGiven), of_run)
+    signals = {name_of_token(subject.rpartition(".")[2]) for subject in given}
+    owner, most = event.signal.partition(":")[0], gateway.config.feedback.max_signals
+    if event.signal not in signals and sum(s.partition(":")[0] == owner for s in signals) >= most:
+        message = (
+            f"This key has given {most} signals on the run {event.trajectory!r}, as many as `feedback.max_signals` "
+            "lets it."
+        )
+        raise ApiError(409, "too_many_signals", message)
 
 
 async def _last_call(gateway: Gateway, opened: TrajectoryOpened, role: str) -> int:

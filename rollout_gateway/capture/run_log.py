@@ -53,8 +53,9 @@ class RunLog:
         if self._newest is not None and self._checked_reconnects != reconnects:
             if not await self._holds(*self._newest):
                 self._shrank.set()
+                end = (await self.broker.stream_info(STREAM)).state.last_seq
                 raise LogShrankError(
-                    f"the log lost its end: {STREAM} no longer holds message {self._newest[0]}"
+                    f"the log lost its end: {STREAM} no longer holds message {self._newest[0]}, it ends at {end}"
                 )
             self._checked_reconnects = reconnects
 

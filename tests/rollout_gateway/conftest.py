@@ -22,7 +22,15 @@ import openai
 import pytest
 from safetensors.numpy import save
 
-from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig, with_values
+from pipeline.config import (
+    Config,
+    FeedbackConfig,
+    GatewayConfig,
+    ModelConfig,
+    NatsConfig,
+    VllmConfig,
+    with_values,
+)
 from pipeline.config import save as save_config
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
@@ -141,7 +149,12 @@ def _gateways(
         agents: list[SamplerThread] = []
 
         def start(
-            *, folder: str = "run", urls: tuple[str, ...] = (), max_loras: int = 4, **settings: Any
+            *,
+            folder: str = "run",
+            urls: tuple[str, ...] = (),
+            max_loras: int = 4,
+            max_signals: int = 1000,
+            **settings: Any,
         ) -> GatewayProcess:
             config = Config(
                 project=PROJECT,
@@ -149,6 +162,7 @@ def _gateways(
                 nats=nats,
                 vllm=VllmConfig(urls=urls or at, max_loras=max_loras),
                 models=models,
+                feedback=FeedbackConfig(max_signals=max_signals),
                 gateway=with_values(GatewayConfig(), {"port": free_port(), **defaults, **settings}),
             )
             gateway = GatewayProcess(config)

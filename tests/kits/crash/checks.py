@@ -76,7 +76,8 @@ async def check(
     log = await in_log(broker)
     found = stored_events(lake_in(config.path("store")))
     assert {k: n for k, n in found.items() if n != 1} == {}
-    assert set(found) == set(log)
+    ends = {spec.name: (await broker.stream_info(spec.name)).state.last_seq for spec in streams.STREAMS}
+    assert set(found) == set(log), f"the log's streams end at {ends}"
     events = [await broker.decode(payload) for payload in log.values()]
 
     # What agents were answered is on the log, once, with the tokens that were sampled.

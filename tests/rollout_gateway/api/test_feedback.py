@@ -120,6 +120,8 @@ async def test_feedback_on_the_answers_of_each_api(
             {"trajectory": "run/1", "call": number, "run": "open", "use": "history", "repeated": False}
         ], (api, name, reply.text)
         assert give(gateway, answer=name, about="run", value=1).json()["signals"][0]["call"] == -1
+        wrong = f"{name[:-16]}{'0' * 16}"
+        assert error(give(gateway, answer=wrong, about="run", value=1)) == (404, "exchange_not_found")
     given = [s.call for s in await signals(nats_config)]
     assert given == [call for number in range(7) for call in (number, -1)]
 
@@ -387,3 +389,22 @@ async def test_feedback_that_names_a_run_where_an_answer_belongs_says_where_it_g
     refused = give(start_front(), trajectory="r", thumb="up")
     assert (error(refused), refused.json()["error"]["param"]) == ((400, "invalid_body"), "trajectory")
     assert "POST /v1/trajectories/<id>/feedback" in refused.json()["error"]["message"]
+
+
+async def test_a_key_gives_so_many_signals_on_a_run_and_takes_no_others_place(
+    start_front: StartGateway, nats_config: NatsConfig
+) -> None:
+    gateway = start_front(keys=KEYS, max_signals=2)
+    alice, fan = Caller(gateway, "alice"), Caller(gateway, "fan")
+    for name in ("r", "s"):
+        alice.open(id=name)
+    path = "/v1/trajectories/r/feedback"
+    for key in ("1", "2"):
+        assert fan.ask("POST", path, {"thumb": "up", "key": key}).status_code == 201
+    assert error(fan.ask("POST", path, {"text": "more"})) == (409, "too_many_signals")
+    assert fan.ask("POST", path, {"thumb": "up", "key": "2"}).json()["signals"][0]["repeated"]
+    ranking = {"ranking": ["s", "r"]}
+    assert error(fan.ask("POST", "/v1/feedback", ranking)) == (409, "too_many_signals")
+    assert fan.ask("POST", "/v1/trajectories/s/feedback", {"thumb": "up"}).status_code == 201
+    assert alice.ask("POST", path, {"thumb": "down"}).status_code == 201
+    assert len(await signals(nats_config)) == 4
