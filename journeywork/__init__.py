@@ -10,7 +10,7 @@
     jw.feedback(response.id, thumb="down", text="the other account")     # days later, from another program
 
     groups = jw.gather("policy", tasks, play)          # play(run, task) runs your agent and returns the reward
-    print(jw.compare("policy@0", "policy", held_out, play).difference)
+    print(jw.evaluate(["policy@0", "policy"], held_out, play).difference(1, "reward"))
 
 | module | contents |
 | --- | --- |
@@ -18,13 +18,13 @@
 | `transport` | errors, backoff, responses |
 | `command_line` | types of command-line arguments, exit statuses |
 | `trajectory` | one agent run and its result |
-| `gathering` | concurrent runs, evaluation, comparison of versions |
+| `gathering` | concurrent runs |
 | `art` | programs that were written for openpipe-art |
 | `looping`, `attempts` | playing while the trainer trains; what the gateway has of it, for a resume |
 | `scenarios` | `journeywork scenarios`: tasks that a model writes |
 | `feedback_file`, `langfuse_scores` | `journeywork feedback` |
 | `forking` | `journeywork fork`: versions of a lake, and the settings of an installation that begins with one |
-| `evaluation/` | `journeywork eval` |
+| `evaluation/` | held-out tasks played by versions and other models; `journeywork eval` |
 | `starter/` | `journeywork init` |
 | `statistics` | means with 95 % intervals |
 
@@ -32,7 +32,8 @@ Agents in other languages use the HTTP API that docs/gateway.md describes.
 """
 
 from journeywork.client import AsyncJourneywork, Journeywork
-from journeywork.gathering import Comparison, Evaluation, TaskGroup, TooManyExceptionsError
+from journeywork.evaluation import EvaluationReport
+from journeywork.gathering import TaskGroup, TooManyExceptionsError
 from journeywork.looping import LoopOptions, LoopResult, loop
 from journeywork.statistics import Estimate
 from journeywork.trajectory import CompleteOptions, FeedbackOptions, OpenOptions, Outcome, Trajectory
@@ -40,10 +41,9 @@ from journeywork.transport import GatewayUnavailableError, JourneyworkError
 
 __all__ = [
     "AsyncJourneywork",
-    "Comparison",
     "CompleteOptions",
     "Estimate",
-    "Evaluation",
+    "EvaluationReport",
     "FeedbackOptions",
     "GatewayUnavailableError",
     "Journeywork",

@@ -23,6 +23,7 @@ import httpx
 from typing_extensions import Unpack
 
 from journeywork import gathering
+from journeywork.evaluation import playing
 from journeywork.trajectory import (
     CompleteOptions,
     FeedbackOptions,
@@ -158,8 +159,7 @@ class AsyncJourneywork:
         return await self._request("POST", "/v1/evaluations", result)
 
     gather = gathering.gather
-    evaluate = gathering.evaluate
-    compare = gathering.compare
+    evaluate = playing.play
 
     @asynccontextmanager
     async def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> AsyncIterator[Trajectory]:
@@ -338,7 +338,6 @@ class Journeywork:
     record_evaluation = _blocking(AsyncJourneywork.record_evaluation)
     gather = _in_loop(AsyncJourneywork.gather)
     evaluate = _in_loop(AsyncJourneywork.evaluate)
-    compare = _in_loop(AsyncJourneywork.compare)
 
     @contextmanager
     def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> Iterator[Trajectory]:

@@ -1,4 +1,4 @@
-"""Run several attempts per task concurrently, and compare policy versions on held-out tasks.
+"""Run several attempts per task concurrently.
 
 A rollout is a function that you write: it takes an open `Trajectory` and a task, runs your agent, and returns the
 reward. It may instead set `trajectory.reward`, or do neither and leave the reward to the judge. If a rollout raises,
@@ -16,17 +16,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import anyio
 import anyio.from_thread
 from typing_extensions import Unpack
 
-from journeywork.statistics import Estimate, mean_of_share, paired_difference
 from journeywork.trajectory import OpenOptions, Trajectory
-from journeywork.versions import Versions, resolve
 
 Task = TypeVar("Task")
 Rollout = Callable[[Trajectory, Task], float | Awaitable[float | None] | None]
@@ -39,20 +37,6 @@ class Client(Protocol):
         self, model: str, **options: Unpack[OpenOptions]
     ) -> contextlib.AbstractAsyncContextManager[Trajectory]:
         """Open a trajectory that is completed when the `with` block ends."""
-
-
-class EvaluationClient(Client, Versions, Protocol):
-    """The part of `AsyncJourneywork` that evaluations use."""
-
-
-class GatherOptions(TypedDict, total=False):
-    """Options of `gather` that `evaluate` and `compare` accept too."""
-
-    concurrency: int
-    max_exceptions: float
-    name: Callable[[Any], str] | None
-    describe: Callable[[Any], str] | None
-    progress: bool
 
 
 class TooManyExceptionsError(Exception):
@@ -82,36 +66,6 @@ class TaskGroup(Generic[Task]):
     def rewards(self) -> list[float]:
         """Rewards of the attempts that have one."""
         return [t.reward for t in self.trajectories if t.outcome == "scored" and t.reward is not None]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Rewards of one model or policy version on a list of tasks."""
-
-    model: str
-    score: Estimate
-    """Mean over the tasks that have a reward, of the mean reward of each task."""
-    rewards: tuple[float | None, ...]
-    """Mean reward of each task, in the order of the tasks; `None` if no attempt at the task has a reward."""
-    failed: int
-    """Number of attempts that raised."""
-    version: str = ""
-    """The policy version that played all tasks."""
-
-    @property
-    def unrewarded(self) -> int:
-        """Number of tasks without a reward, for whatever reason. `score` leaves them out."""
-        return sum(reward is None for reward in self.rewards)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two evaluations on the same tasks."""
-
-    first: Evaluation
-    second: Evaluation
-    difference: Estimate
-    """Mean of (second minus first), over the tasks for which both evaluations have a reward."""
 
 
 @contextlib.contextmanager
@@ -279,54 +233,3 @@ class _Gathering(Generic[Task]):
         count()
         if len(self._exceptions) > self._max_raised:
             self._scope.cancel()
-
-
-async def evaluate(
-    client: EvaluationClient,
-    model: str,
-    tasks: Iterable[Task],
-    rollout: Rollout[Task],
-    *,
-    attempts: int = 1,
-    **options: Unpack[GatherOptions],
-) -> Evaluation:
-    """Run held-out tasks with one version of a model: the one that is named (`support@12`; `support@0` or
-    `support@base` is the base model), or the one that the model's name stands for when the evaluation begins, also if
-    the name moves on while it runs.
-
-    The trajectories have the split `val`, so they are never trained on. `options` are those of `gather`. Raises as
-    `gather` does, and `ValueError` for a model or version that the gateway does not have, or `attempts` below 1."""
-    if attempts < 1:
-        raise ValueError(f"attempts must be at least 1, not {attempts}")
-    (version,) = await resolve(client, [model])
-    name = version.rpartition("@")[0]
-    groups = await gather(
-        client, name, tasks, rollout, group_size=attempts, split="val", pinned=version, **options
-    )
-    means = tuple(sum(g.rewards) / len(g.rewards) if g.rewards else None for g in groups)
-    failed = sum(len(g.exceptions) for g in groups)
-    return Evaluation(model, mean_of_share([m for m in means if m is not None]), means, failed, version)
-
-
-async def compare(
-    client: EvaluationClient,
-    first: str,
-    second: str,
-    tasks: Iterable[Task],
-    rollout: Rollout[Task],
-    *,
-    attempts: int = 1,
-    **options: Unpack[GatherOptions],
-) -> Comparison:
-    """Evaluate two models or versions on the same tasks. The interval of the difference is paired by task.
-
-    Both play with the versions that they name, or that their names stand for at the beginning. Raises as `evaluate`."""
-    listed = list(tasks)
-    versions = await resolve(
-        client, [first, second]
-    )  # both now: the second's name may move on while the first plays
-    one = await evaluate(client, versions[0], listed, rollout, attempts=attempts, **options)
-    two = await evaluate(client, versions[1], listed, rollout, attempts=attempts, **options)
-    pairs = [(a, b) for a, b in zip(one.rewards, two.rewards, strict=True) if a is not None and b is not None]
-    one, two = replace(one, model=first), replace(two, model=second)
-    return Comparison(one, two, paired_difference([a for a, _ in pairs], [b for _, b in pairs]))

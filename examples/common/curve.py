@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from examples.common.running import rows
-from journeywork import Comparison, Estimate
+from journeywork import Estimate, EvaluationReport
 from journeywork.statistics import mean_of
 
 if TYPE_CHECKING:
@@ -63,28 +63,29 @@ def training_points(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return points
 
 
-def report(args: argparse.Namespace, compared: Comparison, metric: str = "") -> dict[str, Any]:
+def report(args: argparse.Namespace, compared: EvaluationReport, metric: str = "") -> dict[str, Any]:
     """Write `report.json` into the run directory of an example that has ended, print what it says, and return it.
 
     `metric` names the metric of training runs that is compared with the held-out rewards, where a judge gives the
     training rewards; by default their rewards are."""
     value = f"t.metrics['{metric}']" if metric else "r.reward"
     (counts,) = rows(args.run_dir, COUNTS)
+    before, after = (entrant.estimate("reward") for entrant in compared.entrants)
+    difference = compared.difference(1, "reward")
     found = {
         "command": args.command,
         "seed": args.seed,
         "base": args.base or "tiny",
         **counts,
         "training": training_points(rows(args.run_dir, GROUPS.format(value=value))),
-        "before": as_json(compared.first.score),
-        "after": as_json(compared.second.score),
-        "difference": as_json(compared.difference),
-        "failed": compared.first.failed + compared.second.failed,
+        "before": as_json(before),
+        "after": as_json(after),
+        "difference": as_json(difference),
+        "failed": sum(entrant.failed for entrant in compared.entrants),
     }
     (args.run_dir / "report.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     print(
-        f"{compared.first.model}: {compared.first.score}\n{compared.second.model}: {compared.second.score}\n"
-        f"paired difference: {compared.difference}\n"
+        f"before: {before}\nafter: {after}\npaired difference: {difference}\n"
         f"{counts['calls']:,} calls, {counts['training_s']:.0f} s of training; report: {args.run_dir / 'report.json'}"
     )
     return found

@@ -3,7 +3,7 @@
     args = running.arguments(__doc__, MODEL, steps=40, held_out=200, base=BASE)
     async with running.installation(args, SETTINGS) as client:
         ...
-        compared = await client.compare(f"{MODEL}@0", f"{MODEL}@{args.steps}", held_out, play)
+        compared = await client.evaluate([f"{MODEL}@0", f"{MODEL}@{args.steps}"], held_out, play)
     curve.report(args, compared)
 
 An example is a folder with `train.py`, the script, and `make_model.py`, which makes its tiny base model.

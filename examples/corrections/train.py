@@ -27,7 +27,7 @@ from examples.corrections.user import objection
 from examples.tictactoe import held_out
 from examples.tictactoe.agent import MAX_TOKENS
 from examples.tictactoe.game import Game, describe, opening_seed
-from journeywork import AsyncJourneywork, Trajectory, evaluation
+from journeywork import AsyncJourneywork, Trajectory
 
 MODEL = "corrections"
 GAMES = 72
@@ -127,8 +127,8 @@ async def main() -> None:
         began = time.monotonic()
         counts = await train(client, args, shuffled=shuffled)
         train_s = round(time.monotonic() - began)
-        compared = await evaluation.play(
-            client, [f"{MODEL}@0", f"{MODEL}@{args.steps}"], held_out.batches(args.held_out), held_out.play,
+        compared = await client.evaluate(
+            [f"{MODEL}@0", f"{MODEL}@{args.steps}"], held_out.batches(args.held_out), held_out.play,
             concurrency=held_out.AT_ONCE, progress=False,
         )  # fmt: skip
     report = {

@@ -111,11 +111,10 @@ async def main() -> None:
             await serve_customers(client, args, "before")
             await rehearsals(client, args)
             held_out = [ticket(f"val/{n}").text for n in range(args.held_out)]
-            compared = await client.compare(base, last, held_out, answer, concurrency=CONCURRENCY)
-            if compared.difference.low > 0:
-                await decide(
-                    args, "split", last, base, "--percent", "20", "--reason", f"{compared.difference}"
-                )
+            compared = await client.evaluate([base, last], held_out, answer, concurrency=CONCURRENCY)
+            difference = compared.difference(1, "reward")
+            if difference.low > 0:
+                await decide(args, "split", last, base, "--percent", "20", "--reason", f"{difference}")
                 await serve_customers(client, args, "split")
                 await decide(args, "promote", last, "--reason", "the customers of the split had no complaint")
             await serve_customers(client, args, "after")

@@ -6,23 +6,29 @@ import inspect
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypedDict
+from typing import Any, Generic, Protocol, TypedDict
 
 from typing_extensions import Unpack
 
 from journeywork import gathering
-from journeywork.client import AsyncJourneywork
 from journeywork.evaluation.entrants import Entrant, parse_entrant
 from journeywork.evaluation.results import EntrantResult, EvaluationReport, result_of
 from journeywork.gathering import Rollout, Task, TaskGroup
 from journeywork.trajectory import OpenOptions, Trajectory
-from journeywork.versions import resolve
+from journeywork.versions import Versions, resolve
 
 _MAX_GROUP = 190
 """Characters of a group's name; the gateway takes 200."""
+
+
+class EvaluationClient(gathering.Client, Versions, Protocol):
+    """The part of `AsyncJourneywork` that this module uses."""
+
+    async def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Record the results of an entrant on the log."""
 
 
 class PlayOptions(TypedDict, total=False):
@@ -34,7 +40,7 @@ class PlayOptions(TypedDict, total=False):
 
 
 async def play(
-    client: AsyncJourneywork | None,
+    client: EvaluationClient | None,
     entrants: Sequence[Entrant | str],
     tasks: Iterable[Task],
     rollout: Rollout[Task],
@@ -47,7 +53,7 @@ async def play(
     baseline: EntrantResult | None = None,
     **options: Unpack[PlayOptions],
 ) -> EvaluationReport:
-    """Let every entrant play `attempts` runs of each task, and return the results.
+    """Let every entrant play `attempts` runs of each held-out task, which is never trained, and return the results.
 
     The first entrant is the baseline of the differences. A policy plays with one version: the one that is named, or the
     one that the model's name stood for when the evaluation began, however long others play before it. `client` may be
@@ -112,7 +118,7 @@ class _Tasks(Generic[Task]):
 
 
 async def _play(
-    client: AsyncJourneywork | None,
+    client: EvaluationClient | None,
     entrant: Entrant,
     version: str,
     tasks: _Tasks[Task],
@@ -160,7 +166,7 @@ class _ServerOfOthers:
             raise
 
 
-async def _versions(client: AsyncJourneywork | None, entrants: Sequence[Entrant]) -> list[str]:
+async def _versions(client: EvaluationClient | None, entrants: Sequence[Entrant]) -> list[str]:
     """Return the version that each entrant plays with; empty for one that is no policy.
 
     Raises `ValueError` if the gateway does not have a model or a version."""

@@ -21,7 +21,6 @@ from journeywork import (
     TooManyExceptionsError,
 )
 from journeywork.gathering import progress_bar
-from journeywork.statistics import wilson
 from journeywork.trajectory import Trajectory
 from tests.kits.stub_gateway import StubGateway
 
@@ -133,66 +132,6 @@ async def test_plain_functions_run_in_threads(stub: StubGateway) -> None:
     assert threading.main_thread().name not in names
     assert {b["task"] for b in stub.opened.values()} == {"A", "BC"}
     assert {b["metrics"]["length"] for b in stub.completed.values()} == {1, 2}
-
-
-async def test_an_evaluation_is_held_out_and_pinned(stub: StubGateway) -> None:
-    async def rollout(run: Trajectory, task: float) -> float | None:
-        if task == 3.0:
-            raise ZeroDivisionError
-        return task + (1.0 if stub.opened[run.id]["pinned"] == "m@7" else 0.0)
-
-    async with AsyncJourneywork(stub.url) as client:
-        found = await client.compare(
-            "m@0", "m@7", [0.0, 1.0, 3.0, 2.5], rollout, max_exceptions=2, progress=False
-        )
-    assert {b["split"] for b in stub.opened.values()} == {"val"}
-    assert {b["model"] for b in stub.opened.values()} == {"m"}
-    assert found.first.rewards == (0.0, 1.0, None, 2.5)
-    assert (found.first.failed, found.second.failed) == (1, 1)
-    assert (found.difference.mean, found.difference.low, found.difference.count) == (1.0, 1.0, 3)
-
-
-async def test_an_evaluation_is_of_one_version_while_the_name_moves_on(stub: StubGateway) -> None:
-    async def rollout(run: Trajectory, task: int) -> float:
-        stub.step += 1
-        return 1.0
-
-    async with AsyncJourneywork(stub.url) as client:
-        found = await client.evaluate("m", range(4), rollout, concurrency=1, progress=False)
-        assert (found.model, found.version) == ("m", "m@3")
-        assert {b["pinned"] for b in stub.opened.values()} == {"m@3"}
-        both = await client.compare("m", "m@base", [1], rollout, progress=False)
-    assert (both.first.version, both.second.version) == ("m@7", "m@0")
-
-
-@pytest.mark.parametrize(
-    ("policy", "said"),
-    [
-        ("m@44", "the gateway has no version 'm@44'; it has: m@0, "),
-        ("m@2", "the gateway has no version 'm@2'; it has: m@0, m@1, m@3, "),
-        ("n@1", "the gateway has no model 'n'; it has: m"),
-    ],
-)
-async def test_an_evaluation_of_a_version_that_does_not_exist_opens_nothing(
-    stub: StubGateway, policy: str, said: str
-) -> None:
-    stub.retired = {"m@2"}
-    async with AsyncJourneywork(stub.url) as client:
-        with pytest.raises(ValueError, match=said):
-            await client.evaluate(policy, ["a"], lambda run, task: 1.0, progress=False)
-        with pytest.raises(ValueError, match=said):
-            await client.compare("m", policy, ["a"], lambda run, task: 1.0, progress=False)
-    assert stub.opened == {}
-
-
-async def test_a_share_of_tasks_has_the_interval_of_a_share(stub: StubGateway) -> None:
-    async def rollout(run: Trajectory, task: float | None) -> float | None:
-        return task
-
-    async with AsyncJourneywork(stub.url) as client:
-        found = await client.evaluate("m@7", [0.0, 1.0, None, 1.0], rollout, progress=False)
-    assert found.score == wilson(2, 3)
-    assert (found.unrewarded, found.failed) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -405,16 +344,7 @@ def test_a_bar_is_shown_on_a_terminal(with_rich: bool, monkeypatch: pytest.Monke
 
 async def test_the_base_model_has_one_name_everywhere(stub: StubGateway) -> None:
     async with AsyncJourneywork(stub.url) as client:
-        await client.compare("m@base", "m@7", ["a"], lambda run, task: 1.0, progress=False)
         await client.gather("m", ["a"], lambda run, task: 1.0, group_size=1, pinned="m@base", progress=False)
-        for wrong, said in (
-            ({"model": "m@x"}, "'m@x' is no policy"),
-            ({"attempts": 0}, "attempts must be at least 1"),
-        ):
-            with pytest.raises(ValueError, match=said):
-                await client.evaluate(
-                    **{"model": "m", "tasks": ["a"], "rollout": lambda run, task: 1.0, **wrong}
-                )
         with pytest.raises(ValueError, match="reward must be finite, not nan"):
             await client.complete(next(iter(stub.opened)), reward=float("nan"))
-    assert [b["pinned"] for b in stub.opened.values()] == ["m@0", "m@7", "m@0"]
+    assert [b["pinned"] for b in stub.opened.values()] == ["m@0"]

@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+import anyio.to_thread
 import pytest
 
-from journeywork import AsyncJourneywork
+from journeywork import AsyncJourneywork, EvaluationReport, Journeywork
 from journeywork.evaluation.entrants import parse_entrant
 from journeywork.evaluation.playing import play, task_name
-from journeywork.statistics import paired_difference
+from journeywork.statistics import paired_difference, wilson
 from journeywork.trajectory import Trajectory
 from tests.conftest import InferenceDouble
 from tests.journeywork.evaluation import kit
@@ -103,6 +104,7 @@ async def test_a_name_stands_for_the_version_of_the_beginning(stub: StubGateway)
         (["m@1"], [], "there are no tasks in the given list"),
         (["other"], [1], "the gateway has no model 'other'; it has: m"),
         (["m@44"], [1], "the gateway has no version 'm@44'; it has: m@0, …, m@2, m@3, .*, m@12"),
+        (["m@x"], [1], "'m@x' is no entrant"),
     ],
 )
 async def test_what_can_t_be_played_is_said_so(
@@ -111,6 +113,26 @@ async def test_what_can_t_be_played_is_said_so(
     async with AsyncJourneywork(stub.url) as client:
         with pytest.raises(ValueError, match=said):
             await play(client, entrants, tasks, lambda run, task: 1.0, progress=False)
+    assert stub.opened == {}
+
+
+async def test_a_version_that_is_gone_is_no_entrant(stub: StubGateway) -> None:
+    stub.retired = {"m@2"}
+    async with AsyncJourneywork(stub.url) as client:
+        with pytest.raises(ValueError, match="no version 'm@2'; it has: m@0, m@1, m@3, "):
+            await client.evaluate(["m", "m@2"], ["a"], lambda run, task: 1.0, progress=False)
+
+
+async def test_a_blocking_client_evaluates(stub: StubGateway) -> None:
+    """Half of the tasks have a share's interval, and one without a reward is left out."""
+
+    def compare() -> EvaluationReport:
+        with Journeywork(stub.url) as client:
+            return client.evaluate(["m@7"], [0.0, 1.0, None, 1.0], lambda run, task: task, progress=False)
+
+    (entrant,) = (await anyio.to_thread.run_sync(compare)).entrants
+    assert entrant.estimate("reward") == wilson(2, 3)
+    assert (entrant.unrewarded, entrant.failed) == (1, 0)
 
 
 async def test_a_policy_needs_a_gateway() -> None:
