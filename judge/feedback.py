@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from judge.rewards.combine import combine, is_usable
 from pipeline.config import JudgeConfig, RewardConfig
 from pipeline.events import Grader, Hint, SignalGiven, TrajectoryCompleted
 from pipeline.events.signal import OWN_REWARD
+from pipeline.rewards import combine, is_usable
 
 
 @dataclass(frozen=True)

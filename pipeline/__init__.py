@@ -16,6 +16,8 @@
 | `sampling` | how the tokens of a call were sampled, and which of them are trained |
 | `names` | identifiers and their form in NATS subjects |
 | `metric_names` | the names of the trainer's metrics in curves and answers |
+| `rewards` | how the parts of a reward become one number |
+| `calibration` | a function from a judge's scores to people's labels |
 | `errors` | errors that a command prints as one line |
 | `printing` | makes text of agents and models safe to print on a terminal |
 | `arguments` | types of command-line arguments |

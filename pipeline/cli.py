@@ -53,6 +53,7 @@ SUBCOMMANDS = {
     "ui": ("store.showing.dashboard.command", "show the history and the decisions as web pages"),
     "replay": ("store.commands.replay", "rebuild groups from history onto a branch"),
     "diff": ("store.commands.diff", "compare two verdict sets"),
+    "calibrate": ("store.commands.calibrate", "fit a judge's scores to people's labels"),
     "dataset": ("store.datasets.command", "write runs of the history as files for supervised trainers"),
     "prepare": ("pipeline.running.prepare", "make keys and settings of a run, for containers"),
     "dead": ("pipeline.log.dead_letters", "list, show, retry or drop dead letters"),

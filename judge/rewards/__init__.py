@@ -3,7 +3,6 @@
 | module | what it does |
 | --- | --- |
 | `compose` | one reward from several parts: agents' rewards, metrics, Python functions, RULER |
-| `combine` | how parts become one number |
 | `sandbox` | a Python reward function in a process of its own: the judge's side |
 | `sandbox_worker` | the same: the process's side, a script without imports from Journeywork |
 | `sandbox_filter` | which system calls a sandboxed function cannot make |

@@ -17,7 +17,6 @@ import msgspec
 from judge.feedback import RunFeedback, by_run, feedback_value, merge
 from judge.models.judge_model import open_judge_model
 from judge.next_state import NextStateJudge
-from judge.rewards.combine import combine, is_usable
 from judge.rewards.sandbox import FunctionReward, RewardFunction, RewardFunctionError
 from judge.ruler.asking import LoadTranscript
 from judge.ruler.rubrics import load_rubric, rubric_of
@@ -29,6 +28,7 @@ from pipeline.events import GroupScored, Score, SignalGiven, TrajectoryCompleted
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.log.subjects import stream_of
+from pipeline.rewards import combine, is_usable
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.rewards.compose")
@@ -244,11 +244,13 @@ async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[C
         if judge.model and (judged or not judge.rewards):
             model = await stack.enter_async_context(open_judge_model(judge))
             if not judge.rewards:
-                rulers[""] = LlmRuler(judge, load_rubric(judge.rubric), model, load)
+                rulers[""] = LlmRuler(
+                    judge, load_rubric(judge.rubric), model, load, calibration=judge.calibration
+                )
             for reward in judged:
                 rubric = rubric_of(reward, judge)
                 if reward.kind == "ruler":
-                    rulers[reward.name] = LlmRuler(judge, rubric, model, load)
+                    rulers[reward.name] = LlmRuler(judge, rubric, model, load, calibration=reward.calibration)
                 else:
                     next_state[reward.name] = NextStateJudge(judge, reward.votes, rubric, model, load)
         yield ConfiguredComposer(judge, rulers, functions, load, next_state)

@@ -21,8 +21,8 @@ import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from judge.rewards import sandbox_filter, sandbox_view
-from judge.rewards.combine import is_usable
 from pipeline.config import ConfigError, RewardConfig
+from pipeline.rewards import is_usable
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.rewards.sandbox")

@@ -36,6 +36,8 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     rubric: str = ""
     """Kinds `ruler` and `next_state`: the rubric, as in `judge.rubric`. Empty: that one, or for `next_state` the rubric
     `next_state`."""
+    calibration: str = ""
+    """Kind `ruler`: the calibration of its scores, as `judge.calibration`. Empty: none."""
     votes: Count = 3
     """Kind `next_state`: how often the judge model is asked about each call. The score with the most votes counts, 0 in
     a tie."""
@@ -159,6 +161,9 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     """litellm names of models to call, in this order, if the judge model can't be reached."""
     rubric: str = ""
     """Path of a rubric, or the name of one that comes with Journeywork. Empty: `general`."""
+    calibration: str = ""
+    """File that `journeywork calibrate` wrote: the function from the judge's scores to people's labels that rewards are
+    made by, where they are not composed. Empty: the scores themselves. Verdicts hold the scores themselves."""
     concurrency: Count = 16
     """Calls to the judge model at once. Further judges may run on other machines, each with as many."""
     passes: Count = 2

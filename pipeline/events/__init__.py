@@ -30,6 +30,7 @@ from pipeline.events.group import (
     GroupDiscarded,
     GroupScored,
     Hint,
+    JudgeCalibrated,
     JudgeMeasured,
     Member,
     Score,

@@ -11,7 +11,7 @@ from pipeline.events.base import Event
 from pipeline.events.continuation import Continuation
 from pipeline.events.dead_letter import DeadLettered
 from pipeline.events.evaluation import PolicyEvaluated
-from pipeline.events.group import GroupAdmitted, GroupDiscarded, GroupScored, JudgeMeasured
+from pipeline.events.group import GroupAdmitted, GroupDiscarded, GroupScored, JudgeCalibrated, JudgeMeasured
 from pipeline.events.policy import (
     CheckpointPublished,
     PolicyLoaded,
@@ -55,6 +55,7 @@ AnyEvent = (
     | GroupDiscarded
     | GroupAdmitted
     | JudgeMeasured
+    | JudgeCalibrated
     | CheckpointPublished
     | PolicyLoaded
     | PolicyUnloaded

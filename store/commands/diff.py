@@ -2,11 +2,14 @@
 
     journeywork diff --a branch=main --b branch=colder
     journeywork diff --a judge=3f2c… --b judge=91ab… --format json
+    journeywork diff --a branch=main --b branch=main,calibration=5e0d…
 
 A side is selected by `branch=`, `judge=` (hash of a judge configuration), `judge_model=` (the scores of that
-model's verdicts instead of the groups' final rewards), or several of them joined by commas. The groups and
-trajectories that both sides have are compared: advantages whose sign flips, Spearman's rank correlation within
-groups, groups without variance on each side. With `--calls` it is the rewards of single calls that are compared.
+model's verdicts instead of the groups' final rewards), or several of them joined by commas; `calibration=` makes the
+rewards again from scores that this calibration is applied to (`journeywork calibrate`), without asking the judge. The
+groups and trajectories that both sides have are compared: advantages whose sign flips and the checkpoints that were
+trained on them, Spearman's rank correlation within groups, groups without variance on each side. With `--calls` it is
+the rewards of single calls that are compared.
 """
 
 from __future__ import annotations
@@ -21,14 +24,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import ConfigError
+from pipeline.calibration import Calibration
+from pipeline.config import ConfigError, JudgeConfig
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.printing import visible_json
+from pipeline.rewards import combine
 from pipeline.running.runs import run_settings
 from store.lake.storage import StoreError
 from store.reading import sql
 
-_KEYS = ("branch", "judge", "judge_model")
+_KEYS = ("branch", "judge", "judge_model", "calibration")
 
 
 _OF_CALLS = """trajectory || '/' || "call", value FROM (
@@ -48,13 +53,72 @@ def parse_side(text: str) -> dict[str, str]:
     return out
 
 
-def rewards(
-    connection: duckdb.DuckDBPyConnection, side: dict[str, str], *, calls: bool = False
-) -> dict[str, dict[str, float]]:
+Rewards = dict[str, dict[str, float]]
+"""Rewards by group and trajectory, or by group and call."""
+
+_SCORES = """
+    SELECT group_id, trajectory, r.components, avg(v.score) AS score, r.scored_at
+    FROM rewards r JOIN verdicts v USING (project, model, group_id, branch, judge, trajectory)
+    WHERE v.rubric_hash = $rubric_hash AND v."call" < 0 AND r.outcome = 'scored' AND {conditions}
+    GROUP BY ALL ORDER BY r.scored_at
+"""
+
+
+def calibrated(connection: duckdb.DuckDBPyConnection, side: dict[str, str], config: JudgeConfig) -> Rewards:
+    """Return the rewards that the groups of a side would have with its calibration: the mean of a run's recorded
+    scores, which no calibration has changed, as the judge's part of the reward. Raises `ConfigError` if the history
+    does not hold the calibration."""
+    where = {key: value for key, value in side.items() if key != "calibration"}
+    if "judge_model" in where:
+        raise ConfigError("calibration= is about rewards, not one model's scores: leave judge_model out")
+    found = connection.execute(
+        "SELECT reward, rubric_hash, scores, labels FROM group_calibrated WHERE calibration = ?",
+        [side["calibration"]],
+    ).fetchone()
+    if found is None:
+        raise ConfigError(
+            f"the history holds no calibration {side['calibration']!r}; those that it holds: `journeywork sql "
+            '"FROM group_calibrated"`'
+        )
+    name, rubric_hash, scores, labels = found
+    fitted = Calibration(scores=tuple(scores), labels=tuple(labels))
+    query = _SCORES.format(conditions=" AND ".join(["true", *(f"r.{key} = ${key}" for key in where)]))
+    names = {r.name for r in config.rewards if r.kind != "next_state"}
+    out: Rewards = {}
+    for group, trajectory, components, score, _ in connection.execute(
+        query, {"rubric_hash": rubric_hash, **where}
+    ).fetchall():
+        parts = {part: value for part, value in components.items() if part in names} | {name: fitted(score)}
+        reward = combine(config, parts) if config.rewards else parts[name]
+        out.setdefault(group, {})[trajectory] = reward
+    return out
+
+
+def rests_on(
+    connection: duckdb.DuckDBPyConnection, flipped: Rewards, branch: str = "main"
+) -> list[dict[str, Any]]:
+    """Return the checkpoints of a branch that were trained on trajectories of `flipped`, with the number of these and
+    of all."""
+    pairs = [(group, trajectory) for group, names in flipped.items() for trajectory in names]
+    rows = connection.execute(
+        """
+        WITH flipped AS (SELECT unnest($groups) AS group_id, unnest($names) AS trajectory)
+        SELECT s.model, s.version, count(f.trajectory) AS flipped, count(*) AS trajectories
+        FROM staleness s LEFT JOIN flipped f USING (group_id, trajectory) WHERE s.branch = $branch
+        GROUP BY s.model, s.version, s.step HAVING flipped > 0 ORDER BY s.model, s.step
+        """,
+        {"groups": [g for g, _ in pairs], "names": [t for _, t in pairs], "branch": branch},
+    ).fetchall()
+    return [{"version": version, "flipped": n, "trajectories": of} for _, version, n, of in rows]
+
+
+def rewards(connection: duckdb.DuckDBPyConnection, side: dict[str, str], *, calls: bool = False) -> Rewards:
     """Return the rewards of scored members, or a judge model's scores, by group and trajectory; `calls`: the rewards of
     their calls, by group and call. `side`: a filter by `parse_side`. If a group was scored several times, the latest
     counts. Raises `ConfigError` for scores of calls."""
     conditions = " AND ".join(f"{key} = ?" for key in side)
+    if "calibration" in side:
+        raise ConfigError("--calls compares the rewards of calls, which have no calibration")
     if "judge_model" in side and calls:
         raise ConfigError("--calls compares rewards, not one model's scores: leave judge_model out")
     if "judge_model" in side:
@@ -64,7 +128,7 @@ def rewards(
         source, order = _OF_CALLS if calls else "trajectory, reward FROM rewards", "scored_at"
         conditions += " AND outcome = 'scored'"
     query = f"SELECT group_id, {source} WHERE {conditions} ORDER BY {order}"
-    out: dict[str, dict[str, float]] = {}
+    out: Rewards = {}
     for group, trajectory, value in connection.execute(query, list(side.values())).fetchall():
         out.setdefault(group, {})[trajectory] = value
     return out
@@ -88,9 +152,24 @@ def _has_no_variance(values: npt.NDArray[np.float64]) -> bool:
     return bool(values.max() - values.min() <= REWARD_TOLERANCE)
 
 
-def compare(a: dict[str, dict[str, float]], b: dict[str, dict[str, float]]) -> dict[str, Any]:
+def flips(a: Rewards, b: Rewards) -> Rewards:
+    """Return the trajectories whose advantages have different signs, with the reward on side `b`."""
+    out: Rewards = {}
+    for group in sorted(a.keys() & b.keys()):
+        shared = sorted(a[group].keys() & b[group].keys())
+        if len(shared) < 2:
+            continue
+        opposite = _signs(np.array([a[group][t] for t in shared])) * _signs(
+            np.array([b[group][t] for t in shared])
+        )
+        if changed := {t: b[group][t] for t, sign in zip(shared, opposite, strict=True) if sign < 0}:
+            out[group] = changed
+    return out
+
+
+def compare(a: Rewards, b: Rewards) -> dict[str, Any]:
     """Compare the trajectories and groups that both sides have. A value is `None` if there is nothing to compare."""
-    groups = trajectories = flips = flat_a = flat_b = gained = lost = 0
+    groups = trajectories = flat_a = flat_b = gained = lost = 0
     correlations: list[float] = []
     gaps: list[float] = []
     for group in sorted(a.keys() & b.keys()):
@@ -102,20 +181,20 @@ def compare(a: dict[str, dict[str, float]], b: dict[str, dict[str, float]]) -> d
         groups += 1
         trajectories += len(shared)
         gaps += np.abs(x - y).tolist()
-        flips += int((_signs(x) * _signs(y) < 0).sum())
         flat_a += _has_no_variance(x)
         flat_b += _has_no_variance(y)
         lost += not _has_no_variance(x) and _has_no_variance(y)
         gained += _has_no_variance(x) and not _has_no_variance(y)
         if not _has_no_variance(x) and not _has_no_variance(y):
             correlations.append(float(np.corrcoef(_ranks(x), _ranks(y))[0, 1]))
+    changed = sum(map(len, flips(a, b).values()))
     return {
         "groups": groups,
         "trajectories": trajectories,
         "only_in_a": len(a.keys() - b.keys()),
         "only_in_b": len(b.keys() - a.keys()),
-        "sign_flips": flips,
-        "sign_flip_share": flips / trajectories if trajectories else None,
+        "sign_flips": changed,
+        "sign_flip_share": changed / trajectories if trajectories else None,
         "rank_correlation": float(np.mean(correlations)) if correlations else None,
         "rank_correlation_groups": len(correlations),
         "no_variance_share_a": flat_a / groups if groups else None,
@@ -150,9 +229,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     setting is wrong."""
     args = _parser().parse_args(argv)
     try:
-        with sql.connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:
-            a, b = (rewards(connection, parse_side(side), calls=args.calls) for side in (args.a, args.b))
+        config = run_settings(args.run_dir, args.config, sections=("store", "judge"))
+        with sql.connect(config) as connection:
+            first, second = parse_side(args.a), parse_side(args.b)
+            a, b = (
+                calibrated(connection, side, config.judge)
+                if "calibration" in side and not args.calls
+                else rewards(connection, side, calls=args.calls)
+                for side in (first, second)
+            )
             result = compare(a, b)
+            flipped = {} if args.calls else flips(a, b)
+            checkpoints = rests_on(connection, flipped, first.get("branch", "main"))
     except (StoreError, duckdb.Error) as error:
         sys.stderr.write(f"journeywork: {error}\n")
         return 1
@@ -160,9 +248,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"journeywork: {error}\n")
         return 2
     if args.format == "json":
+        result |= {
+            "flipped": {group: sorted(names) for group, names in flipped.items()},
+            "checkpoints": checkpoints,
+        }
         sys.stdout.write(visible_json(msgspec.json.encode(result).decode()) + "\n")
     else:
         sys.stdout.write("".join(f"{name:<24}{_shown(value)}\n" for name, value in result.items()))
+        for row in checkpoints:
+            sys.stdout.write(
+                f"{row['version']} was trained on {row['flipped']} of them, of {row['trajectories']} trajectories\n"
+            )
     if not result["groups"]:
         sys.stderr.write("journeywork: the two sides share no group of two trajectories (or calls) or more\n")
         return 1

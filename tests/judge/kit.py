@@ -85,15 +85,17 @@ class Model:
         return ModelReply(text, "test-judge", 100, 10, 0.001, 0.05, self.cut_off)
 
 
-def ruler(model: Model, transcripts: Sequence[Transcript] = (), **settings: Any) -> LlmRuler:
-    """A ruler over `model`; given transcripts are what its members said."""
+def ruler(
+    model: Model, transcripts: Sequence[Transcript] = (), calibration: str = "", **settings: Any
+) -> LlmRuler:
+    """A ruler over `model`; given transcripts are what its members said; `calibration`: its file."""
     known = {t.trajectory: t for t in transcripts}
 
     async def load(member: TrajectoryCompleted) -> Transcript:
         return known[member.trajectory]
 
     config = with_values(JudgeConfig(model="test/judge"), settings)
-    return LlmRuler(config, load_rubric(), model, load, rng=random.Random(7))
+    return LlmRuler(config, load_rubric(), model, load, rng=random.Random(7), calibration=calibration)
 
 
 def labelled(path: Path, groups: int = 4, wrong: bool = False) -> Path:
