@@ -2,7 +2,8 @@
 
     journeywork judge eval groups.jsonl --config journeywork.toml --set judge.rubric=my.md --json
 
-The judge is that of the settings. docs/judging.md describes the file.
+The judge is that of the settings; `--reward NAME` measures one of `judge.rewards`, also the judge of what happened
+next, by the mean score of a run's calls. docs/judging.md describes the file.
 """
 
 from __future__ import annotations
@@ -22,23 +23,30 @@ from judge.commands.options import add_settings
 from judge.labelled import LabelledGroup, measure_agreement, read_labelled
 from judge.models.chat import ChatModel
 from judge.models.judge_model import open_judge_model
+from judge.monitor import GroupJudge
+from judge.next_state import NextStateJudge
 from judge.ruler.asking import JudgingError
-from judge.ruler.rubrics import load_rubric
+from judge.ruler.rubrics import load_rubric, rubric_of
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript
-from pipeline.config import ConfigError, JudgeConfig, load
+from pipeline.config import ConfigError, JudgeConfig, RewardConfig, load
 from pipeline.events import TrajectoryCompleted, Verdict
 from pipeline.gather import gather
 
 
-async def evaluate(config: JudgeConfig, groups: Sequence[LabelledGroup], model: ChatModel) -> dict[str, Any]:
-    """Judge every group once and compare. Groups that could not be judged are counted and left out of the averages."""
+async def evaluate(
+    config: JudgeConfig, groups: Sequence[LabelledGroup], model: ChatModel, reward: RewardConfig | None = None
+) -> dict[str, Any]:
+    """Judge every group once and compare. Groups that could not be judged are counted and left out of the averages.
+    `reward`: a reward of kind `ruler` or `next_state`; `None` for RULER with `judge.rubric`."""
 
     async def no_log(member: TrajectoryCompleted) -> Transcript:
         raise LookupError(member.trajectory)  # labelled groups come with their transcripts
 
-    rubric = load_rubric(config.rubric)
-    ruler = LlmRuler(config, rubric, model, no_log)
+    rubric = load_rubric(config.rubric) if reward is None else rubric_of(reward, config)
+    ruler: GroupJudge = LlmRuler(config, rubric, model, no_log)
+    if reward is not None and reward.kind == "next_state":
+        ruler = NextStateJudge(config, reward.votes, rubric, model, no_log)
     pairs: list[tuple[dict[str, float], dict[str, float]]] = []
     verdicts: list[Verdict] = []
     failures: list[str] = []
@@ -76,6 +84,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("eval", help="agreement with known rewards")
     parser.add_argument("data", type=Path, help="groups with rewards, JSONL")
     add_settings(parser)
+    parser.add_argument("--reward", default="", help="a reward of kind ruler or next_state in judge.rewards")
     parser.add_argument("--limit", type=int, default=0, help="only the first N groups")
     parser.add_argument("--min-tau", type=float, default=None, help="exit 1 below this Kendall tau")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -87,11 +96,17 @@ def run_command(args: argparse.Namespace) -> None:
     config = load(args.config or None, args.overrides).judge
     if not config.model:
         raise ConfigError("judge.model is not set: there is no judge to measure")
+    judged = {r.name: r for r in config.rewards if r.kind in ("ruler", "next_state")}
+    if args.reward and args.reward not in judged:
+        raise ConfigError(
+            f"--reward: {args.reward!r} is no reward of kind ruler or next_state; there are: "
+            f"{', '.join(judged) or 'none'}"
+        )
     groups = read_labelled(args.data)
 
     async def run() -> dict[str, Any]:
         async with open_judge_model(config) as model:
-            return await evaluate(config, groups[: args.limit or None], model)
+            return await evaluate(config, groups[: args.limit or None], model, judged.get(args.reward))
 
     report = anyio.run(run)
     console = Console(highlight=False)

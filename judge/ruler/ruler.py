@@ -116,7 +116,8 @@ class LlmRuler(Asker):
     def learn(self, verdicts: Sequence[Verdict]) -> None:
         """Add a group that an earlier process of this judge scored, so that a restart keeps the estimate of position
         bias."""
-        if passes := [_pass_of(v) for v in verdicts if v.rubric_hash == self.rubric.hash]:
+        own = (v for v in verdicts if v.rubric_hash == self.rubric.hash and not v.second)
+        if passes := [_pass_of(v) for v in own]:
             self.statistics.add(passes)
 
     async def _judge_in_order(self, ordered: Sequence[Transcript], spent: Usage) -> Verdict:

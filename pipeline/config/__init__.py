@@ -27,6 +27,7 @@ from pipeline.config.judge import (
     JudgeConfig,
     JudgeRequestConfig,
     RewardConfig,
+    SecondJudgeConfig,
     TeacherConfig,
 )
 from pipeline.config.overrides import with_values

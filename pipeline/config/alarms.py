@@ -15,7 +15,8 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     """Newest steps of a model that `entropy_collapse`, `kl_rise`, `length_drift`, `sampler_mismatch` and `hints_unused`
     look at, and steps that `held_out_falls` takes together."""
     groups: Several = 50
-    """Newest training groups of a model that `no_variance`, `part_dominates` and `stale_discards` look at."""
+    """Newest training groups of a model that `no_variance`, `part_dominates` and `stale_discards` look at, and newest
+    groups with both judges' verdicts that `judges_disagree` looks at."""
     window_s: Positive = 3600.0
     """Seconds back that `starvation`, `nothing_trains`, `dead_letters` and refused steps in `sampler_mismatch` look."""
     entropy_share: Share = 0.1

@@ -144,6 +144,32 @@ QUALIFY row_number() OVER (PARTITION BY project, ruler ORDER BY "at" DESC, log_s
         "an exact version in `judge.model`. Until it agrees again, stop the judge: groups wait on the log.",
     ),
     Alarm(
+        "judges_disagree",
+        "Judges disagree",
+        "The second judge orders the runs of a group otherwise than the judge whose scores are the rewards. At least "
+        "one of them is wrong.",
+        "judge.second.min_tau",
+        """WITH judged AS (
+  SELECT project, model, rubric, group_id, judge, trajectory, scored_at, avg(score) FILTER (NOT second) AS a,
+    avg(score) FILTER (second) AS b
+  FROM verdicts WHERE branch = 'main' AND "call" < 0 AND rubric_hash <> '' GROUP BY ALL
+  HAVING b IS NOT NULL AND a IS NOT NULL
+), newest AS (
+  FROM judged
+  QUALIFY dense_rank() OVER (PARTITION BY project, model, rubric ORDER BY scored_at DESC, group_id) <= $groups
+), pairs AS (
+  SELECT project, model, rubric, group_id, sign(x.a - y.a) AS a, sign(x.b - y.b) AS b
+  FROM newest x JOIN newest y USING (project, model, rubric, group_id, judge) WHERE x.trajectory < y.trajectory
+)
+SELECT project, model, rubric AS about, sum(a * b) / sqrt(sum(abs(a)) * sum(abs(b))) AS value,
+  format('Kendall tau of the two judges is {:.2f} over {} groups', value, count(DISTINCT group_id)) AS detail
+FROM pairs GROUP BY ALL
+HAVING sum(abs(a)) * sum(abs(b)) > 0 AND count(DISTINCT group_id) >= least($groups, 10) AND value < $threshold""",
+        "Read groups on which they differ (page Judge of the dashboard, `journeywork diff --a judge_model=… --b "
+        "judge_model=…`), and label them: `journeywork judge eval` says which model agrees with people. A rubric that "
+        "says more makes judges agree.",
+    ),
+    Alarm(
         "sampler_mismatch",
         "Sampler mismatch",
         "The inference server's logprobs differ from those that the trainer computes for the same tokens and version, "

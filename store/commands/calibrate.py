@@ -46,7 +46,7 @@ _LABELS = """
 _PAIRS = f"""
     WITH {_LABELS}, judged AS (
       SELECT project, trajectory, rubric_hash, avg(score) AS score, max(scored_at) AS newest FROM verdicts
-      WHERE rubric = $rubric AND rubric_hash <> '' AND "call" < 0 AND branch = 'main' GROUP BY ALL
+      WHERE rubric = $rubric AND rubric_hash <> '' AND "call" < 0 AND NOT second AND branch = 'main' GROUP BY ALL
     )
     SELECT g.group_id, j.score, g.label, j.rubric_hash FROM given g JOIN judged j USING (project, trajectory)
     WHERE j.rubric_hash = (SELECT arg_max(rubric_hash, newest) FROM judged) ORDER BY g.group_id, g.trajectory

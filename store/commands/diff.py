@@ -59,7 +59,7 @@ Rewards = dict[str, dict[str, float]]
 _SCORES = """
     SELECT group_id, trajectory, r.components, avg(v.score) AS score, r.scored_at
     FROM rewards r JOIN verdicts v USING (project, model, group_id, branch, judge, trajectory)
-    WHERE v.rubric_hash = $rubric_hash AND v."call" < 0 AND r.outcome = 'scored' AND {conditions}
+    WHERE v.rubric_hash = $rubric_hash AND v."call" < 0 AND NOT v.second AND r.outcome = 'scored' AND {conditions}
     GROUP BY ALL ORDER BY r.scored_at
 """
 

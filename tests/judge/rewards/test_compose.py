@@ -8,11 +8,19 @@ import anyio
 import pytest
 
 from judge.labelled import GroupFile, GroupMember
-from judge.rewards.compose import ConfiguredComposer, combine, open_composer
+from judge.rewards.compose import ConfiguredComposer, combine, open_composer, second_config
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from judge.ruler.transcripts import Transcript
 from judge.scoring import UnscoredError, agent_reward
-from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig, load
+from pipeline.config import (
+    Config,
+    ConfigError,
+    JudgeConfig,
+    JudgeRequestConfig,
+    RewardConfig,
+    SecondJudgeConfig,
+    load,
+)
 from pipeline.events import TrajectoryCompleted
 from tests.judge.kit import Model, completed, ruler, transcript
 from tests.kits.scoring_server import Scorer
@@ -241,3 +249,59 @@ async def test_a_function_that_can_t_be_imported_stops_the_judge_s_start() -> No
     ):
         async with open_composer(Config(judge=JudgeConfig(rewards=(reward,))), None):  # type: ignore[arg-type]
             pass
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+async def test_a_second_judge_s_verdicts_are_recorded_and_no_part_of_the_reward(share: float) -> None:
+    names = [f"t{i}" for i in range(4)]
+    transcripts = {n: transcript(n, f"quality=0.{i + 1}") for i, n in enumerate(names)}
+
+    async def load_transcript(member: TrajectoryCompleted) -> Transcript:
+        return transcripts[member.trajectory]
+
+    config = JudgeConfig(model="test/judge", second=SecondJudgeConfig(model="test/other", share=share))
+    first, opinion = Model(Scorer()), Model(Scorer(first_bonus=0.3))
+    rulers = {"": ruler(first, list(transcripts.values()))}
+    second = {"": ruler(opinion, list(transcripts.values()))}
+    composer = ConfiguredComposer(config, rulers, {}, load_transcript, second=second)
+    rewards = await composer([completed(n) for n in names])
+    assert rewards.final == pytest.approx({n: (i + 1) / 10 for i, n in enumerate(names)})
+    assert [v.second for v in rewards.verdicts] == [False, False] + [True, True] * bool(share)
+    assert len(opinion.requests) == 2 * bool(share)
+    rulers[""].learn(rewards.verdicts)  # the bias of the second judge is not the first one's
+    assert rulers[""].statistics.bias.first_position() == pytest.approx(0.0, abs=0.02)
+
+
+async def test_a_second_judge_that_fails_holds_nothing_up() -> None:
+    transcripts = {n: transcript(n, f"quality=0.{i + 1}") for i, n in enumerate(("a", "b"))}
+
+    async def load_transcript(member: TrajectoryCompleted) -> Transcript:
+        return transcripts[member.trajectory]
+
+    config = JudgeConfig(model="test/judge", second=SecondJudgeConfig(model="test/other", share=1.0))
+    rulers = {"": ruler(Model(Scorer()), list(transcripts.values()))}
+    failing = {"": ruler(Model(lambda _: 500), list(transcripts.values()))}
+    composer = ConfiguredComposer(config, rulers, {}, load_transcript, second=failing)
+    rewards = await composer([completed(n) for n in transcripts])
+    assert rewards.final == pytest.approx({"a": 0.1, "b": 0.2})
+    assert not any(v.second for v in rewards.verdicts)
+    unable = {"": ruler(Model(lambda _: 500), list(transcripts.values()), retry_for_s=0.0)}
+    broken = ConfiguredComposer(config, unable, {}, load_transcript, second=rulers)
+    with pytest.raises(UnscoredError):
+        await broken([completed(n) for n in transcripts])
+
+
+def test_the_second_judge_gets_no_secret_of_the_first() -> None:
+    request = JudgeRequestConfig(params={"extra_headers": {"a": "${KEY}"}}, max_tokens=100)
+    judge = JudgeConfig(
+        model="openai/a", api_base="http://a/v1", api_key_env="A", fallbacks=("openai/b",), request=request,
+        second=SecondJudgeConfig(model="openai/c", api_base="http://c/v1", api_key_env="C"),
+    )  # fmt: skip
+    other = second_config(judge)
+    assert (other.model, other.api_base, other.api_key_env, other.fallbacks) == (
+        "openai/c",
+        "http://c/v1",
+        "C",
+        (),
+    )
+    assert (other.request.params, other.request.max_tokens) == ({}, 100)

@@ -160,6 +160,22 @@ def costs(usd: float, step_s: float, sampled: int) -> list[Event]:
     ]
 
 
+def twice_judged(*second: float) -> list[Event]:
+    """Groups of three runs with the scores 0.1, 0.5 and 0.9, and these of the second judge."""
+
+    def verdict(group: str, scores: tuple[float, ...], **more: Any) -> Verdict:
+        said = tuple(Score(trajectory=f"{group}-{i}", score=s) for i, s in enumerate(scores))
+        return Verdict(judge_model="x", rubric="general", rubric_hash="h", scores=said, **more)
+
+    return [
+        GroupScored(
+            project="p", group=name, model="m", judge="j", members=(),
+            verdicts=(verdict(name, (0.1, 0.5, 0.9)), verdict(name, second, second=True)),
+        )
+        for name in (f"w{i}" for i in range(GROUPS))
+    ]  # fmt: skip
+
+
 LEVEL = [1.0] * 2 * STEPS
 _TWICE = range(1, 2 * STEPS + 1)
 FALLEN = [1.0] * STEPS + [0.05] * STEPS
@@ -191,6 +207,7 @@ def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
             played("train", 0.2, 0.5, 0.8) + played("val", 0.2, 0.7, 0.2),
             played("train", 0.2, 0.5, 0.8) + played("val", 0.2, 0.6, 0.5),
         ),
+        "judges_disagree": (twice_judged(0.5, 0.1, 0.5), twice_judged(0.2, 0.1, 0.9)),
         "over_judge_budget": (costs(5.0, 1.0, 10), costs(4.99, 9999.0, 9999)),
         "over_gpu_budget": (costs(0.1, 3600.0, 10), costs(9.0, 3599.0, 9999)),
         "over_token_budget": (costs(0.1, 1.0, 1000), costs(9.0, 9999.0, 999)),
