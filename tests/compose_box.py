@@ -1,9 +1,9 @@
 """Starts the services of a compose file as compose would, without Docker: every command with its files, environment,
-user, names and network, as far as this machine allows it.
+user, names and network.
 
 bubblewrap gives each service the file system (the image's program under /opt/venv is this environment's), a user that
-is not root, processes of its own and the `/etc/hosts` of its network. Where the machine allows it, each service has a
-network namespace of its own on one bridge; elsewhere all share the loopback interface."""
+is not root, processes of its own, a network namespace on a bridge that all share, and the `/etc/hosts` of that
+network."""
 
 from __future__ import annotations
 
@@ -64,31 +64,12 @@ class Network:
         subprocess.run(["ip", "link", "del", self._id], capture_output=True, check=False)
 
 
-class Loopback:
-    """Every service on this machine's loopback interface."""
-
-    def __init__(self, names: list[str]) -> None:
-        self.addresses = dict.fromkeys(names, "127.0.0.1")
-
-    def enter(self, name: str) -> list[str]:
-        return []
-
-    def close(self) -> None: ...
-
-
-def network(names: list[str]) -> Network | Loopback:
-    try:
-        return Network(names)
-    except (subprocess.CalledProcessError, FileNotFoundError):
-        return Loopback(names)
-
-
 @dataclass
 class Box:
     """The services of one compose file, and where their volumes lie on this machine."""
 
     services: dict[str, dict[str, Any]]
-    net: Network | Loopback
+    net: Network
     folder: Path
     """For logs, `/etc/hosts` and homes."""
     mounts: dict[str, tuple[Path, bool]]
@@ -102,7 +83,7 @@ class Box:
         cls, compose: Path, folder: Path, mounts: dict[str, tuple[Path, bool]], host_env: dict[str, str]
     ) -> Box:
         services = yaml.safe_load(compose.read_text("utf-8"))["services"]
-        net = network(list(services))
+        net = Network(list(services))
         hosts = "127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for n, a in net.addresses.items())
         (folder / "hosts").write_text(hosts)
         return cls(services, net, folder, mounts, host_env)

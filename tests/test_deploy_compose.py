@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import stat
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from judge.rewards.sandbox_view import unavailable
-from tests.compose_box import Box, Loopback
+from tests.compose_box import Box
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -53,18 +53,12 @@ def box(tmp_path: Path) -> Iterator[Box]:
         "/etc/journeywork.toml": (tmp_path / "compose.toml", False),
         "/models/base": (models / "base", False),
     }
-    made = Box.of(
-        DEPLOY / "compose.yaml",
-        tmp_path,
-        mounts,
-        {"OPENAI_API_KEY": "x", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://nats:1"},
-    )
+    env = {"OPENAI_API_KEY": "x", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://nats:1"}
     try:
-        if isinstance(made.net, Loopback):
-            for port in (4222, 8000, 8700, 8701):
-                with socket.socket() as probe:
-                    if probe.connect_ex(("127.0.0.1", port)) == 0:
-                        pytest.skip(f"no network namespaces here, and port {port} of the loopback is taken")
+        made = Box.of(DEPLOY / "compose.yaml", tmp_path, mounts, env)
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        pytest.skip(f"this machine makes no network namespaces: {error}")
+    try:
         yield made
     finally:
         made.close()

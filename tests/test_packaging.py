@@ -1,4 +1,4 @@
-"""The contents of the wheel, and the dependencies of the SDK in it."""
+"""The contents of the wheel, and that the SDK in it is installed with what it needs and no more."""
 
 from __future__ import annotations
 
@@ -6,27 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 HEAVY = (
-    "torch",
-    "vllm",
-    "litellm",
-    "nats",
-    "msgspec",
-    "numpy",
-    "pyarrow",
-    "duckdb",
-    "transformers",
-    "opentelemetry",
-    "rich",
-)
+    "torch", "vllm", "litellm", "nats", "msgspec", "numpy", "pyarrow", "duckdb", "transformers", "opentelemetry",
+    "rich", "openai",
+)  # fmt: skip
+PYTHONS = ("3.11", "3.12", "3.13")
 
 
 @pytest.fixture(scope="module")
@@ -42,99 +32,31 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = source / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((ROOT / name).read_bytes())
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(out),
-        ".",
-    ]
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out))
+    build = [sys.executable, "-m", "pip", "wheel", *options, "."]
     subprocess.run(build, cwd=source, check=True, capture_output=True)
     (found,) = out.glob("*.whl")
     return found
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_package_and_its_data(wheel: Path) -> None:
+def test_the_wheel_holds_every_package_its_data_and_what_pip_and_vllm_read(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+        told = {
+            name.rpartition("/")[2]: archive.read(name).decode() for name in names if ".dist-info/" in name
+        }
     packages = ("pipeline", "rollout_gateway", "judge", "trainer", "store", "journeywork")
     wanted = {str(p.relative_to(ROOT)) for package in packages for p in (ROOT / package).rglob("*.py")}
     wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "judge").rglob("*.md")} | {"journeywork/py.typed"}
     wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "journeywork/starter/template").glob("*.*")}
     assert wanted <= names
     assert not {n for n in names if n.startswith(("tests", "examples", "benchmarks", "docs"))}
-
-
-@pytest.mark.slow
-def test_the_wheel_names_the_plugin_that_vllm_loads(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/entry_points.txt"))
-        points = archive.read(name).decode()
     plugin = "[vllm.general_plugins]\njourneywork_cpu_lora = rollout_gateway.vllm_plugin.register:register\n"
-    assert plugin in points
-
-
-def _requirements(name: str, seen: set[str]) -> set[str]:
-    """The distributions that a plain install of `name` brings, itself included."""
-    seen.add(name)
-    for line in metadata.requires(name) or []:
-        needed = (
-            line.split(";")[0]
-            .split("[")[0]
-            .split(">")[0]
-            .split("<")[0]
-            .split("=")[0]
-            .split("!")[0]
-            .split("~")[0]
-            .strip()
-        )
-        if ";" not in line and needed not in seen:
-            _requirements(needed, seen)
-    return seen
-
-
-@pytest.mark.slow
-def test_the_sdk_runs_with_its_declared_dependencies_only(wheel: Path, tmp_path: Path) -> None:
-    """In an environment of only the wheel and what its metadata names, `import journeywork` works and the command says
-    what is missing."""
-    said = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
-    needed: set[str] = set()
-    for requirement in said:
-        _requirements(requirement.split(">")[0], needed)
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-    for name in needed:
-        for file in metadata.files(name) or []:
-            if ".." in file.parts or file.suffix == ".pyc":
-                continue
-            target = tmp_path / file
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(Path(str(file.locate())).read_bytes())
-    script = f"""
-import sys
-sys.path.insert(0, {str(tmp_path)!r})
-import journeywork, journeywork.gathering
-heavy = [name for name in {HEAVY!r} if name in sys.modules]
-assert not heavy, heavy
-assert journeywork.__file__.startswith({str(tmp_path)!r})
-from pipeline.__main__ import main
-main()
-"""
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2, done.stderr
-    assert "journeywork: the package msgspec is not installed" in done.stderr
-    assert "deploy/make-venv.sh cpu" in done.stderr
-
-
-PYTHONS = ("3.11", "3.12", "3.13")
+    assert plugin in told["entry_points.txt"]
+    wanted = {f"Provides-Extra: {extra}" for extra in ("cpu", "gpu", "wandb")} | {"Requires-Python: >=3.11"}
+    wanted |= {f"Classifier: Programming Language :: Python :: {version}" for version in PYTHONS}
+    assert wanted <= set(told["METADATA"].splitlines())
 
 
 def _interpreter(version: str) -> str:
@@ -165,7 +87,7 @@ def run_pip(*args: str, python: str = sys.executable) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", PYTHONS)
+@pytest.mark.parametrize("version", [PYTHONS[0], PYTHONS[-1]])
 def test_the_wheel_is_installed_into_an_empty_environment(wheel: Path, tmp_path: Path, version: str) -> None:
     """`pip install` brings what the SDK needs and no more, and the SDK's commands run."""
     subprocess.run([_interpreter(version), "-m", "venv", str(tmp_path / "env")], check=True)
@@ -178,7 +100,7 @@ def test_the_wheel_is_installed_into_an_empty_environment(wheel: Path, tmp_path:
         ),
     }  # fmt: skip
     script = "import sys, journeywork, journeywork.evaluation; " + (
-        f"heavy = [n for n in {(*HEAVY, 'openai')!r} if n in sys.modules]; assert not heavy, heavy; "
+        f"heavy = [n for n in {HEAVY!r} if n in sys.modules]; assert not heavy, heavy; "
         "print(journeywork.Estimate(0.5, 0.4, 0.6, 9))"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -207,18 +129,6 @@ def test_the_sdk_has_wheels_for_other_machines(wheel: Path, tmp_path: Path, plat
     names = [path.name for path in tmp_path.glob("*.whl")]
     assert len(names) >= 6
     assert all(name.endswith("none-any.whl") for name in names)
-
-
-@pytest.mark.slow
-def test_the_metadata_names_extras_and_versions(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [n for n in archive.namelist() if n.endswith("METADATA")]
-        told = archive.read(name).decode()
-    for extra in ("cpu", "gpu", "wandb"):
-        assert f"Provides-Extra: {extra}\n" in told
-    for version in PYTHONS:
-        assert f"Classifier: Programming Language :: Python :: {version}\n" in told
-    assert "Requires-Python: >=3.11\n" in told
 
 
 def test_nothing_answers_to_the_former_name() -> None:

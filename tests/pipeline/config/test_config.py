@@ -17,15 +17,14 @@ from pipeline.config.checks import check
     ("override", "said"),
     [
         ("gateway.max_reward=nan", "gateway.max_reward: expected a finite number, got nan"),
-        ("gateway.max_reward=-1.0", "settings: gateway.max_reward: expected `float` > 0.0"),
         ("gateway.http.max_connections=0", "settings: gateway.http.max_connections: expected `int` >= 1"),
-        ("judge.min_size=0", "judge.min_size: expected `int` >= 1"),
         (
             'trainer.distill={weight=1.0, teacher="outside"}',
             'trainer.distill.teacher is "outside": set teacher.url and teacher.model',
         ),
         ("teacher.url=http://teacher/v1", "teacher: url and model belong together"),
-        ("vllm.max_loras=1", "vllm.max_loras is 1: it must be"),
+        ("vllm.max_loras=1", "vllm.max_loras is 1: it must be larger than the number of models"),
+        ("vllm.max_loras=2", "vllm.max_loras is 2: it must be at least trainer.max_staleness + 2"),
         (
             "trainer.lora.rank=64",
             "trainer.lora.rank is 64: an adapter of vllm.max_lora_rank = 8 at most would load",
@@ -35,22 +34,10 @@ from pipeline.config.checks import check
             "vllm.max_lora_rank=24",
             "vllm.max_lora_rank is 24: vLLM takes 1, 8, 16, 32, 64, 128, 256, 320, 512",
         ),
-        (
-            "trainer.optimizer.learning_rate=fast",
-            "trainer.optimizer.learning_rate: expected `float`, got text",
-        ),
         ("gateway.port=70000", "settings: gateway.port: expected `int` <= 65535"),
-        ("vllm.port=x", "settings: vllm.port: expected `int`, got text"),
         ("log_level=LOUD", "log_level: 'LOUD' is unknown; use DEBUG, INFO, WARNING, ERROR, CRITICAL"),
-        ("nats.sync=-1", "settings: nats.sync: expected `float` > 0.0"),
         ("nats.sync=never", "settings: nats.sync: invalid enum value 'never', expected always or float"),
-        ("vllm.device=tpu", "expected auto or cpu or cuda"),
-        ("trainer.loss.type=ppo", "settings: trainer.loss.type: invalid enum value 'ppo', expected "),
         ("judge.anchors=x.jsonl", "settings: judge.anchors: expected table, got text"),
-        (
-            "models.0.trainer.lora_rank=4",
-            "trainer of policy: settings: trainer.lora_rank: there is no such setting",
-        ),
         (
             "models.0.trainer.optimizer.learning_rate=-1",
             "models: trainer of policy: settings: trainer.optimizer.learning_rate: expected",
@@ -69,7 +56,6 @@ from pipeline.config.checks import check
         ("models.0.name=a b", "models.0.name: 'a b' can't be a name"),
         ("models.0.name=a/../b", "models.0.name: 'a/../b' can't be a name"),
         ("models.3.name=m", "'models.3.name' is not the name of a setting"),
-        ("trainer.learning_rat=1", "settings: trainer.learning_rat: there is no such setting"),
         (
             "trainer.sede=1",
             "there is no such setting; did you mean trainer.seed? docs/configuration.md lists",
@@ -148,11 +134,6 @@ def test_a_model_may_be_named_as_hubs_name_models() -> None:
         load(None, ["models.0.name=Qwen/Qwen3-4B", "models.0.base=Qwen/Qwen3-4B"]).models[0].name
         == "Qwen/Qwen3-4B"
     )
-
-
-def test_each_served_adapter_needs_a_slot_and_one_more_is_free_for_the_next() -> None:
-    with pytest.raises(ConfigError, match="max_loras is 1: it must be larger than the number of models"):
-        load(None, ["models.0.name=m", "vllm.max_loras=1", 'vllm.urls=["http://a:1"]'])
 
 
 def test_a_judge_does_not_wait_longer_than_the_log_keeps_runs() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import anyio
 import pytest
 
 from pipeline.config import NatsConfig
-from pipeline.events import DeadLettered, ExchangeRecorded
+from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
 from tests.kits.events import completed, exchange
 
@@ -78,26 +77,6 @@ async def test_what_exceeds_the_payload_limit_comes_back_whole(nats_config: Nats
             assert isinstance(delivery.event, ExchangeRecorded)
             assert delivery.event.request == body
             await delivery.ack()
-
-
-async def test_an_undecodable_message_goes_to_the_dead_and_does_not_block(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await broker.js.publish("rollout.exchange.p.t1", b"\xc1 not an event")
-        await broker.publish(exchange())
-        async with broker.consume("store-rollouts") as messages:
-            got = []
-            with anyio.fail_after(10):
-                while not got:
-                    got += await messages.batch(10)
-            assert isinstance(got[0].event, ExchangeRecorded)
-            await got[0].ack()
-        (dead,) = await broker.read(DeadLettered)
-        assert isinstance(dead.event, DeadLettered)
-        assert (dead.event.reason, dead.event.stream_seq, dead.event.payload) == (
-            "undecodable",
-            1,
-            b"\xc1 not an event",
-        )
 
 
 async def test_what_is_held_is_kept_alive_and_given_back_at_once(nats_config: NatsConfig) -> None:

@@ -17,10 +17,6 @@ import nats.errors
 import nats.js.errors
 import nats.protocol.parser
 import pytest
-from nats.aio.client import Client as NatsClient
-from nats.aio.subscription import Subscription
-from nats.aio.transport import TcpTransport
-from nats.protocol.parser import Parser
 
 from pipeline import streams
 from pipeline.config import NatsConfig
@@ -34,25 +30,6 @@ from tests.kits.events import exchange
 pytestmark = pytest.mark.anyio
 
 # -- nats-py -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("thing", "names"),
-    [
-        (
-            NatsClient(),
-            "_ps _transport _pending _pending_data_size _max_pending_size _connect_to_server _process_info _subs "
-            "options",
-        ),
-        (Subscription(NatsClient(), 1, "a"), "_id"),
-        (Parser(), "buf state reset parse"),
-        (TcpTransport(), "_io_reader _io_writer _bare_io_reader _bare_io_writer write drain close"),
-        (asyncio.StreamReader, "feed_data"),
-    ],
-    ids=["client", "subscription", "parser", "transport", "reader"],
-)
-def test_nats_py_has_the_private_names_that_are_used(thing: object, names: str) -> None:
-    assert [name for name in names.split() if not hasattr(thing, name)] == []
 
 
 def test_nats_py_is_held_to_the_version_whose_private_names_are_known() -> None:

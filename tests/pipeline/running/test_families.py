@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import Config, ModelConfig, VllmConfig, load
+from pipeline.config import Config, ModelConfig, VllmConfig
 from pipeline.running.families import TOOL_PARSERS, tool_parser
 from pipeline.running.plan import vllm_command
 from tests.conftest import VllmServer
@@ -47,8 +47,3 @@ def test_the_command_has_the_flags_that_tools_need(tmp_path: Path) -> None:
     given = command(base, args=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"))
     assert given.count("--tool-call-parser") == 1
     assert "--reasoning-parser qwen3" in command(base, reasoning_parser="qwen3")
-
-
-def test_arguments_are_given_as_json() -> None:
-    config = load(None, ['vllm.args=["--dtype", "bfloat16"]'])
-    assert config.vllm.args == ("--dtype", "bfloat16")
