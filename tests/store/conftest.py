@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from pipeline.config import AlarmsConfig, Config, NatsConfig, StoreConfig
+from pipeline.config import AlarmsConfig, BudgetConfig, Config, NatsConfig, StoreConfig
 from store.service import serve
 from tests.store.kit import Lives, StoreProcess, create_bucket, serving_s3
 
@@ -21,10 +21,12 @@ def running_store(nats_config: NatsConfig, tmp_path: Path) -> StoreProcess:
     alarms unless `alarms` is given."""
 
     @asynccontextmanager
-    async def run(alarms: AlarmsConfig | None = None, **settings: Any) -> AsyncIterator[Config]:
+    async def run(
+        alarms: AlarmsConfig | None = None, *, budget: BudgetConfig | None = None, **settings: Any
+    ) -> AsyncIterator[Config]:
         config = Config(
             run_dir=str(tmp_path), nats=nats_config, store=StoreConfig(**({"flush_s": 0.2} | settings)),
-            alarms=alarms or AlarmsConfig(every_s=3600.0),
+            alarms=alarms or AlarmsConfig(every_s=3600.0), budget=budget or BudgetConfig(),
         )  # fmt: skip
         (tmp_path / "store").mkdir(exist_ok=True)
         ready = anyio.Event()
