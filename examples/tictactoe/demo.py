@@ -12,7 +12,9 @@ import argparse
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,20 @@ async def evaluate(
     )  # fmt: skip
 
 
+def outcome(report: EvaluationReport, progress: Progress) -> dict[str, Any]:
+    """Return what a run's report says of the policy: win rates of the base and of the last version, and the curve."""
+    return {
+        "win_rate_before": win_rate(report.entrants[0]),
+        "win_rate_after": win_rate(report.entrants[1]),
+        "win_rate_difference": difference(report),
+        "evaluation": report.id,
+        "steps": progress.step,
+        "final_checkpoint": f"{MODEL}@{progress.step}",
+        "time_to_0_70": progress.goal_s,
+        "curve": progress.curve,
+    }
+
+
 async def play(args: argparse.Namespace, installation: Installation, progress: Progress) -> dict[str, Any]:
     """Evaluate, train and evaluate again on a running installation. Returns the agents' part of the report."""
     print("starting", flush=True)
@@ -167,8 +183,7 @@ async def play(args: argparse.Namespace, installation: Installation, progress: P
         await train(agents, client, progress, args, installation)
         trained_s = time.monotonic() - progress.began
         trained_games, calls = progress.games, agents.calls
-        final = f"{MODEL}@{progress.step}"
-        report = await evaluate(client, progress, final, args.eval_games, before)
+        report = await evaluate(client, progress, f"{MODEL}@{progress.step}", args.eval_games, before)
         restarts = installation.restarts()
         showing.cancel_scope.cancel()
     completed = [
@@ -176,11 +191,7 @@ async def play(args: argparse.Namespace, installation: Installation, progress: P
         *(run for entrant in report.entrants for task in entrant.tasks for run in task.trajectories),
     ]
     return {
-        "win_rate_before": win_rate(report.entrants[0]),
-        "win_rate_after": win_rate(report.entrants[1]),
-        "win_rate_difference": difference(report),
-        "evaluation": report.id,
-        "steps": progress.step,
+        **outcome(report, progress),
         "calls": agents.calls + sum(entrant.usage.calls for entrant in report.entrants),
         "calls_per_s_training": round(calls / max(trained_s - started_s, 1e-9), 1),
         "latency_mean_s": round(agents.latency_s / max(agents.calls, 1), 4),
@@ -190,56 +201,66 @@ async def play(args: argparse.Namespace, installation: Installation, progress: P
         "failed_requests": agents.failed + sum(entrant.failed for entrant in report.entrants),
         "last_error": agents.last_error,
         "restarts": restarts,
-        "final_checkpoint": final,
-        "time_to_0_70": progress.goal_s,
         "seconds": {
             "start": round(started_s, 1),
             "evaluate_before": round(evaluated_s - started_s, 1),
             "train": round(trained_s - evaluated_s, 1),
             "evaluate_after": round(time.monotonic() - progress.began - trained_s, 1),
         },
-        "curve": progress.curve,
     }
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m examples.tictactoe.demo")
+def parser_of(prog: str, run_dir: str, *, steps: int, seconds: float) -> argparse.ArgumentParser:
+    """Return the flags of the demo and of `examples.tictactoe.job`, with these defaults."""
+    parser = argparse.ArgumentParser(prog=prog)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--steps", type=int, default=80, help="optimizer steps")
-    parser.add_argument("--seconds", type=float, default=400, help="time to play and learn in, at most")
-    parser.add_argument("--groups", type=int, default=12, help="groups a step")
-    parser.add_argument("--group-size", type=int, default=6, help="games a group")
+    parser.add_argument("--run-dir", type=Path, default=Path(run_dir))
+    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps")
+    parser.add_argument("--seconds", type=float, default=seconds, help="time to play and learn in, at most")
     parser.add_argument(
         "--eval-games", type=int, default=2000, help="held-out games, the same before and after"
     )
     parser.add_argument("--concurrency", type=int, default=24, help="games at once")
+    return parser
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = parser_of("python -m examples.tictactoe.demo", "runs/demo", steps=80, seconds=400)
+    parser.add_argument("--groups", type=int, default=12, help="groups a step")
+    parser.add_argument("--group-size", type=int, default=6, help="games a group")
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
+Play = Callable[[Installation, Progress], Coroutine[Any, Any, dict[str, Any]]]
+
+
+def report_on(args: argparse.Namespace, overrides: dict[str, Any], play: Play) -> None:
+    """Start an installation with the demo's settings and `overrides`, `play` on it, stop it, and write the report that
+    `play` returned with what the history says. Exits with 1 if the run failed, or if its history holds what it must
+    not."""
     run_dir: Path = args.run_dir.absolute()
     make_room(run_dir)
     progress = Progress(steps=args.steps)
-    overrides = {
-        "judge.group_size": args.group_size,
-        "trainer.groups_per_step": args.groups,
-        "trainer.max_steps": args.steps,
-        "trainer.optimizer.schedule": "linear",
-        "trainer.seed": args.seed,
-    }
-    installation = Installation(run_dir, SETTINGS, overrides)
+    installation = Installation(
+        run_dir,
+        SETTINGS,
+        {
+            "trainer.max_steps": args.steps,
+            "trainer.optimizer.schedule": "linear",
+            "trainer.seed": args.seed,
+            **overrides,
+        },
+    )
     try:
         try:
             with plain_errors(Exception):
-                report = asyncio.run(play(args, installation, progress))
+                report = asyncio.run(play(installation, progress))
         finally:
             installation.stop()
         settings = {k: v for k, v in vars(args).items() if k != "run_dir"}
         wall_s = round(time.monotonic() - progress.began, 1)
         report = {"seed": args.seed, "settings": settings, **report, "wall_s": wall_s}
-        if findings := conclude(report, installation.run_dir, console):
+        if findings := conclude(report, run_dir, console):
             raise ExampleError("the history holds what it must not: " + "; ".join(findings))
     except KeyboardInterrupt:
         console.print(f"stopped; what was played so far is in {run_dir}")
@@ -247,6 +268,12 @@ def main(argv: list[str] | None = None) -> None:
     except ExampleError as error:
         console.print(f"[red]{error}[/]")
         raise SystemExit(1) from error
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    overrides = {"judge.group_size": args.group_size, "trainer.groups_per_step": args.groups}
+    report_on(args, overrides, partial(play, args))
 
 
 if __name__ == "__main__":

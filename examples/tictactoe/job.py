@@ -20,7 +20,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import anyio
@@ -28,14 +28,13 @@ import openai
 from anyio.abc import Process
 from openai.types.chat import ChatCompletionMessageParam
 
-from examples.common.running import ROOT, ExampleError, Installation, make_room, served_step
+from examples.common.running import ROOT, Installation, served_step
 from examples.tictactoe.agent import MAX_TOKENS
-from examples.tictactoe.demo import SETTINGS, Progress, console, evaluate
+from examples.tictactoe.demo import Progress, evaluate, outcome, parser_of, report_on
 from examples.tictactoe.game import Game, describe, opening_seed
 from examples.tictactoe.late_results import NAME
-from examples.tictactoe.report import MODEL, conclude, difference, win_rate
+from examples.tictactoe.report import MODEL
 from journeywork import AsyncJourneywork
-from journeywork.transport import plain_errors
 
 ROLES = {"agent": "agent", "results": "feedback", "operator": "operator"}
 IDLE_S = 10.0
@@ -113,7 +112,7 @@ async def learn(
 
 
 async def play(
-    args: argparse.Namespace, installation: Installation, progress: Progress, keys: dict[str, str]
+    args: argparse.Namespace, keys: dict[str, str], installation: Installation, progress: Progress
 ) -> dict[str, Any]:
     print("starting", flush=True)
     gateway = await installation.ready()
@@ -146,20 +145,13 @@ async def play(
         showing.cancel_scope.cancel()
     entrants = report.entrants
     return {
-        "win_rate_before": win_rate(entrants[0]),
-        "win_rate_after": win_rate(entrants[1]),
-        "win_rate_difference": difference(report),
-        "evaluation": report.id,
-        "steps": progress.step,
+        **outcome(report, progress),
         "games": games,
         "results": json.loads(results),
         "calls": player.calls + sum(entrant.usage.calls for entrant in entrants),
         "failed_requests": player.failed + sum(entrant.failed for entrant in entrants),
         "completed_by_agents": games + sum(len(task.trajectories) for e in entrants for task in e.tasks),
         "restarts": installation.restarts(),
-        "final_checkpoint": f"{MODEL}@{progress.step}",
-        "time_to_0_70": progress.goal_s,
-        "curve": progress.curve,
     }
 
 
@@ -195,60 +187,25 @@ def settings(args: argparse.Namespace, keys: dict[str, str]) -> dict[str, Any]:
         "trainer.max_staleness": args.max_staleness,
         "vllm.max_loras": args.max_staleness + 2,
         "trainer.groups_per_step": args.games,
-        "trainer.max_steps": args.steps,
-        "trainer.optimizer.schedule": "linear",
-        "trainer.seed": args.seed,
     }
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m examples.tictactoe.job")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/job"))
+    parser = parser_of("python -m examples.tictactoe.job", "runs/job", steps=58, seconds=440)
     parser.add_argument(
         "--delay", type=float, default=60.0, help="seconds from the end of a game to its result"
     )
-    parser.add_argument("--steps", type=int, default=58, help="optimizer steps")
     parser.add_argument("--games", type=int, default=144, help="games a step")
     parser.add_argument(
         "--max-staleness", type=int, default=24, help="steps after which a game is too old to learn from"
     )
-    parser.add_argument("--seconds", type=float, default=440, help="time to play and learn in, at most")
-    parser.add_argument(
-        "--eval-games", type=int, default=2000, help="held-out games, the same before and after"
-    )
-    parser.add_argument("--concurrency", type=int, default=24, help="games at once")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    run_dir: Path = args.run_dir.absolute()
-    make_room(run_dir)
-    progress = Progress(steps=args.steps)
     keys = {name: secrets.token_urlsafe(24) for name in ROLES}
-    installation = Installation(run_dir, SETTINGS, settings(args, keys))
-    try:
-        try:
-            with plain_errors(Exception):
-                report = asyncio.run(play(args, installation, progress, keys))
-        finally:
-            installation.stop()
-        given = {name: value for name, value in vars(args).items() if name != "run_dir"}
-        report = {
-            "seed": args.seed,
-            "settings": given,
-            **report,
-            "wall_s": round(time.monotonic() - progress.began, 1),
-        }
-        if findings := conclude(report, run_dir, console):
-            raise ExampleError("the history holds what it must not: " + "; ".join(findings))
-    except KeyboardInterrupt:
-        console.print(f"stopped; what was played so far is in {run_dir}")
-        raise SystemExit(130) from None
-    except ExampleError as error:
-        console.print(f"[red]{error}[/]")
-        raise SystemExit(1) from error
+    report_on(args, settings(args, keys), partial(play, args, keys))
 
 
 if __name__ == "__main__":
