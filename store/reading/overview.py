@@ -68,11 +68,9 @@ _COST = """
     SELECT "at", sum(usd) OVER (ORDER BY "at") AS judge_usd FROM spent ORDER BY "at"
 """
 _SPENDING = """
-    SELECT max(step) AS step, sum(judge_usd) AS judge_usd, sum(train_gpu_s) AS train_gpu_s,
-      sum(serve_gpu_s) AS serve_gpu_s, sum(sampled_tokens)::BIGINT AS sampled_tokens, max(total_usd) AS total_usd,
-      max(total_gpu_s) / 3600 AS total_gpu_hours, max(total_tokens) AS total_tokens,
-      arg_max(held_out, step) AS held_out, arg_max(gain, step) AS gain
-    FROM spending WHERE model = $model GROUP BY step // $width ORDER BY 1 NULLS LAST
+    SELECT max(step) AS step, max(total_usd) AS total_usd, max(total_gpu_s) / 3600 AS total_gpu_hours,
+      max(total_tokens) AS total_tokens, arg_max(gain, step) FILTER (gain IS NOT NULL) AS gain
+    FROM spending WHERE model = $model AND step IS NOT NULL GROUP BY step // $width ORDER BY 1
 """
 _SPENT = """
     WITH total AS (

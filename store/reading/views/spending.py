@@ -21,7 +21,8 @@ SPENDING = View(
         "total_usd": "`judge_usd` of this step and all before it.",
         "total_gpu_s": "`train_gpu_s` and `serve_gpu_s` of this step and all before it.",
         "total_tokens": "`sampled_tokens` of this step and all before it.",
-        "held_out": "Mean reward of the version's validation runs, else of its newest evaluation; null without either.",
+        "held_out": "Mean reward of the version's validation runs; of a model that has none, of its evaluation on the "
+        "scenarios that were evaluated last. Null where the version has neither.",
         "gain": "`held_out` minus that of the first version that has one, which may be step 0.",
     },
     # The union of a server's calls: each adds the part after the end of those that began before it.
@@ -52,12 +53,15 @@ SPENDING = View(
           SELECT project, model, last_step AS step, 0 AS rank, avg(reward) AS held_out FROM rewards
           WHERE split = 'val' AND branch = 'main' AND outcome = 'scored' AND first_step = last_step GROUP BY ALL
           UNION ALL
-          SELECT project, model, split_part(version, '@', 2)::INTEGER, 1, arg_max(mean, evaluated_at) FROM evaluations
-          WHERE measure = 'reward' AND kind = 'policy' AND version <> '' GROUP BY ALL
+          SELECT project, model, split_part(version, '@', 2)::INTEGER, 1, arg_max(mean, evaluated_at) FROM (
+            FROM evaluations WHERE measure = 'reward' AND kind = 'policy' AND version <> ''
+            QUALIFY scenarios = first_value(scenarios) OVER (PARTITION BY project, model ORDER BY evaluated_at DESC)
+          ) GROUP BY ALL
+        ), of_one_kind AS (
+          FROM measured QUALIFY rank = min(rank) OVER (PARTITION BY project, model)
         ), held AS (
-          SELECT project, model, step, arg_min(held_out, rank) AS held_out,
-            first_value(arg_min(held_out, rank)) OVER (PARTITION BY project, model ORDER BY step) AS first_of_all
-          FROM measured GROUP BY project, model, step
+          SELECT *, first_value(held_out) OVER (PARTITION BY project, model ORDER BY step) AS first_of_all
+          FROM of_one_kind
         )
         SELECT e.project, e.model, e.version, e.step, e.published_at, e.judge_usd, e.train_gpu_s, e.serve_gpu_s,
           e.sampled_tokens, sum(e.judge_usd) OVER so_far AS total_usd,

@@ -18,7 +18,9 @@ from pipeline.events import (
     Event,
     GroupDiscarded,
     GroupScored,
+    Measure,
     Member,
+    PolicyEvaluated,
     TrajectoryCompleted,
     Verdict,
     pack_seqs,
@@ -348,3 +350,28 @@ def test_each_step_has_what_was_spent_since_the_one_before_and_its_gain(tmp_path
         ("m@2", 2.0, 3.0, 1.0, 0, 3.5, 19.0, 7, 1.0, 0.75),
         (None, 0.0, 0.0, 2.0, 0, 3.5, 21.0, 7, None, None),
     ]
+
+
+def test_a_gain_compares_like_with_like(tmp_path: Path) -> None:
+    """Evaluations on other tasks say nothing of it, and where runs of the split `val` do, no evaluation is mixed in."""
+
+    def evaluated(step: int, mean: float, scenarios: str, at: int) -> PolicyEvaluated:
+        return PolicyEvaluated(
+            project="p", evaluation=f"e{at}", entrant=f"m@{step}", model="m", version=f"m@{step}", scenarios=scenarios,
+            measures=(Measure(name="reward", mean=mean, count=9),), at=at,
+        )  # fmt: skip
+
+    steps = [checkpoint(step, metrics={"step_s": 1.0}, at=step) for step in (1, 2, 3)]
+    evaluations = [evaluated(0, 0.25, "new", 3), evaluated(1, 0.9, "old", 4), evaluated(2, 0.75, "new", 5)]
+    fill(tmp_path, [*steps, *evaluations])
+    asked = "SELECT held_out, gain FROM spending ORDER BY step"
+    assert rows(tmp_path, asked) == [(None, None), (0.75, 0.5), (None, None)]
+    held = [
+        GroupScored(
+            project="p", group=f"v{step}", model="m", judge="j", split="val",
+            members=(Member(trajectory=f"v{step}", reward=reward, split="val", first_step=step, last_step=step),),
+        )
+        for step, reward in ((1, 0.5), (3, 1.0))
+    ]  # fmt: skip
+    fill(tmp_path, list(held))
+    assert rows(tmp_path, asked)[:3] == [(0.5, 0.0), (None, None), (1.0, 0.5)]

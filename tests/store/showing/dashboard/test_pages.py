@@ -186,6 +186,15 @@ def test_lists_are_ordered_by_a_column_and_filtered_by_step(
     assert client.get(f"/{path}").status_code == 200
 
 
+def test_the_overview_shows_what_was_spent_against_the_gain_with_the_limits(client: TestClient) -> None:
+    page = client.get("/overview.json").json()
+    spent = {row["setting"]: row for row in page["spent"]}
+    assert set(spent) == {"judge_usd", "gpu_hours", "sampled_tokens"}
+    assert spent["judge_usd"]["spent"] > 0
+    assert spent["judge_usd"]["limit"] is None
+    assert "What it cost, and what it gained" in client.get("/overview").text
+
+
 def test_the_overview_shows_evaluations_decisions_and_rates(client: TestClient) -> None:
     page = client.get("/overview.json").json()
     assert [(row["entrant"], row["mean"]) for row in page["evaluations"]] == [("m@1", 0.5)]
