@@ -4,8 +4,6 @@ losing a leader."""
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,56 +13,31 @@ import httpx
 import nats.errors
 from nats.aio.client import Client
 
-from tests.conftest import free_port
+from tests.conftest import NatsServer, free_port
 
 NODES = 3
 
 
-class Node:
+class Node(NatsServer):
     """One server; `kill` and `start` again keep its ports and its store."""
 
     def __init__(
         self,
         folder: Path,
         name: str,
-        ports: tuple[int, int, int],
+        ports: Sequence[int],
         routes: Sequence[int],
         max_payload: int,
         extra: str,
     ) -> None:
-        self.folder, self.name = folder / name, name
-        self.port, self.route, self.monitor = ports
-        self.process: subprocess.Popen[bytes] | None = None
-        self.folder.mkdir(parents=True)
+        port, route, self.monitor = ports
         urls = ", ".join(f'"nats://127.0.0.1:{port}"' for port in routes)
-        (self.folder / "nats.conf").write_text(
-            f"server_name: {name}\nhost: 127.0.0.1\nport: {self.port}\nmax_payload: {max_payload}\n"
-            f'http: "127.0.0.1:{self.monitor}"\n'
-            f'jetstream {{ store_dir: "{self.folder / "js"}" }}\n'
-            f"cluster {{ name: test, host: 127.0.0.1, port: {self.route}, routes: [{urls}] }}\n{extra}"
+        more = (
+            f'server_name: {name}\nhttp: "127.0.0.1:{self.monitor}"\n'
+            f"cluster {{ name: test, host: 127.0.0.1, port: {route}, routes: [{urls}] }}\n{extra}"
         )
-
-    @property
-    def url(self) -> str:
-        return f"nats://127.0.0.1:{self.port}"
-
-    @property
-    def log(self) -> str:
-        return (self.folder / "nats.log").read_text()
-
-    def start(self) -> None:
-        binary = Path(sys.executable).with_name("nats-server")
-        with (self.folder / "nats.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [str(binary), "-c", str(self.folder / "nats.conf")], stdout=log, stderr=log
-            )
-
-    def kill(self) -> None:
-        """As `kill -9`."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
+        super().__init__(folder / name, max_payload, more)
+        self.name, self.port = name, port
 
 
 class NatsCluster:

@@ -19,6 +19,7 @@ from pipeline import streams
 from pipeline.config import Config, JudgeConfig, NatsConfig
 from pipeline.events import (
     CheckpointPublished,
+    Event,
     ExchangeRecorded,
     GroupDiscarded,
     GroupScored,
@@ -35,13 +36,12 @@ from tests.judge.matrix import expected_groups
 from tests.kits.crash.agents import SEED
 from tests.kits.crash.fork_server import ACK_WAIT_S
 from tests.kits.crash.matrix import run_matrix, server_users, settings, violations
-from tests.kits.events import completed, exchange
+from tests.kits.events import checkpoint, completed, exchange
 from tests.kits.log import read_stream
 from tests.kits.quick_service import quick_consumers
 from tests.nats_cluster import NatsCluster, copied, leader_of
-from tests.pipeline.log.test_undecodable import checkpoint
 from tests.rollout_gateway.kit import StubCall
-from tests.trainer import kit
+from tests.trainer.conftest import tiny_base as tiny_base
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
@@ -50,31 +50,20 @@ EACH = 600
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[NatsCluster]:
-    made = NatsCluster(tmp_path / "nats", max_payload=32_768)
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NatsCluster]:
+    """One whose servers have users, if its parameter is "guarded"."""
+    extra = server_users(tmp_path) if getattr(request, "param", "") == "guarded" else ""
+    made = NatsCluster(tmp_path / "nats", max_payload=32_768, extra=extra)
     made.start()
     yield made
     made.stop()
-
-
-@pytest.fixture
-def guarded_cluster(tmp_path: Path) -> Iterator[NatsCluster]:
-    """One whose servers have users."""
-    made = NatsCluster(tmp_path / "nats", max_payload=32_768, extra=server_users(tmp_path))
-    made.start()
-    yield made
-    made.stop()
-
-
-def cluster_config(cluster: NatsCluster) -> NatsConfig:
-    return NatsConfig(
-        url=cluster.urls, replicas=3, connect_timeout_s=60, ack_timeout_s=2.0, publish_deadline_s=110
-    )
 
 
 @pytest.fixture
 def nats_config(cluster: NatsCluster) -> NatsConfig:
-    return cluster_config(cluster)
+    return NatsConfig(
+        url=cluster.urls, replicas=3, connect_timeout_s=60, ack_timeout_s=2.0, publish_deadline_s=110
+    )
 
 
 @pytest.fixture
@@ -109,44 +98,27 @@ async def test_a_stream_without_a_leader_is_not_called_deleted(cluster: NatsClus
 
 
 async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(brokers: list[Broker]) -> None:
-    # The same event by three writers at once, with one message id.
-    acks: dict[int, list[Any]] = {}
-
-    async def same_id(broker: Broker, number: int) -> None:
-        event = exchange(f"same{number}")
+    async def publish(broker: Broker, event: Event) -> None:
         ack = await broker.publish(event)
-        acks.setdefault(number, []).append(ack)
+        acks.setdefault(event.subject(), []).append(ack)
         found = await broker.read(type(event), **keys_of(event))
-        assert [r.seq for r in found] == [ack.seq], "a read does not see what was acknowledged"
-
-    async with anyio.create_task_group() as tg:
-        for number in range(EACH // 3):
-            for broker in brokers:
-                tg.start_soon(same_id, broker, number)
-    for number, three in acks.items():
-        assert len({a.seq for a in three}) == 1, number
-        assert Counter(a.duplicate for a in three) == {False: 1, True: 2}
-    assert sum(map(len, acks.values())) == EACH
-
-    # Different events for a subject that holds one only.
-    acks.clear()
-
-    async def same_subject(broker: Broker, number: int) -> None:
-        event = completed(f"subject{number}")
-        ack = await broker.publish(event)
-        acks.setdefault(number, []).append(ack)
         last = await broker.read_last(type(event), **keys_of(event))
-        assert last is not None, "a read does not see what was acknowledged"
-        assert last.seq == ack.seq
+        assert last is not None
+        assert [*(r.seq for r in found), last.seq] == [ack.seq] * 2, (
+            "a read does not see what was acknowledged"
+        )
 
-    async with anyio.create_task_group() as tg:
-        for number in range(EACH // 3):
-            for broker in brokers:
-                tg.start_soon(same_subject, broker, number)
-    for number, three in acks.items():
-        assert len({a.seq for a in three}) == 1, number
-        assert Counter(a.duplicate for a in three) == {False: 1, True: 2}
-    assert sum(map(len, acks.values())) == EACH
+    # The same event by three writers at once, with one message id; and for a subject that holds one event only.
+    for make in (exchange, completed):
+        acks: dict[str, list[Any]] = {}
+        async with anyio.create_task_group() as tg:
+            for number in range(EACH // 3):
+                for broker in brokers:
+                    tg.start_soon(publish, broker, make(f"t{number}"))
+        for subject, three in acks.items():
+            assert len({a.seq for a in three}) == 1, subject
+            assert Counter(a.duplicate for a in three) == {False: 1, True: 2}
+        assert sum(map(len, acks.values())) == EACH
 
     # Calls of one run at three gateway replicas: each is recorded once, under a number of its own.
     runs, calls = 20, EACH // 20 // 3
@@ -197,7 +169,7 @@ async def test_killing_the_leader_of_a_consumer_stops_no_service(
                 ]
                 for delivery in held:
                     await delivery.ack(confirmed=True)
-                leader.start()
+                await anyio.to_thread.run_sync(leader.start)
                 await cluster.healthy()
 
 
@@ -236,7 +208,7 @@ async def test_judges_at_three_nodes_score_each_group_once_and_timers_survive_th
                 tg.start_soon(play, group)
         leader = cluster.node(await leader_of(brokers[0].client, "TIMERS"))
         await anyio.to_thread.run_sync(leader.kill)
-        leader.start()
+        await anyio.to_thread.run_sync(leader.start)
         with anyio.fail_after(120):
             while True:
                 scored, discarded = await ended()
@@ -280,7 +252,7 @@ async def test_a_follower_of_a_stream_skips_no_event(cluster: NatsCluster, nats_
             tg.start_soon(publish)
             for node in cluster.nodes:
                 await anyio.to_thread.run_sync(node.kill)
-                node.start()
+                await anyio.to_thread.run_sync(node.start)
                 await cluster.healthy()
     assert seen == list(range(1, count + 1))
 
@@ -317,23 +289,20 @@ DEATHS = (
 FEW_KILLS = 10
 
 
-@pytest.fixture(scope="module")
-def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return kit.make_model(tmp_path_factory.mktemp("tiny"))
-
-
 @pytest.mark.timeout(3600 if KILLS else 580)
 @pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["guarded"], indirect=True)
 async def test_services_and_nodes_die_and_nothing_is_lost_or_doubled(
-    guarded_cluster: NatsCluster,
+    cluster: NatsCluster,
+    nats_config: NatsConfig,
     tiny_base: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The crash matrix on three nodes; no service exits by itself."""
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(ACK_WAIT_S, endless=True))
-    kills, cluster = KILLS or FEW_KILLS, guarded_cluster
-    config = settings(cluster_config(cluster), tiny_base, tmp_path)
+    kills = KILLS or FEW_KILLS
+    config = settings(nats_config, tiny_base, tmp_path)
 
     async def kill_nodes() -> int:
         rng = random.Random(f"{SEED}/nodes")
@@ -345,7 +314,7 @@ async def test_services_and_nodes_die_and_nothing_is_lost_or_doubled(
                 if number % 3 == 0:  # one that is sure to hurt
                     node = cluster.node(await leader_of(broker.client, "ROLLOUTS", "judge"))
                 await anyio.to_thread.run_sync(node.kill)
-                node.start()
+                await anyio.to_thread.run_sync(node.start)
                 if number % 4:  # else the next dies before this one is back: no quorum for a while
                     await cluster.healthy()
         return kills

@@ -19,17 +19,12 @@ from tests.kits.crash.agents import SEED
 from tests.kits.crash.fork_server import ACK_WAIT_S, SERVICES
 from tests.kits.crash.matrix import points_of, run_matrix, server_users, settings, violations
 from tests.kits.quick_service import quick_consumers
-from tests.trainer import kit
+from tests.trainer.conftest import tiny_base as tiny_base
 
 pytestmark = pytest.mark.anyio
 
 DEATHS = {"gateway": 42, "sampler": 10, "judge": 40, "trainer": 52, "store": 48}
 KILLS = 20
-
-
-@pytest.fixture(scope="module")
-def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return kit.make_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.timeout(580)
