@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -14,19 +13,10 @@ from pipeline.log.broker import Broker
 from pipeline.telemetry import langfuse, trace
 from pipeline.telemetry.content import Content
 from pipeline.telemetry.exporter import SpanMaker
-from tests.kits.langfuse import LangfuseReceiver, run_langfuse
-from tests.pipeline.telemetry.kit import AGENTS_TRACE, SPANS, point_at, publish_lives, run_until
+from tests.kits.langfuse import LangfuseReceiver
+from tests.pipeline.telemetry.kit import AGENTS_TRACE, SPANS, publish_lives, run_until
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[LangfuseReceiver]:
-    monkeypatch.setattr(langfuse, "_RETRY_S", 0.01)
-    with run_langfuse() as receiver:
-        point_at(monkeypatch, receiver)
-        yield receiver
-    assert receiver.rejected == []
 
 
 async def test_rewards_and_verdicts_become_scores_of_their_spans(

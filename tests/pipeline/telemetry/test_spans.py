@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,12 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from pipeline.telemetry import trace
-from tests.kits.langfuse import LangfuseReceiver, Span, run_langfuse
+from tests.kits.langfuse import LangfuseReceiver, Span
 from tests.pipeline.telemetry.kit import (
     AGENTS_SPAN,
     AGENTS_TRACE,
     SPANS,
     START,
-    point_at,
     publish_lives,
     run_until,
 )
@@ -27,16 +25,6 @@ pytestmark = pytest.mark.anyio
 DOC = Path(__file__).parents[3] / "docs" / "tracing.md"
 KINDS = {1: "internal", 3: "client"}
 NAMES = {"run": "invoke_agent m", "call": "chat m", "verdict": "evaluate"}
-
-
-@pytest.fixture
-def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[LangfuseReceiver]:
-    monkeypatch.setenv("LANGFUSE_RELEASE", "r-1")
-    monkeypatch.setenv("LANGFUSE_TRACING_ENVIRONMENT", "staging")
-    with run_langfuse() as receiver:
-        point_at(monkeypatch, receiver)
-        yield receiver
-    assert receiver.rejected == []
 
 
 def table(heading: str) -> list[list[str]]:

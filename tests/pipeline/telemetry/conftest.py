@@ -1,0 +1,34 @@
+"""A receiver of spans and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pipeline.telemetry import backend, langfuse
+from tests.kits.langfuse import PUBLIC, SECRET, LangfuseReceiver, run_langfuse
+
+_UNSET = (
+    "LANGFUSE_SECRET_KEY", "LANGFUSE_PUBLIC_KEY", "LANGFUSE_BASE_URL", "LANGFUSE_HOST", "OTEL_EXPORTER_OTLP_PROTOCOL",
+    "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _no_destination(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _UNSET:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch, _no_destination: None) -> Iterator[LangfuseReceiver]:
+    """A Langfuse that the environment names. It must get no request that Langfuse would reject."""
+    monkeypatch.setattr(langfuse, "_RETRY_S", 0.01)
+    monkeypatch.setattr(backend, "RETRY_S", 0.05)
+    with run_langfuse() as receiver:
+        settings = {"BASE_URL": receiver.url, "PUBLIC_KEY": PUBLIC, "SECRET_KEY": SECRET}
+        for name, value in (settings | {"RELEASE": "r-1", "TRACING_ENVIRONMENT": "staging"}).items():
+            monkeypatch.setenv(f"LANGFUSE_{name}", value)
+        yield receiver
+    assert receiver.rejected == []
