@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import anyio
@@ -28,6 +28,7 @@ from pipeline.running.supervisor import Supervisor
 from tests.conftest import NatsServer, free_port
 from tests.kits.disk import small_disk
 from tests.kits.events import opened
+from tests.pipeline.running.supervised import Changes, supervised
 
 pytestmark = pytest.mark.anyio
 
@@ -61,54 +62,26 @@ def large(name: str, size: int) -> TrajectoryOpened:
     return opened(name, task=os.urandom(size // 2).hex())
 
 
-class Changes:
-    """Waits for what a supervisor reports."""
-
-    def __init__(self) -> None:
-        self._event = anyio.Event()
-
-    def __call__(self, _: object) -> None:
-        self._event.set()
-        self._event = anyio.Event()
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            await self._event.wait()
-
-
 async def test_a_stopped_service_is_noticed_and_restarted(tmp_path: Path) -> None:
-    changes = Changes()
-    spec = ProcessSpec(
-        "judge",
-        (sys.executable, "-c", SERVICE, "--config", str(tmp_path / "config.toml")),
-        start_timeout_s=60,
-    )
-    supervisor = Supervisor(settings(tmp_path), [spec], on_change=changes)
-    with anyio.fail_after(60):
-        async with anyio.create_task_group() as tg:
-            await tg.start(supervisor.run)
-            judge = supervisor.watched["judge"]
-            os.kill(judge.pid, signal.SIGSTOP)
-            await changes.until(lambda: judge.restarts == 1 and judge.state == "ready")
-            supervisor.stop()
+    argv = (sys.executable, "-c", SERVICE, "--config", str(tmp_path / "config.toml"))
+    spec = ProcessSpec("judge", argv, start_timeout_s=60)
+    async with supervised(settings(tmp_path), spec) as (supervisor, changes):
+        judge = supervisor.watched["judge"]
+        os.kill(judge.pid, signal.SIGSTOP)
+        await changes.until(lambda: judge.restarts == 1 and judge.state == "ready")
 
 
 async def test_a_server_whose_health_page_fails_is_restarted(tmp_path: Path) -> None:
-    changes, flag = Changes(), tmp_path / "sick"
-    port = free_port()
+    flag, port = tmp_path / "sick", free_port()
     argv = (sys.executable, "-c", HEALTH, str(port), str(flag))
     spec = ProcessSpec("vllm", argv, probe=f"http://127.0.0.1:{port}/health")
-    supervisor = Supervisor(settings(tmp_path), [spec], on_change=changes)
-    with anyio.fail_after(60):
-        async with anyio.create_task_group() as tg:
-            await tg.start(supervisor.run)
-            server = supervisor.watched["vllm"]
-            first = server.pid
-            flag.touch()
-            await changes.until(lambda: server.pid != first)
-            flag.unlink()
-            await changes.until(lambda: server.restarts == 1 and server.state == "ready")
-            supervisor.stop()
+    async with supervised(settings(tmp_path), spec) as (supervisor, changes):
+        server = supervisor.watched["vllm"]
+        first = server.pid
+        flag.touch()
+        await changes.until(lambda: server.pid != first)
+        flag.unlink()
+        await changes.until(lambda: server.restarts == 1 and server.state == "ready")
 
 
 @pytest.fixture
@@ -120,17 +93,14 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @contextlib.asynccontextmanager
 async def log_on(disk: Path, **client: str | bool) -> AsyncIterator[tuple[Supervisor, Changes, Broker]]:
     """A log whose files are on `disk`, its supervisor, and an impatient connection to it."""
-    changes = Changes()
     config, specs = make_plan(load(None, [f"run_dir={disk}", "nats.max_bytes=1000000000"]), ())
     config = msgspec.structs.replace(config, supervisor=QUICK)
-    supervisor = Supervisor(config, specs, on_change=changes)
     impatient = msgspec.structs.replace(config.nats, publish_deadline_s=2.0, ack_timeout_s=1.0)
-    with anyio.fail_after(120):
-        async with anyio.create_task_group() as tg:
-            await tg.start(supervisor.run)
-            async with Broker.connect(impatient, **client) as broker:  # type: ignore[arg-type]
-                yield supervisor, changes, broker
-            supervisor.stop()
+    async with (
+        supervised(config, *specs, seconds=120) as (supervisor, changes),
+        Broker.connect(impatient, **client) as broker,  # type: ignore[arg-type]
+    ):
+        yield supervisor, changes, broker
 
 
 async def fill(broker: Broker) -> None:

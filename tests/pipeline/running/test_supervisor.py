@@ -18,6 +18,7 @@ from pipeline import cli
 from pipeline.config import Config, ConfigError, load
 from pipeline.running.plan import ProcessSpec, make_plan, require_base_files
 from pipeline.running.supervisor import Supervisor, SupervisorError
+from tests.pipeline.running.supervised import supervised
 
 pytestmark = pytest.mark.anyio
 
@@ -43,34 +44,15 @@ def state(tmp_path: Path) -> dict[str, object]:
     return msgspec.json.decode((tmp_path / "state.json").read_bytes())  # type: ignore[no-any-return]
 
 
-async def test_it_reports_ready_and_stops_in_order(tmp_path: Path) -> None:
-    supervisor = Supervisor(config(tmp_path), [service("gateway"), service("judge")])
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as tg:
-            await tg.start(supervisor.run)
-            assert state(tmp_path)["ready"] is True
-            supervisor.stop()
+async def test_it_reports_ready_restarts_what_was_killed_and_stops_in_order(tmp_path: Path) -> None:
+    specs = (service("gateway"), service("judge"))
+    async with supervised(config(tmp_path), *specs) as (supervisor, changes):
+        assert state(tmp_path)["ready"] is True
+        judge = supervisor.watched["judge"]
+        os.kill(judge.pid, signal.SIGKILL)
+        await changes.until(lambda: judge.restarts == 1 and judge.state == "ready")
     assert "stopped in order" in (tmp_path / "logs" / "gateway.log").read_text()
     assert {s["state"] for s in state(tmp_path)["services"].values()} == {"stopped"}  # type: ignore[attr-defined]
-
-
-async def test_a_killed_process_comes_back(tmp_path: Path) -> None:
-    changed = anyio.Event()
-
-    def on_change(watched: object) -> None:
-        nonlocal changed
-        changed.set()
-        changed = anyio.Event()
-
-    supervisor = Supervisor(config(tmp_path), [service("judge")], on_change=on_change)  # type: ignore[arg-type]
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as tg:
-            await tg.start(supervisor.run)
-            judge = supervisor.watched["judge"]
-            os.kill(judge.pid, signal.SIGKILL)
-            while not (judge.restarts == 1 and judge.state == "ready"):
-                await changed.wait()
-            supervisor.stop()
 
 
 async def test_a_start_that_hangs_is_ended_and_tried_again(tmp_path: Path) -> None:
@@ -82,12 +64,8 @@ if not flag.exists():
     time.sleep(60)
 """
     spec = dataclasses.replace(service("trainer", hang + SERVICE), start_timeout_s=2.0)
-    supervisor = Supervisor(config(tmp_path), [spec])
-    with anyio.fail_after(30):
-        async with anyio.create_task_group() as tg:
-            await tg.start(supervisor.run)
-            assert supervisor.watched["trainer"].restarts == 1
-            supervisor.stop()
+    async with supervised(config(tmp_path), spec) as (supervisor, _):
+        assert supervisor.watched["trainer"].restarts == 1
     said = (tmp_path / "logs" / "trainer.log").read_text()
     assert "Fatal Python error: Aborted" in said  # and where it hung
 
@@ -104,7 +82,6 @@ async def test_a_process_that_never_works_is_an_error_with_its_last_words(tmp_pa
 
 async def test_errors_of_a_start_are_told_with_its_state(tmp_path: Path) -> None:
     """Those of the present start only, whether it works or not."""
-    told: list[tuple[str, tuple[str, ...]]] = []
     flag = tmp_path / "failed"
     code = f"""
 import pathlib, sys
@@ -117,17 +94,10 @@ if not flag.exists():
     sys.exit(1)
 logs.get_logger("judge").error("no library", name="wandb")
 """
-    supervisor = Supervisor(
-        config(tmp_path),
-        [service("judge", code + SERVICE)],
-        on_change=lambda w: told.append((w.state, w.errors)),
-    )
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as tg:
-            await tg.start(supervisor.run)
-            supervisor.stop()
-    assert ("backoff", ("no such model model=x",)) in told
-    assert ("ready", ("no library name=wandb",)) in told
+    async with supervised(config(tmp_path), service("judge", code + SERVICE)) as (_, changes):
+        pass
+    assert ("backoff", ("no such model model=x",)) in changes.seen
+    assert ("ready", ("no library name=wandb",)) in changes.seen
 
 
 async def test_a_child_dies_with_a_killed_supervisor(tmp_path: Path) -> None:

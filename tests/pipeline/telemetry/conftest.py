@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from pipeline.telemetry import backend, langfuse
-from tests.kits.langfuse import PUBLIC, SECRET, LangfuseReceiver, run_langfuse
+from tests.kits.langfuse import LangfuseReceiver, run_langfuse
+from tests.pipeline.telemetry.kit import point_at
 
 _UNSET = (
     "LANGFUSE_SECRET_KEY", "LANGFUSE_PUBLIC_KEY", "LANGFUSE_BASE_URL", "LANGFUSE_HOST", "OTEL_EXPORTER_OTLP_PROTOCOL",
@@ -27,8 +28,8 @@ def receiver(monkeypatch: pytest.MonkeyPatch, _no_destination: None) -> Iterator
     monkeypatch.setattr(langfuse, "_RETRY_S", 0.01)
     monkeypatch.setattr(backend, "RETRY_S", 0.05)
     with run_langfuse() as receiver:
-        settings = {"BASE_URL": receiver.url, "PUBLIC_KEY": PUBLIC, "SECRET_KEY": SECRET}
-        for name, value in (settings | {"RELEASE": "r-1", "TRACING_ENVIRONMENT": "staging"}).items():
-            monkeypatch.setenv(f"LANGFUSE_{name}", value)
+        point_at(monkeypatch, receiver)
+        monkeypatch.setenv("LANGFUSE_RELEASE", "r-1")
+        monkeypatch.setenv("LANGFUSE_TRACING_ENVIRONMENT", "staging")
         yield receiver
     assert receiver.rejected == []

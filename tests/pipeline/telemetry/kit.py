@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+import pytest
 
 from pipeline.config import Config, NatsConfig, TelemetryConfig
 from pipeline.events import (
@@ -22,11 +23,19 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker
 from pipeline.telemetry import exporter, trace
+from tests.kits.langfuse import PUBLIC, SECRET, LangfuseReceiver
 
 START = 1_700_000_000_000_000
 AGENTS_TRACE, AGENTS_SPAN = "ab" * 16, "cd" * 8
 OWN = {"traceparent": f"00-{AGENTS_TRACE}-{AGENTS_SPAN}-01"}
 METADATA = {"user_id": "u-7", "session_id": "ticket-12", "tags": ["vip"], "contact": "ann@example.com"}
+
+
+def point_at(monkeypatch: pytest.MonkeyPatch, receiver: LangfuseReceiver) -> None:
+    monkeypatch.setenv("LANGFUSE_BASE_URL", receiver.url)
+    monkeypatch.setenv("LANGFUSE_PUBLIC_KEY", PUBLIC)
+    monkeypatch.setenv("LANGFUSE_SECRET_KEY", SECRET)
+    monkeypatch.delenv("LANGFUSE_HOST", raising=False)
 
 
 def exchange(trajectory: str, seq: int, asked: str) -> ExchangeRecorded:
