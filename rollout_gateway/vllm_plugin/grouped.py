@@ -41,22 +41,6 @@ def _matrix(stacked: torch.Tensor, slot: int) -> torch.Tensor:
     return weights.squeeze(0) if weights.ndim == 3 else weights
 
 
-def shrink(y_NR: torch.Tensor, x_NI: torch.Tensor, a_LRI: torch.Tensor, groups: Groups, scale: float) -> None:
-    """Set the first R columns of `y_NR` to `scale` times x · Aᵀ, in the precision of `y_NR`; 0 without adapter."""
-    target = y_NR[:, : a_LRI.shape[-2]]
-    if not (len(groups) == 1 and groups[0][1] is None):
-        target.zero_()
-    for slot, rows in groups:
-        x = x_NI if rows is None else x_NI[rows]
-        low = torch.mm(x.to(y_NR.dtype), _matrix(a_LRI, slot).to(y_NR.dtype).t())
-        if scale != 1.0:
-            low *= scale
-        if rows is None:
-            target.copy_(low)
-        else:
-            target[rows] = low
-
-
 def expand(
     y_NO: torch.Tensor, x_NR: torch.Tensor, b_LOR: torch.Tensor, groups: Groups, add: bool = True
 ) -> None:

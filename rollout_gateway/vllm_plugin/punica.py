@@ -32,27 +32,6 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc]
     def _covers(self, rows: torch.Tensor) -> bool:
         return bool(rows.shape[0] == self.indices_len[0])
 
-    def _apply_shrink(self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float) -> None:
-        y = y.view(-1, y.shape[-1])
-        if not self._covers(x):
-            super()._apply_shrink(y, x, w_t_all, scale)
-            return
-        grouped.shrink(y, x, w_t_all, self._tokens, scale)
-
-    def _apply_expand(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        w_t_all: torch.Tensor,
-        y_offset: int,
-        y_slice_size: int,
-        add_inputs: bool = True,
-    ) -> None:
-        if not self._covers(x):
-            super()._apply_expand(y, x, w_t_all, y_offset, y_slice_size, add_inputs)
-            return
-        grouped.expand(y[:, y_offset : y_offset + y_slice_size], x, w_t_all, self._tokens, add_inputs)
-
     def add_lora_embedding(
         self,
         y: torch.Tensor,

@@ -53,14 +53,10 @@ def apply(
     a: tuple[torch.Tensor, ...],
     b: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Return `y` after one of the four calls of vLLM's layers."""
+    """Return `y` after one of the three calls of vLLM's layers that the plugin takes."""
     y, widths = y.clone(), tuple(w.shape[2] for w in b)
     if layer == "linear":
         wrapper.add_lora_linear(y, x, a, b, 1.0, widths)
-    elif layer == "shrink and expand":
-        low = torch.zeros(len(widths), len(x), 8)
-        wrapper.add_shrink(low, x, a, 0.5)
-        wrapper.add_expand(y, low, b, widths, add_inputs=True)
     elif layer == "logits":
         wrapper.add_lora_logits(y, x, a[0], b[0], 1.0)
     else:
@@ -91,7 +87,7 @@ def worst_layer() -> float:
             )
             for shapes in ([(8, 16)] * len(widths), [(width, 8) for width in widths])
         )
-        for layer in ("linear", "shrink and expand", "logits", "embedding"):
+        for layer in ("linear", "logits", "embedding"):
             count = len(samples) if layer == "logits" else rows
             x, y = (torch.randn(count, n, generator=generator).to(dtype) for n in (16, sum(widths)))
             difference = apply(ours, layer, y, x, a, b).double() - apply(theirs, layer, y, x, a, b).double()

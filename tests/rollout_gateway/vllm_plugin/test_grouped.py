@@ -75,21 +75,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(25))
-def test_both_products_equal_those_of_vllm(kernels: ModuleType, seed: int, dtype: torch.dtype) -> None:
+def test_the_second_product_equals_that_of_vllm(kernels: ModuleType, seed: int, dtype: torch.dtype) -> None:
     batch = Batch.draw(seed, dtype)
     groups = grouped.group_rows(batch.slots)
-    rank, inputs = batch.a.shape[-2:]
-    low, theirs = (torch.full((len(batch.slots), rank), 7.0) for _ in range(2))
-    kernels.bgmv_shrink(batch.x, batch.a, theirs, batch.slots, batch.scale)
-    grouped.shrink(low, batch.x, batch.a, groups, batch.scale)
-    sizes = torch.einsum("bi,boi->bo", batch.x.abs().float(), batch.a[batch.slots, 0].abs().float())
-    assert_close(low, theirs, sizes, inputs)
-
+    rank = batch.a.shape[-2]
+    low = torch.full((len(batch.slots), rank), 7.0)
+    kernels.bgmv_shrink(batch.x, batch.a, low, batch.slots, batch.scale)
     for add in (True, False):
         y, expected = batch.y.clone(), batch.y.clone()
-        kernels.bgmv_expand(theirs, batch.b, expected, batch.slots, add)
-        grouped.expand(y, theirs, batch.b, groups, add)
-        terms = torch.einsum("br,bor->bo", theirs.abs(), batch.b[batch.slots, 0].abs().float())
+        kernels.bgmv_expand(low, batch.b, expected, batch.slots, add)
+        grouped.expand(y, low, batch.b, groups, add)
+        terms = torch.einsum("br,bor->bo", low.abs(), batch.b[batch.slots, 0].abs().float())
         assert_close(y, expected, terms + batch.y.abs() + expected.abs(), rank)
 
 
