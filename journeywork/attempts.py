@@ -69,15 +69,15 @@ class Attempts:
 
     async def _settled(self, trajectory: str) -> dict[str, Any] | None:
         """Return an attempt as recorded, once it is complete. An open one has lost its process: it gets no result."""
-        found = await self._recorded(trajectory)
-        if found is not None and found["status"] == "open":
+        state = await self._recorded(trajectory)
+        if state is not None and state["status"] == "open":
             try:
                 await self._client.complete(trajectory, outcome="no_result")
             except JourneyworkError as error:
                 if error.status != CONFLICT:
                     raise
             return await self._recorded(trajectory)
-        return found
+        return state
 
     async def progress(self, label: str, number: int, size: int) -> Progress:
         """Read the attempts at a scenario (`label` is its number) or at a held-out task from the gateway.
@@ -86,15 +86,15 @@ class Attempts:
         progress = Progress(number, size)
         while progress.missing and progress.tries < self._tries:
             group = self.group(label, progress.tries)
-            found: list[dict[str, Any] | None] = [None] * progress.missing
+            states: list[dict[str, Any] | None] = [None] * progress.missing
 
-            async def read(at: int, group: str = group, found: list[dict[str, Any] | None] = found) -> None:
-                found[at] = await self._settled(f"{group}-{at}")
+            async def read(at: int, group: str = group, states: list[dict[str, Any] | None] = states) -> None:
+                states[at] = await self._settled(f"{group}-{at}")
 
             async with anyio.create_task_group() as reading:
                 for at in range(progress.missing):
                     reading.start_soon(read, at)
-            opened = [state for state in found if state is not None]
+            opened = [state for state in states if state is not None]
             if not opened:
                 break
             self._check_same_loop(opened[0], 0 if progress.tries else size)

@@ -151,7 +151,7 @@ class AsyncJourneywork:
 
     async def models(self) -> list[str]:
         """Names that `model` of a call may hold: models, and their versions."""
-        return [found["id"] for found in (await self._request("GET", "/v1/models"))["data"]]
+        return [model["id"] for model in (await self._request("GET", "/v1/models"))["data"]]
 
     async def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """Record the results of one entrant of an evaluation on the log: the fields of `policy.evaluated` in

@@ -28,12 +28,12 @@ def at_least_one(text: str) -> int:
 def not_negative(text: str) -> float:
     """Return a number from 0 for argparse."""
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 <= found < math.inf:
+        number = math.nan
+    if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"it must be a number of at least 0, not {text!r}")
-    return found
+    return number
 
 
 def add_gateway(parser: argparse.ArgumentParser) -> None:
@@ -82,11 +82,11 @@ def gateway_of(args: argparse.Namespace) -> str:
             )
         state = next((path for path in reversed(states) if _is_running(path)), states[-1])
     try:
-        found = _read(state)
-        url = str(found["urls"]["gateway"])
+        content = _read(state)
+        url = str(content["urls"]["gateway"])
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{state} names no gateway: {error}") from error
-    if found.get("services", {}).get("gateway", {}).get("state") == "stopped":
+    if content.get("services", {}).get("gateway", {}).get("state") == "stopped":
         # Another run may have its port now.
         raise ValueError(f"the run {state.parent} is stopped: start it with `journeywork up`, or give --url")
     return url

@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with exit_status((ValueError, OSError, csv.Error), (JourneyworkError, httpx.HTTPError)):
         client = client_of(gateway_of(args), args)
-        found = rows(args.file) if args.file else langfuse_scores.rows(args.langfuse)
-        report = anyio.run(_give_all, client, list(found))
+        given_rows = rows(args.file) if args.file else langfuse_scores.rows(args.langfuse)
+        report = anyio.run(_give_all, client, list(given_rows))
     if args.json:
         sys.stdout.write(json.dumps(report) + "\n")
     else:

@@ -102,7 +102,7 @@ def version_to_fork(
 
     Raises `ForkError` if there is none, or if the names leave several models; `OSError` if the lake can't be read."""
     every = list(versions_in(lake))
-    found = [
+    matching = [
         version
         for version in every
         if version.branch == branch
@@ -111,14 +111,14 @@ def version_to_fork(
         and step in (None, version.step)
         and (not_after is None or version.step <= not_after)
     ]
-    models = sorted({version.name.rpartition("@")[0] for version in found or every})
-    if not found or len(models) > 1:
+    models = sorted({version.name.rpartition("@")[0] for version in matching or every})
+    if not matching or len(models) > 1:
         wanted = f"{project or '*'}/{branch}/{model or '*'}@{'*' if step is None else step}"
         raise ForkError(
-            f"{lake} holds {'several models' if found else 'no version'} that can be forked as {wanted}; it has: "
+            f"{lake} holds {'several models' if matching else 'no version'} that can be forked as {wanted}; it has: "
             f"{', '.join(models) or 'none'}"
         )
-    return max(found, key=lambda version: version.step)
+    return max(matching, key=lambda version: version.step)
 
 
 def settings_of(source: str) -> dict[str, Any]:

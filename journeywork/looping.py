@@ -21,7 +21,7 @@ import anyio
 
 from journeywork.attempts import Attempts, Progress, ReadingClient
 from journeywork.gathering import Client, Rollout, Task, TooManyExceptionsError, call_rollout
-from journeywork.statistics import Estimate, mean_of_share
+from journeywork.statistics import Estimate, mean_or_share
 from journeywork.trajectory import Trajectory
 from journeywork.transport import NOT_FOUND, JourneyworkError, plain_errors
 
@@ -201,7 +201,7 @@ class _Loop(Generic[Task]):
         async with anyio.create_task_group() as playing:
             for number, task in enumerate(tasks):
                 playing.start_soon(one, number, task)
-        self.result.evaluations[step] = mean_of_share(means)
+        self.result.evaluations[step] = mean_or_share(means)
 
     # -- keeping pace ----------------------------------------------------------------------------------------------
 
@@ -213,17 +213,17 @@ class _Loop(Generic[Task]):
 
     async def _decided(self) -> dict[str, dict[str, Any]]:
         """Return the groups that were trained or discarded since the last call, as the gateway describes them."""
-        found: dict[str, dict[str, Any]] = {}
+        states: dict[str, dict[str, Any]] = {}
 
         async def read(group: str) -> None:
             state = await self._client.group(group, self._model)
             if state["status"] != "waiting":
-                found[group] = state
+                states[group] = state
 
         async with anyio.create_task_group() as reading:
             for group in list(self._undecided):
                 reading.start_soon(read, group)
-        return found
+        return states
 
     async def watch(self) -> None:
         """Read the served step and the fate of groups, every `poll_s` seconds."""

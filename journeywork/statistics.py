@@ -45,7 +45,7 @@ def mean_of(values: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - half, mean + half, count)
 
 
-def mean_of_share(values: Sequence[float]) -> Estimate:
+def mean_or_share(values: Sequence[float]) -> Estimate:
     """Return the mean of `values`: `wilson` if each is 0 or 1, else `mean_of`."""
     if values and all(value in (0.0, 1.0) for value in values):
         return wilson(round(math.fsum(values)), len(values))

@@ -196,10 +196,10 @@ def feedback_body(answer: Any, trajectory: str, options: FeedbackOptions) -> dic
 
 def answer_id(answer: Any) -> Any:
     """Return the id of an answer: of a client library's object, a dict, or an id or a call's number as it is."""
-    found = answer.get("id") if isinstance(answer, Mapping) else getattr(answer, "id", answer)
-    if isinstance(found, bool) or not isinstance(found, str | int):
+    identity = answer.get("id") if isinstance(answer, Mapping) else getattr(answer, "id", answer)
+    if isinstance(identity, bool) or not isinstance(identity, str | int):
         raise TypeError(f"{answer!r} is no answer: give the answer, its id, or the number of the call")
-    return found
+    return identity
 
 
 def _numbers(field: str, values: object, hint: str = "") -> dict[str, float]:

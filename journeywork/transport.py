@@ -97,19 +97,19 @@ def status_problem(reply: httpx.Response) -> str:
 
 def gateway_url(url: str | None) -> str:
     """Return the URL without `/v1`. Raises `ValueError` if it is missing, or is no HTTP URL with a host."""
-    found = url or os.environ.get("JOURNEYWORK_URL")
-    if not found:
+    address = url or os.environ.get("JOURNEYWORK_URL")
+    if not address:
         raise ValueError("no gateway URL: pass `url` or set the environment variable JOURNEYWORK_URL")
-    if not found.startswith(("http://", "https://")):
-        written = f": write 'http://{found}'" if "://" not in found else ""
-        raise ValueError(f"the gateway URL {found!r} must begin with http:// or https://{written}")
+    if not address.startswith(("http://", "https://")):
+        written = f": write 'http://{address}'" if "://" not in address else ""
+        raise ValueError(f"the gateway URL {address!r} must begin with http:// or https://{written}")
     try:
-        host = httpx.URL(found).host
+        host = httpx.URL(address).host
     except httpx.InvalidURL as error:
-        raise ValueError(f"the gateway URL {found!r} is not valid: {error}") from error
+        raise ValueError(f"the gateway URL {address!r} is not valid: {error}") from error
     if not host:
-        raise ValueError(f"the gateway URL {found!r} names no host: write http://<host>:<port>")
-    return found.rstrip("/").removesuffix("/v1")
+        raise ValueError(f"the gateway URL {address!r} names no host: write http://<host>:<port>")
+    return address.rstrip("/").removesuffix("/v1")
 
 
 def transport_problem(error: httpx.TransportError) -> str:

@@ -72,7 +72,7 @@ def report(args: argparse.Namespace, compared: EvaluationReport, metric: str = "
     (counts,) = rows(args.run_dir, COUNTS)
     before, after = (entrant.estimate("reward") for entrant in compared.entrants)
     difference = compared.difference(1, "reward")
-    found = {
+    written = {
         "command": args.command,
         "seed": args.seed,
         "base": args.base or "tiny",
@@ -83,12 +83,12 @@ def report(args: argparse.Namespace, compared: EvaluationReport, metric: str = "
         "difference": as_json(difference),
         "failed": sum(entrant.failed for entrant in compared.entrants),
     }
-    (args.run_dir / "report.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    (args.run_dir / "report.json").write_text(json.dumps(written, indent=1) + "\n", "utf-8")
     print(
         f"before: {before}\nafter: {after}\npaired difference: {difference}\n"
         f"{counts['calls']:,} calls, {counts['training_s']:.0f} s of training; report: {args.run_dir / 'report.json'}"
     )
-    return found
+    return written
 
 
 def as_svg(figure: Figure) -> str:

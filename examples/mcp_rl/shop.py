@@ -63,10 +63,10 @@ class Scenario:
             database.set_progress_handler(lambda: 1, _INSTRUCTIONS)
             database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
             try:
-                found = database.execute(str(arguments.get("sql", ""))).fetchmany(10)
+                selected = database.execute(str(arguments.get("sql", ""))).fetchmany(10)
             except sqlite3.Error as error:
                 return f"Error: {error}"[:_SHOWN]
-        return "\n".join(", ".join(map(str, row)) for row in found)[:_SHOWN]
+        return "\n".join(", ".join(map(str, row)) for row in selected)[:_SHOWN]
 
 
 def scenario(number: int, seed: int) -> Scenario:

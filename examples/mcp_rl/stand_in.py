@@ -28,9 +28,9 @@ def score(context: str, attempt: str) -> float:
     turns = _TURN.findall(context + attempt)
     sql = result = ""
     for (_, call), (role, output) in itertools.pairwise(turns):
-        found = _QUERY.match(call)
-        if found and role == "tool" and not output.startswith("Error"):
-            sql, result = found.group(1), output.strip()
+        query = _QUERY.match(call)
+        if query and role == "tool" and not output.startswith("Error"):
+            sql, result = query.group(1), output.strip()
     if not sql:
         return 0.0
     parts = [f"{function}(" in sql, f"'{item}'" in sql, f"'{city}'" in sql]

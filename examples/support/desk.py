@@ -58,10 +58,10 @@ def reply_to(
 
 def kept_rules(text: str, reply: str) -> dict[str, bool]:
     """Return which rules a reply keeps, by name. `text` holds one ticket. Raises `ValueError` if it holds none."""
-    found = _TICKET.search(text)
-    if found is None:
+    match = _TICKET.search(text)
+    if match is None:
         raise ValueError("no ticket of this desk")
-    order, problem, mood = found.groups()
+    order, problem, mood = match.groups()
     actions = [action for action in ACTIONS.values() if action in reply]
     return {
         "action": actions == [ACTIONS[problem]],

@@ -36,12 +36,12 @@ def batches(games: int = GAMES) -> list[Batch]:
     """The first `games` held-out games, the same for every run. There are at least ten batches, so that the interval of
     their mean is useful."""
     size = max(min(BATCH, games // 10), 1)
-    found: list[Batch] = []
+    tasks: list[Batch] = []
     for first in range(0, games, size):
         numbers = range(first, min(first + size, games))
         seeds = [opening_seed("val", number) for number in numbers]
-        found.append({"id": f"{seeds[0]}-{numbers[-1]}", "seeds": seeds})
-    return found
+        tasks.append({"id": f"{seeds[0]}-{numbers[-1]}", "seeds": seeds})
+    return tasks
 
 
 def prompt(messages: Iterable[Mapping[str, str]]) -> str:

@@ -33,10 +33,10 @@ def auto_trajectory(*, required: bool = False) -> Trajectory | None:
     """Return the trajectory that the running `capture_auto_trajectory` builds, to set its reward for example.
 
     Returns `None` outside of one, or raises `RuntimeError` if `required`."""
-    found = _current.get()
-    if found is None and required:
+    current = _current.get()
+    if current is None and required:
         raise RuntimeError("auto_trajectory(required=True) must be called inside capture_auto_trajectory")
-    return found
+    return current
 
 
 async def capture_auto_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:

@@ -30,7 +30,7 @@ def references_of(trajectory: Trajectory, where: str) -> list[Reference]:
 
     Empty for a trajectory without any choice. `where` names the trajectory in the error. Raises `NotCapturedError` for
     a choice without a recorded call."""
-    found: list[Reference] = []
+    references: list[Reference] = []
     for name, item in _choices(trajectory):
         reference = _reference(item)
         if reference is None:
@@ -41,9 +41,9 @@ def references_of(trajectory: Trajectory, where: str) -> list[Reference]:
                 "is. Append a reply that must not be trained as a dictionary: "
                 '{"role": "assistant", "content": ...}.'
             )
-        if reference not in found:
-            found.append(reference)
-    return found
+        if reference not in references:
+            references.append(reference)
+    return references
 
 
 def is_captured(trajectory: Trajectory) -> bool:

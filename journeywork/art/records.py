@@ -87,7 +87,7 @@ def summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
                 if name.startswith("costs/"):
                     continue
                 values[name].append(float(value))
-    means = {name: fmean(found) for name, found in values.items() if found}
+    means = {name: fmean(numbers) for name, numbers in values.items() if numbers}
     attempts = exceptions + len(values["reward"])
     return {**means, "exception_rate": exceptions / attempts if attempts else 0.0}
 

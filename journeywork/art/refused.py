@@ -145,10 +145,10 @@ def refusing(module: str) -> Callable[[str], Any]:
     """Return a module's `__getattr__`, which returns stand-ins for names that are refused."""
 
     def missing(name: str) -> _Refusal:
-        found = None if name.startswith("_") else _refusal(f"{module}.{name}")
-        if found is None:
+        refusal = None if name.startswith("_") else _refusal(f"{module}.{name}")
+        if refusal is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return found
+        return refusal
 
     return missing
 

@@ -15,20 +15,20 @@ _yielded: contextvars.ContextVar[list[Trajectory] | None] = contextvars.ContextV
 
 def yield_trajectory(trajectory: Trajectory) -> None:
     """Hand `trajectory` to the `capture_yielded_trajectory` that this code runs in. Without one, it is dropped."""
-    found = _yielded.get()
-    if found is not None:
-        found[:] = [trajectory]
+    yielded = _yielded.get()
+    if yielded is not None:
+        yielded[:] = [trajectory]
 
 
 async def capture_yielded_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:
     """Run a coroutine, and return the trajectory that it handed over last. Raises `RuntimeError` if it handed none
     over."""
-    found: list[Trajectory] = []
-    token = _yielded.set(found)
+    yielded: list[Trajectory] = []
+    token = _yielded.set(yielded)
     try:
         await coroutine
     finally:
         _yielded.reset(token)
-    if not found:
+    if not yielded:
         raise RuntimeError("the coroutine did not call yield_trajectory")
-    return found[0]
+    return yielded[0]

@@ -19,7 +19,7 @@ def load_object(text: str) -> Any:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module exists, and imports one that does not
@@ -27,18 +27,18 @@ def load_object(text: str) -> Any:
             f"{text!r}: there is no module {module!r} in {here} or on the Python path"
         ) from error
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             raise ValueError(f"{text!r}: the module {module!r} has no {name!r}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def load_rollout(text: str) -> Any:
     """Return the function that plays one task. Raises `ValueError`."""
-    found = load_object(text)
-    if not callable(found):
-        raise ValueError(f"{text!r} is no function but {type(found).__name__}")
-    return found
+    rollout = load_object(text)
+    if not callable(rollout):
+        raise ValueError(f"{text!r} is no function but {type(rollout).__name__}")
+    return rollout
 
 
 def load_scenarios(text: str, limit: int | None = None) -> list[Any]:
@@ -48,8 +48,8 @@ def load_scenarios(text: str, limit: int | None = None) -> list[Any]:
     if text.endswith((".jsonl", ".json")):
         tasks: Iterable[Any] = _read(Path(text))
     else:
-        found = load_object(text)
-        tasks = found() if callable(found) else found
+        scenarios = load_object(text)
+        tasks = scenarios() if callable(scenarios) else scenarios
         if isinstance(tasks, str) or not isinstance(tasks, Iterable):
             raise ValueError(f"{text!r} is no list of tasks but {type(tasks).__name__}")
     return list(itertools.islice(tasks, limit))

@@ -9,7 +9,7 @@ from typing import Any
 
 from journeywork.evaluation.entrants import Entrant
 from journeywork.gathering import TaskGroup
-from journeywork.statistics import Estimate, mean_of_share, paired_difference
+from journeywork.statistics import Estimate, mean_or_share, paired_difference
 from journeywork.trajectory import Trajectory, Usage
 
 REWARD = "reward"
@@ -67,7 +67,7 @@ class EntrantResult:
 
     def estimate(self, measure: str) -> Estimate:
         """Return the mean over the tasks that have a value."""
-        return mean_of_share([t.values[measure] for t in self.tasks if measure in t.values])
+        return mean_or_share([t.values[measure] for t in self.tasks if measure in t.values])
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class EvaluationReport:
     @property
     def measures(self) -> list[str]:
         """The reward, then every metric by name."""
-        found = {name for e in self.entrants for t in e.tasks for name in t.values}
-        return [name for name in (REWARD, *sorted(found - {REWARD})) if name in found]
+        names = {name for e in self.entrants for t in e.tasks for name in t.values}
+        return [name for name in (REWARD, *sorted(names - {REWARD})) if name in names]
 
     def pairs(self, position: int, measure: str) -> list[tuple[str, float, float]]:
         """Return task, the baseline's value and the entrant's value, for the tasks for which both have one."""
@@ -135,13 +135,13 @@ class EvaluationReport:
         }
 
     def _measure(self, position: int, name: str) -> dict[str, Any]:
-        found = self.entrants[position].estimate(name)
+        estimate = self.entrants[position].estimate(name)
         measure = {
             "name": name,
-            "mean": found.mean if found.count else 0.0,
-            "low": finite(found.low),
-            "high": finite(found.high),
-            "count": found.count,
+            "mean": estimate.mean if estimate.count else 0.0,
+            "low": finite(estimate.low),
+            "high": finite(estimate.high),
+            "count": estimate.count,
         }
         if position:
             change = self.difference(position, name)

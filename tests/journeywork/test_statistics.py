@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from journeywork.statistics import mean_of, mean_of_share, paired_difference, t95, wilson
+from journeywork.statistics import mean_of, mean_or_share, paired_difference, t95, wilson
 
 
 def test_the_interval_of_a_mean_is_the_textbooks() -> None:
@@ -57,9 +57,9 @@ def test_quantiles_of_student_are_the_tables() -> None:
 
 
 def test_a_share_has_the_interval_of_a_share() -> None:
-    assert mean_of_share([1.0] * 15 + [0.0] * 133) == wilson(15, 148)
-    assert mean_of_share([0.5, 1.0]) == mean_of([0.5, 1.0])
-    assert math.isnan(mean_of_share([]).mean)
+    assert mean_or_share([1.0] * 15 + [0.0] * 133) == wilson(15, 148)
+    assert mean_or_share([0.5, 1.0]) == mean_of([0.5, 1.0])
+    assert math.isnan(mean_or_share([]).mean)
 
 
 def test_wilsons_bounds_at_the_ends_are_exact() -> None:

@@ -96,11 +96,11 @@ class LocalBackend(RemoteBackend):
             return self._url
         run_dir = self.run_dir(model)
         async with self._starting:
-            found = self._urls.get(str(run_dir)) or await self._join(run_dir)
-            if found is None:
-                found = await self._start(run_dir, model)
-            self._urls[str(run_dir)] = found
-        return found
+            url = self._urls.get(str(run_dir)) or await self._join(run_dir)
+            if url is None:
+                url = await self._start(run_dir, model)
+            self._urls[str(run_dir)] = url
+        return url
 
     async def _join(self, run_dir: Path) -> str | None:
         """Return the URL of the gateway of an installation that runs, or `None`."""

@@ -33,8 +33,8 @@ def copy_version(source: str, destination: str, project: str, model: str, step: 
     folder = Version(project, "main", model, step).folder
     (files, root), (into, target) = fs.FileSystem.from_uri(source), fs.FileSystem.from_uri(destination)
     # The event goes last, as in `steps_in`.
-    found = files.get_file_info(fs.FileSelector(f"{root}/{folder}"))
-    for entry in sorted(found, key=lambda entry: entry.base_name == EVENT):
+    entries = files.get_file_info(fs.FileSelector(f"{root}/{folder}"))
+    for entry in sorted(entries, key=lambda entry: entry.base_name == EVENT):
         into.create_dir(f"{target}/{folder}")
         fs.copy_files(entry.path, f"{target}/{folder}/{entry.base_name}", files, into)
 

@@ -276,11 +276,13 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                 try:
                     builder = self.model.metrics_builder("eval")
                     with builder.activate_context(), builder.measure("time/step_eval_s"):
-                        found = await self.eval_fn(self.model, step, self.config)
+                        evaluated = await self.eval_fn(self.model, step, self.config)
                 except Exception:
                     log.exception("the evaluation of step %d failed", step)
                     continue
-                for split, items in (found if isinstance(found, dict) else {"val": found}).items():
+                for split, items in (
+                    evaluated if isinstance(evaluated, dict) else {"val": evaluated}
+                ).items():
                     groups = [item for item in items if isinstance(item, TrajectoryGroup)]
                     if alone := [item for item in items if isinstance(item, Trajectory)]:
                         groups.append(TrajectoryGroup(alone))

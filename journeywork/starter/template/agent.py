@@ -48,10 +48,10 @@ def held_out() -> list[Task]:
 
 def reward(text: str, task: Task) -> float:
     """1 for the right sum, up to 0.5 for one that is near, 0 for a reply without a number."""
-    found = re.search(r"\d+", text)
-    if found is None:
+    number = re.search(r"\d+", text)
+    if number is None:
         return 0.0
-    distance = abs(int(found[0][:6]) - task.answer)
+    distance = abs(int(number[0][:6]) - task.answer)
     return 1.0 if distance == 0 else 0.5 / (1 + distance / 10)
 
 
