@@ -344,28 +344,34 @@ QUALIFY groups >= $groups AND count(*) OVER (PARTITION BY project, model) > 1 AN
         "both by more than chance explains. The policy learns the training tasks or the reward's weakness, not the "
         "task.",
         "alarms.held_out_errors",
-        """WITH train AS (
-  SELECT project, model, last_step // $steps AS block, avg(reward) AS mean, var_samp(reward) / count(*) AS variance
-  FROM rewards WHERE split = 'train' AND branch = 'main' AND outcome = 'scored' GROUP BY ALL HAVING count(*) > 1
+        """WITH widths AS (
+  SELECT project, model, greatest($steps, max(last_step) // 8) AS width FROM rewards WHERE branch = 'main' GROUP BY ALL
+), train AS (
+  SELECT project, model, width, last_step // width AS block, avg(reward) AS mean,
+    var_samp(reward) / count(*) AS variance
+  FROM rewards JOIN widths USING (project, model)
+  WHERE split = 'train' AND branch = 'main' AND outcome = 'scored' GROUP BY ALL HAVING count(*) > 1
 ), held AS (
-  SELECT project, model, 'validation runs' AS about, last_step // $steps AS block, avg(reward) AS mean,
+  SELECT project, model, 'validation runs' AS about, last_step // width AS block, avg(reward) AS mean,
     greatest(var_samp(reward) / count(*), 1e-9) AS variance
-  FROM rewards WHERE split = 'val' AND branch = 'main' AND outcome = 'scored' AND first_step = last_step
-  GROUP BY ALL HAVING count(*) >= 20
+  FROM rewards JOIN widths USING (project, model)
+  WHERE split = 'val' AND branch = 'main' AND outcome = 'scored' AND first_step = last_step
+  GROUP BY ALL HAVING count(*) >= 40
   UNION ALL
-  SELECT project, model, scenarios, split_part(version, '@', 2)::INTEGER // $steps, arg_max(mean, evaluated_at),
+  SELECT project, model, scenarios, split_part(version, '@', 2)::INTEGER // width AS block, arg_max(mean, evaluated_at),
     greatest(arg_max((high - low) / 3.92, evaluated_at) ** 2, 1e-9)
-  FROM evaluations WHERE measure = 'reward' AND kind = 'policy' AND version <> '' AND low IS NOT NULL AND tasks >= 20
+  FROM evaluations JOIN widths USING (project, model)
+  WHERE measure = 'reward' AND kind = 'policy' AND version <> '' AND low IS NOT NULL AND tasks >= 40
   GROUP BY ALL
 ), compared AS (
-  SELECT h.*, t.mean AS reward, t.variance AS reward_variance
+  SELECT h.*, t.width, t.mean AS reward, t.variance AS reward_variance
   FROM held h ASOF JOIN train t ON h.project = t.project AND h.model = t.model AND h.block >= t.block
 ), newest AS (
   FROM compared QUALIFY row_number() OVER (PARTITION BY project, model, about ORDER BY block DESC) = 1
 )
 SELECT n.project, n.model, n.about, max((e.mean - n.mean) / sqrt(e.variance + n.variance)) AS value,
   format('since step {} the reward rose by {:.3g}; success on held-out tasks fell by {:.3g}, {:.1f} standard errors',
-    $steps * arg_max(e.block, e.mean - n.mean), arg_max(n.reward - e.reward, e.mean - n.mean), max(e.mean - n.mean),
+    arg_max(e.width * e.block, e.mean - n.mean), arg_max(n.reward - e.reward, e.mean - n.mean), max(e.mean - n.mean),
     value) AS detail
 FROM newest n JOIN compared e ON e.project = n.project AND e.model = n.model AND e.about = n.about AND e.block < n.block
 WHERE n.reward - e.reward > 2 * sqrt(n.reward_variance + e.reward_variance)
