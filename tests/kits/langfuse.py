@@ -57,7 +57,8 @@ class LangfuseReceiver:
     rejected: list[str] = field(default_factory=list)
     """Requests that the OpenAPI file does not allow."""
     refuse: int = 0
-    """Number of requests to answer with 503."""
+    """Number of requests to answer with `refuse_status`."""
+    refuse_status: int = 503
     most_bytes: int = 0
     """Requests with a longer body are answered with 413; 0: none."""
 
@@ -134,7 +135,7 @@ def run_langfuse(port: int = 0) -> Iterator[LangfuseReceiver]:
                 body = gzip.decompress(body)
             if receiver.refuse:
                 receiver.refuse -= 1
-                return self._say(503, {"message": "later"})
+                return self._say(receiver.refuse_status, {"message": "later"})
             if 0 < receiver.most_bytes < len(body):
                 return self._say(413, {"message": "too large"})
             if self.headers.get("Authorization") != allowed:

@@ -83,28 +83,30 @@ def test_a_dry_run_shows_settings_and_commands_and_starts_nothing(
 
 
 @pytest.mark.parametrize(
-    "refused",
+    ("services", "refused"),
     [
         # What each service checks is told of all of them at once.
-        {
-            "gateway.public_url=nowhere": "gateway.public_url",
-            'judge.rewards=[{name="r", kind="python", entry="no_such_module:f"}]': "no_such_module",
-            "store.dir=s3://": "store.dir",
-        },
-        {'signing.keys=["SUAWRONG"]': "signing.keys", "judge.anchors.file=nothing.jsonl": "nothing.jsonl"},
-        {"trainer.loss.type=ppo": "trainer.loss.type"},
-        {"trainer.loss.options.no_such=1.0": "trainer.loss.options"},
-        {"nats.max_bytes=10": "nats.max_bytes: 10 is too small"},
-        {"judge.model=5": "judge.model: litellm knows no provider for one of '5'"},
+        (
+            "gateway,sampler,judge,store",
+            {
+                "gateway.public_url=nowhere": "gateway.public_url",
+                'signing.keys=["SUAWRONG"]': "signing.keys",
+                'judge.rewards=[{name="r", kind="python", entry="no_such_module:f"}]': "no_such_module",
+                "store.dir=s3://": "store.dir",
+            },
+        ),
+        ("judge", {"judge.anchors.file=nothing.jsonl": "nothing.jsonl"}),
+        ("judge", {"judge.model=5": "judge.model: litellm knows no provider for one of '5'"}),
+        ("trainer", {"trainer.loss.options.no_such=1.0": "trainer.loss.options"}),
+        ("store", {"nats.max_bytes=10": "nats.max_bytes: 10 is too small"}),
     ],
-    ids=" ".join,
 )
 def test_a_dry_run_refuses_what_a_service_would_refuse(
-    refused: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    services: str, refused: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [part for setting in ("models.0.base=somewhere", *refused) for part in ("--set", setting)]
     with pytest.raises(SystemExit) as caught:
-        main(["up", "--dry-run", "--run-dir", str(tmp_path), *settings])
+        main(["up", "--dry-run", "--services", services, "--run-dir", str(tmp_path), *settings])
     assert caught.value.code == 2
     told = capsys.readouterr().err
     assert [said for said in refused.values() if said not in told] == []

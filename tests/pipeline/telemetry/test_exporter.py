@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 async def test_the_three_variables_of_langfuse_are_enough_and_what_it_refuses_is_sent_again(
     nats_config: NatsConfig, receiver: LangfuseReceiver
 ) -> None:
-    receiver.refuse = 2
+    receiver.refuse, receiver.refuse_status = 2, 404  # an address that a person corrects
     async with Broker.connect(nats_config) as broker:
         await broker.publish(calls("t1")[0])
     await run_until(nats_config, lambda: len(receiver.spans) == 1)
