@@ -12,85 +12,76 @@ from tests.kits.events import completed, exchange
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_retry_is_one_event(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        first = await broker.publish(exchange())
-        again = await broker.publish(exchange())
-        assert (again.seq, again.duplicate) == (first.seq, True)
-        assert len(await broker.read(ExchangeRecorded, project="p", trajectory="t1")) == 1
+async def test_a_retry_is_one_event(broker: Broker) -> None:
+    first = await broker.publish(exchange())
+    again = await broker.publish(exchange())
+    assert (again.seq, again.duplicate) == (first.seq, True)
+    assert len(await broker.read(ExchangeRecorded, project="p", trajectory="t1")) == 1
 
 
-async def test_a_unique_subject_refuses_a_second_event_beyond_any_window(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        first = await broker.publish(completed())
-        ack = await broker.publish_raw(completed().subject(), b"x", {})
-        assert (ack.seq, ack.duplicate) == (first.seq, True)
+async def test_a_unique_subject_refuses_a_second_event_beyond_any_window(broker: Broker) -> None:
+    first = await broker.publish(completed())
+    ack = await broker.publish_raw(completed().subject(), b"x", {})
+    assert (ack.seq, ack.duplicate) == (first.seq, True)
 
 
-async def test_only_a_publish_without_a_condition_has_a_message_id(nats_config: NatsConfig) -> None:
+async def test_only_a_publish_without_a_condition_has_a_message_id(broker: Broker) -> None:
     """The server keeps each id in memory for the deduplication window: two minutes of all calls would be most of its
     heap."""
-    async with Broker.connect(nats_config) as broker:
-        acks = [
-            await broker.publish(completed()),
-            await broker.publish(exchange(), after=0),
-            await broker.publish(exchange("t2")),
-        ]
-        messages = [await broker.leader_get("ROLLOUTS", {"seq": ack.seq}) for ack in acks]
-        ids = [m.headers.get("Nats-Msg-Id", "") for m in messages if m is not None]
-        assert ids == ["", "", exchange("t2").message_id()]
+    acks = [
+        await broker.publish(completed()),
+        await broker.publish(exchange(), after=0),
+        await broker.publish(exchange("t2")),
+    ]
+    messages = [await broker.leader_get("ROLLOUTS", {"seq": ack.seq}) for ack in acks]
+    ids = [m.headers.get("Nats-Msg-Id", "") for m in messages if m is not None]
+    assert ids == ["", "", exchange("t2").message_id()]
 
 
 async def test_a_repeated_publish_finds_its_own_message_behind_which_others_came(
-    nats_config: NatsConfig,
+    broker: Broker,
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        event = exchange(seq=0)
-        first = await broker.publish(event, after=0)
-        last = await broker.publish(exchange(seq=1), after=first.seq)
-        again = await broker.publish(event, after=0)
-        assert (again.seq, again.duplicate) == (first.seq, True)
-        other = await broker.publish(exchange(seq=2), after=0)
-        assert (other.seq, other.duplicate) == (last.seq, True)
+    event = exchange(seq=0)
+    first = await broker.publish(event, after=0)
+    last = await broker.publish(exchange(seq=1), after=first.seq)
+    again = await broker.publish(event, after=0)
+    assert (again.seq, again.duplicate) == (first.seq, True)
+    other = await broker.publish(exchange(seq=2), after=0)
+    assert (other.seq, other.duplicate) == (last.seq, True)
 
 
-async def test_history_pages_and_keeps_order(
-    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_history_pages_and_keeps_order(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.log.stream_reader._BATCH", 3)
-    async with Broker.connect(nats_config) as broker:
-        for seq in range(10):
-            await broker.publish(exchange(seq=seq))
-            await broker.publish(exchange("other", seq=seq))
-        history = await broker.read(ExchangeRecorded, project="p", trajectory="t1")
-        assert [r.event.seq for r in history] == list(range(10))
-        assert await broker.read_last(ExchangeRecorded, project="p", trajectory="nothing") is None
-        assert await broker.read(ExchangeRecorded, project="p", trajectory="nothing") == []
+    for seq in range(10):
+        await broker.publish(exchange(seq=seq))
+        await broker.publish(exchange("other", seq=seq))
+    history = await broker.read(ExchangeRecorded, project="p", trajectory="t1")
+    assert [r.event.seq for r in history] == list(range(10))
+    assert await broker.read_last(ExchangeRecorded, project="p", trajectory="nothing") is None
+    assert await broker.read(ExchangeRecorded, project="p", trajectory="nothing") == []
 
 
-async def test_what_exceeds_the_payload_limit_comes_back_whole(nats_config: NatsConfig) -> None:
+async def test_what_exceeds_the_payload_limit_comes_back_whole(broker: Broker) -> None:
     body = b'"' + b"x" * 3_000_000 + b'"'
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(exchange(request=body))
-        async with broker.consume("store-rollouts") as messages:
-            (delivery,) = await messages.batch(1)
-            assert isinstance(delivery.event, ExchangeRecorded)
-            assert delivery.event.request == body
-            await delivery.ack()
+    await broker.publish(exchange(request=body))
+    async with broker.consume("store-rollouts") as messages:
+        (delivery,) = await messages.batch(1)
+        assert isinstance(delivery.event, ExchangeRecorded)
+        assert delivery.event.request == body
+        await delivery.ack()
 
 
-async def test_what_is_held_is_kept_alive_and_given_back_at_once(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(completed())
-        async with broker.consume("judge") as messages:
-            (held,) = await messages.batch(1)
-            assert held.deliveries == 1
-        async with broker.consume("judge") as messages:
-            (again,) = await messages.batch(1)
-            assert again.deliveries == 2
-            await again.ack(confirmed=True)
-        async with broker.consume("judge") as messages:
-            assert await messages.batch(1, wait_s=0.3) == []
+async def test_what_is_held_is_kept_alive_and_given_back_at_once(broker: Broker) -> None:
+    await broker.publish(completed())
+    async with broker.consume("judge") as messages:
+        (held,) = await messages.batch(1)
+        assert held.deliveries == 1
+    async with broker.consume("judge") as messages:
+        (again,) = await messages.batch(1)
+        assert again.deliveries == 2
+        await again.ack(confirmed=True)
+    async with broker.consume("judge") as messages:
+        assert await messages.batch(1, wait_s=0.3) == []
 
 
 async def test_objects_come_back_and_missing_ones_say_so(nats_config: NatsConfig) -> None:

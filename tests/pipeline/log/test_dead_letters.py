@@ -30,34 +30,32 @@ async def make_dead_letter(broker: Broker, payload: bytes, detail: str = "why") 
     )  # fmt: skip
 
 
-async def test_a_retry_reaches_the_consumer_that_failed_and_no_other(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await make_dead_letter(broker, encode(completed()))
-        (letter,) = await dead.find(broker, [1])
-        await dead.retry(broker, letter)
-        assert await broker.read(DeadLettered) == []
-        async with broker.consume("judge") as judge, broker.consume("telemetry-rollouts") as other:
-            (delivery,) = await judge.batch(10)
-            assert isinstance(delivery.event, TrajectoryCompleted)
-            assert delivery.headers["traceparent"] == "tp"
-            await delivery.ack(confirmed=True)
-            assert await other.batch(10, wait_s=0.5) == []
-            assert await judge.batch(10, wait_s=0.3) == []
-        with anyio.fail_after(5):
-            while await broker.lag("telemetry-rollouts"):
-                await anyio.sleep(0.02)
+async def test_a_retry_reaches_the_consumer_that_failed_and_no_other(broker: Broker) -> None:
+    await make_dead_letter(broker, encode(completed()))
+    (letter,) = await dead.find(broker, [1])
+    await dead.retry(broker, letter)
+    assert await broker.read(DeadLettered) == []
+    async with broker.consume("judge") as judge, broker.consume("telemetry-rollouts") as other:
+        (delivery,) = await judge.batch(10)
+        assert isinstance(delivery.event, TrajectoryCompleted)
+        assert delivery.headers["traceparent"] == "tp"
+        await delivery.ack(confirmed=True)
+        assert await other.batch(10, wait_s=0.5) == []
+        assert await judge.batch(10, wait_s=0.3) == []
+    with anyio.fail_after(5):
+        while await broker.lag("telemetry-rollouts"):
+            await anyio.sleep(0.02)
 
 
-async def test_a_retry_that_is_repeated_is_one_delivery(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await make_dead_letter(broker, encode(completed()))
-        (letter,) = await broker.read(DeadLettered)
-        # A death between publishing and taking off the list: the command is given again.
-        seq, at = letter.place
-        await broker.publish_raw(f"rollout.completed.p.m.t1.retry-{seq}-{at}", b"x", {})
-        await dead.retry(broker, letter)
-        assert (await broker.js.stream_info("ROLLOUTS")).config.subjects == ["rollout.>", "alive.ROLLOUTS"]
-        assert (await broker.js.stream_info("ROLLOUTS")).state.messages == 1
+async def test_a_retry_that_is_repeated_is_one_delivery(broker: Broker) -> None:
+    await make_dead_letter(broker, encode(completed()))
+    (letter,) = await broker.read(DeadLettered)
+    # A death between publishing and taking off the list: the command is given again.
+    seq, at = letter.place
+    await broker.publish_raw(f"rollout.completed.p.m.t1.retry-{seq}-{at}", b"x", {})
+    await dead.retry(broker, letter)
+    assert (await broker.js.stream_info("ROLLOUTS")).config.subjects == ["rollout.>", "alive.ROLLOUTS"]
+    assert (await broker.js.stream_info("ROLLOUTS")).state.messages == 1
 
 
 async def test_a_message_under_a_lost_number_is_a_letter_of_its_own(nats_config: NatsConfig) -> None:
@@ -77,17 +75,16 @@ async def test_a_message_under_a_lost_number_is_a_letter_of_its_own(nats_config:
     assert 0 < letters[0].stream_at < letters[1].stream_at
 
 
-async def test_what_fails_again_is_a_new_letter(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await broker.js.publish("rollout.opened.p.x", b"the one that failed")
-        await make_dead_letter(broker, b"\xc1")
-        await dead.retry(broker, (await broker.read(DeadLettered))[0])
-        async with broker.consume("judge") as judge:
-            assert await judge.batch(10) == []
-        (letter,) = await broker.read(DeadLettered)
-        assert letter.seq == 2
-        await dead.drop(broker, letter)
-        assert await broker.read(DeadLettered) == []
+async def test_what_fails_again_is_a_new_letter(broker: Broker) -> None:
+    await broker.js.publish("rollout.opened.p.x", b"the one that failed")
+    await make_dead_letter(broker, b"\xc1")
+    await dead.retry(broker, (await broker.read(DeadLettered))[0])
+    async with broker.consume("judge") as judge:
+        assert await judge.batch(10) == []
+    (letter,) = await broker.read(DeadLettered)
+    assert letter.seq == 2
+    await dead.drop(broker, letter)
+    assert await broker.read(DeadLettered) == []
 
 
 def test_the_command(nats_config: NatsConfig, capfd: pytest.CaptureFixture[str]) -> None:
@@ -155,24 +152,21 @@ async def test_what_fails_max_deliver_times_is_a_dead_letter(
             await delivery.ack(confirmed=True)
 
 
-async def test_a_dead_letter_outlives_the_object_that_its_message_named(nats_config: NatsConfig) -> None:
+async def test_a_dead_letter_outlives_the_object_that_its_message_named(broker: Broker) -> None:
     """The claim is redeemed when the letter is written: it may be kept longer than the object."""
     large = msgspec.structs.replace(completed(), metadata=b'"' + b"x" * 2_000_000 + b'"')
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(large)
-        async with broker.consume("judge") as judge:
-            (delivery,) = await judge.batch(1)
-            assert delivery._message is not None
-            await broker.dead_letter(delivery._message, judge.spec, "max_deliver", "why")
-            judge.held.clear()
-        await (await broker.js.object_store("CLAIMS_ROLLOUTS")).delete(
-            hashlib.sha256(encode(large)).hexdigest()
-        )
-        (letter,) = await broker.read(DeadLettered)
-        assert isinstance(letter.event, DeadLettered)
-        assert letter.event.payload == encode(large)
-        await dead.retry(broker, letter)
-        async with broker.consume("judge") as judge:
-            (delivery,) = await judge.batch(1)
-            assert delivery.event == large
-            await delivery.ack(confirmed=True)
+    await broker.publish(large)
+    async with broker.consume("judge") as judge:
+        (delivery,) = await judge.batch(1)
+        assert delivery._message is not None
+        await broker.dead_letter(delivery._message, judge.spec, "max_deliver", "why")
+        judge.held.clear()
+    await (await broker.js.object_store("CLAIMS_ROLLOUTS")).delete(hashlib.sha256(encode(large)).hexdigest())
+    (letter,) = await broker.read(DeadLettered)
+    assert isinstance(letter.event, DeadLettered)
+    assert letter.event.payload == encode(large)
+    await dead.retry(broker, letter)
+    async with broker.consume("judge") as judge:
+        (delivery,) = await judge.batch(1)
+        assert delivery.event == large
+        await delivery.ack(confirmed=True)

@@ -46,25 +46,24 @@ def test_nats_py_is_held_to_the_version_whose_private_names_are_known() -> None:
 # -- publishing ----------------------------------------------------------------------------------------------------
 
 
-async def test_many_at_once_are_all_acknowledged_each_with_its_own_number(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        client, seqs = broker.client, {}
+async def test_many_at_once_are_all_acknowledged_each_with_its_own_number(broker: Broker) -> None:
+    client, seqs = broker.client, {}
 
-        async def one(number: int) -> None:
-            payload = b"%d" % number
-            ack = await client.publish_acked("rollout.opened.p.t", payload, {"Nats-Msg-Id": str(number)}, 5)
-            assert (ack.stream, ack.duplicate) == ("ROLLOUTS", False)
-            seqs[ack.seq] = payload
+    async def one(number: int) -> None:
+        payload = b"%d" % number
+        ack = await client.publish_acked("rollout.opened.p.t", payload, {"Nats-Msg-Id": str(number)}, 5)
+        assert (ack.stream, ack.duplicate) == ("ROLLOUTS", False)
+        seqs[ack.seq] = payload
 
-        async with anyio.create_task_group() as tg:
-            for number in range(500):
-                tg.start_soon(one, number)
-        assert len(seqs) == 500
-        for seq in list(seqs)[::50]:
-            assert (await broker.js.get_msg("ROLLOUTS", seq)).data == seqs[seq]
-        again = await client.publish_acked("rollout.opened.p.t", b"0", {"Nats-Msg-Id": "0"}, 5)
-        assert again.duplicate
-        assert not client._waiting
+    async with anyio.create_task_group() as tg:
+        for number in range(500):
+            tg.start_soon(one, number)
+    assert len(seqs) == 500
+    for seq in list(seqs)[::50]:
+        assert (await broker.js.get_msg("ROLLOUTS", seq)).data == seqs[seq]
+    again = await client.publish_acked("rollout.opened.p.t", b"0", {"Nats-Msg-Id": "0"}, 5)
+    assert again.duplicate
+    assert not client._waiting
 
 
 async def test_the_first_message_of_a_connection_is_acknowledged(nats_config: NatsConfig) -> None:
@@ -79,25 +78,23 @@ async def test_the_first_message_of_a_connection_is_acknowledged(nats_config: Na
             assert ack.stream == "ROLLOUTS"
 
 
-async def test_what_the_server_refuses_raises_as_with_nats_py(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        headers = {"Nats-Expected-Last-Subject-Sequence": "7"}
-        with pytest.raises(nats.js.errors.APIError) as ours:
-            await broker.client.publish_acked("rollout.opened.p.t", b"", headers, 5)
-        with pytest.raises(nats.js.errors.APIError) as theirs:
-            await broker.js.publish("rollout.opened.p.t", b"", headers=headers)
-        assert (ours.value.code, ours.value.err_code) == (theirs.value.code, theirs.value.err_code)
-        with pytest.raises(nats.js.errors.NoStreamResponseError):
-            await broker.client.publish_acked("no.stream.listens", b"", {}, 5)
+async def test_what_the_server_refuses_raises_as_with_nats_py(broker: Broker) -> None:
+    headers = {"Nats-Expected-Last-Subject-Sequence": "7"}
+    with pytest.raises(nats.js.errors.APIError) as ours:
+        await broker.client.publish_acked("rollout.opened.p.t", b"", headers, 5)
+    with pytest.raises(nats.js.errors.APIError) as theirs:
+        await broker.js.publish("rollout.opened.p.t", b"", headers=headers)
+    assert (ours.value.code, ours.value.err_code) == (theirs.value.code, theirs.value.err_code)
+    with pytest.raises(nats.js.errors.NoStreamResponseError):
+        await broker.client.publish_acked("no.stream.listens", b"", {}, 5)
 
 
-async def test_headers_arrive_as_sent_and_can_hold_no_further_lines(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        headers = {"traceparent": "00-u", "Reason": "first\r\nNats-Msg-Id: forged"}
-        ack = await broker.client.publish_acked("rollout.opened.p.t", b"\r\nMSG x", headers, 5)
-        found = await broker.js.get_msg("ROLLOUTS", ack.seq)
-        assert found.headers == {"traceparent": "00-u", "Reason": "first Nats-Msg-Id: forged"}
-        assert found.data == b"\r\nMSG x"
+async def test_headers_arrive_as_sent_and_can_hold_no_further_lines(broker: Broker) -> None:
+    headers = {"traceparent": "00-u", "Reason": "first\r\nNats-Msg-Id: forged"}
+    ack = await broker.client.publish_acked("rollout.opened.p.t", b"\r\nMSG x", headers, 5)
+    found = await broker.js.get_msg("ROLLOUTS", ack.seq)
+    assert found.headers == {"traceparent": "00-u", "Reason": "first Nats-Msg-Id: forged"}
+    assert found.data == b"\r\nMSG x"
 
 
 async def test_acknowledgements_in_any_portions(nats_config: NatsConfig) -> None:
@@ -124,14 +121,13 @@ async def test_acknowledgements_in_any_portions(nats_config: NatsConfig) -> None
     await client.close()
 
 
-async def test_a_message_nobody_acknowledges_is_given_up(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        sub = await broker.client.subscribe("deaf")  # else the server says that nobody listens
-        await broker.client.flush()
-        with anyio.fail_after(5), pytest.raises(nats.errors.TimeoutError):
-            await broker.client.publish_acked("deaf", b"", {}, 0.01)
-        assert not broker.client._waiting
-        await sub.unsubscribe()
+async def test_a_message_nobody_acknowledges_is_given_up(broker: Broker) -> None:
+    sub = await broker.client.subscribe("deaf")  # else the server says that nobody listens
+    await broker.client.flush()
+    with anyio.fail_after(5), pytest.raises(nats.errors.TimeoutError):
+        await broker.client.publish_acked("deaf", b"", {}, 0.01)
+    assert not broker.client._waiting
+    await sub.unsubscribe()
 
 
 async def test_what_is_sent_while_the_server_is_away_arrives_once(

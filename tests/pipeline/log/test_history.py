@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from nats.aio.msg import Msg
 
-from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
 from tests.kits.events import exchange
@@ -30,60 +29,57 @@ class Lagging:
 
 @pytest.mark.parametrize("held", [0, 1, 7, 9])
 async def test_a_replica_that_lags_hides_nothing(
-    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch, held: int
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, held: int
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        for seq in range(10):
-            await broker.publish(exchange(seq=seq))
-        data = bytes(range(256)) * 2000
-        monkeypatch.setattr(broker, "_direct_get", Lagging(broker, held))
-        history = await broker.read(ExchangeRecorded, project="p", trajectory="t1")
-        assert [r.event.seq for r in history] == list(range(10))
-        assert [r.seq async for r in broker.messages("ROLLOUTS", 1, 10)] == list(range(1, 11))
-        assert (await broker.read_at(ExchangeRecorded, 10)).seq == 10
-        last = await broker.read_last(ExchangeRecorded, project="p")
-        assert last is not None
-        assert last.seq == 10
-        await broker.put_object("ADAPTERS", "m@1", data)
-        assert await broker.get_object("ADAPTERS", "m@1") == data
+    for seq in range(10):
+        await broker.publish(exchange(seq=seq))
+    data = bytes(range(256)) * 2000
+    monkeypatch.setattr(broker, "_direct_get", Lagging(broker, held))
+    history = await broker.read(ExchangeRecorded, project="p", trajectory="t1")
+    assert [r.event.seq for r in history] == list(range(10))
+    assert [r.seq async for r in broker.messages("ROLLOUTS", 1, 10)] == list(range(1, 11))
+    assert (await broker.read_at(ExchangeRecorded, 10)).seq == 10
+    last = await broker.read_last(ExchangeRecorded, project="p")
+    assert last is not None
+    assert last.seq == 10
+    await broker.put_object("ADAPTERS", "m@1", data)
+    assert await broker.get_object("ADAPTERS", "m@1") == data
 
 
 async def test_who_knows_how_many_there_are_spares_the_leaders_word(
-    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        for seq in range(5):
-            await broker.publish(exchange(seq=seq))
-        asked = []
-        ask = broker.leader_get
+    for seq in range(5):
+        await broker.publish(exchange(seq=seq))
+    asked = []
+    ask = broker.leader_get
 
-        async def counted(stream: str, request: dict[str, Any]) -> Any:
-            asked.append(request)
-            return await ask(stream, request)
+    async def counted(stream: str, request: dict[str, Any]) -> Any:
+        asked.append(request)
+        return await ask(stream, request)
 
-        monkeypatch.setattr(broker, "leader_get", counted)
-        assert len(await broker.read(ExchangeRecorded, at_least=5, project="p", trajectory="t1")) == 5
-        assert asked == []
-        monkeypatch.setattr(broker, "_direct_get", Lagging(broker, 3))
-        assert len(await broker.read(ExchangeRecorded, at_least=5, project="p", trajectory="t1")) == 5
-        assert asked
+    monkeypatch.setattr(broker, "leader_get", counted)
+    assert len(await broker.read(ExchangeRecorded, at_least=5, project="p", trajectory="t1")) == 5
+    assert asked == []
+    monkeypatch.setattr(broker, "_direct_get", Lagging(broker, 3))
+    assert len(await broker.read(ExchangeRecorded, at_least=5, project="p", trajectory="t1")) == 5
+    assert asked
 
 
 @pytest.mark.parametrize("server_limit", [False, True])
 async def test_the_newest_message_of_each_subject_in_pages(
-    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch, server_limit: bool
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, server_limit: bool
 ) -> None:
     monkeypatch.setattr("pipeline.log.stream_reader._BATCH", 1000 if server_limit else 3)
-    async with Broker.connect(nats_config) as broker:
-        for number in range(1030 if server_limit else 8):  # the server looks up 1,024 subjects at once
-            await broker.client.publish(f"rollout.completed.p.m.g.t{number}", b"x")
-        await broker.client.flush()
-        for seq in range(2):
-            await broker.publish(exchange("one", seq=seq))
-        wanted = ["rollout.exchange.p.one", "rollout.completed.p.m.g.>", "rollout.completed.p.m.none.>"]
-        found = [m.seq for m in await broker.newest_messages("ROLLOUTS", wanted)]
-        last = (await broker.stream_info("ROLLOUTS")).state.last_seq
-        if server_limit:
-            assert found == [*range(1, last + 1)]
-        else:
-            assert found == [*range(1, 9), last]
+    for number in range(1030 if server_limit else 8):  # the server looks up 1,024 subjects at once
+        await broker.client.publish(f"rollout.completed.p.m.g.t{number}", b"x")
+    await broker.client.flush()
+    for seq in range(2):
+        await broker.publish(exchange("one", seq=seq))
+    wanted = ["rollout.exchange.p.one", "rollout.completed.p.m.g.>", "rollout.completed.p.m.none.>"]
+    found = [m.seq for m in await broker.newest_messages("ROLLOUTS", wanted)]
+    last = (await broker.stream_info("ROLLOUTS")).state.last_seq
+    if server_limit:
+        assert found == [*range(1, last + 1)]
+    else:
+        assert found == [*range(1, 9), last]

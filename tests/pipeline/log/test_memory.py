@@ -31,27 +31,25 @@ def budget(subjects: int) -> int:
     return int(subjects * memory.SUBJECT_BYTES / 0.8) + 1
 
 
-async def test_the_oldest_events_go_until_their_subjects_fit(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await fill(broker)
-        await read_everything(broker)
-        ages = await memory.trim(broker, budget(MOST))
-        state = (await broker.stream_info("ROLLOUTS")).state
-        assert 0.8 * MOST <= await broker.count_subjects("ROLLOUTS") <= MOST
-        assert state.last_seq == 2 * RUNS
-        assert ages["ROLLOUTS"] >= 0.0
-        newest = await broker.read(TrajectoryOpened)
-        assert newest[-1].event.trajectory == f"t{RUNS - 1}"
-        assert await memory.trim(broker, budget(MOST)) == {}
+async def test_the_oldest_events_go_until_their_subjects_fit(broker: Broker) -> None:
+    await fill(broker)
+    await read_everything(broker)
+    ages = await memory.trim(broker, budget(MOST))
+    state = (await broker.stream_info("ROLLOUTS")).state
+    assert 0.8 * MOST <= await broker.count_subjects("ROLLOUTS") <= MOST
+    assert state.last_seq == 2 * RUNS
+    assert ages["ROLLOUTS"] >= 0.0
+    newest = await broker.read(TrajectoryOpened)
+    assert newest[-1].event.trajectory == f"t{RUNS - 1}"
+    assert await memory.trim(broker, budget(MOST)) == {}
 
 
-async def test_nothing_goes_that_the_store_has_not_read(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await fill(broker)
-        assert await memory.trim(broker, budget(MOST)) == {}
-        await read_everything(broker, up_to=20)
-        await memory.trim(broker, budget(MOST))
-        assert (await broker.stream_info("ROLLOUTS")).state.first_seq == 21
+async def test_nothing_goes_that_the_store_has_not_read(broker: Broker) -> None:
+    await fill(broker)
+    assert await memory.trim(broker, budget(MOST)) == {}
+    await read_everything(broker, up_to=20)
+    await memory.trim(broker, budget(MOST))
+    assert (await broker.stream_info("ROLLOUTS")).state.first_seq == 21
 
 
 def test_up_says_how_long_the_log_keeps_runs() -> None:

@@ -46,12 +46,11 @@ async def test_a_timer_is_delivered_at_its_time_and_then_gone(nats_config: NatsC
         await until_empty(broker)
 
 
-async def test_a_cancelled_timer_leaves_nothing(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await broker.set_timer(timeout("g"), time.time() + 3600)
-        await broker.cancel_timer(timeout("g"))
-        await broker.cancel_timer(timeout("never set"))
-        await until_empty(broker)
+async def test_a_cancelled_timer_leaves_nothing(broker: Broker) -> None:
+    await broker.set_timer(timeout("g"), time.time() + 3600)
+    await broker.cancel_timer(timeout("g"))
+    await broker.cancel_timer(timeout("never set"))
+    await until_empty(broker)
 
 
 async def test_timers_survive_the_server_and_those_it_missed_are_delivered(

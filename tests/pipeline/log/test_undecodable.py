@@ -113,74 +113,71 @@ async def test_a_letter_of_a_reader_is_taken_off_the_list_by_a_retry(nats_config
 
 
 async def test_garbage_on_a_subject_that_holds_one_event_does_not_keep_the_event_out(
-    nats_config: NatsConfig,
+    broker: Broker,
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await throw(broker, "policy.checkpoint.p.m.1")
-        first = await broker.publish(checkpoint(1))
-        assert not first.duplicate
-        again = await broker.publish(checkpoint(1))
-        assert (again.seq, again.duplicate) == (first.seq, True)
-        await throw(broker, "policy.checkpoint.p.m.1")
-        again = await broker.publish(checkpoint(1))
-        assert (again.seq, again.duplicate) == (first.seq, True)
-        assert len(await buried(broker)) == 2
+    await throw(broker, "policy.checkpoint.p.m.1")
+    first = await broker.publish(checkpoint(1))
+    assert not first.duplicate
+    again = await broker.publish(checkpoint(1))
+    assert (again.seq, again.duplicate) == (first.seq, True)
+    await throw(broker, "policy.checkpoint.p.m.1")
+    again = await broker.publish(checkpoint(1))
+    assert (again.seq, again.duplicate) == (first.seq, True)
+    assert len(await buried(broker)) == 2
 
 
-async def test_a_gateway_starts_and_follows(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await throw(broker, "policy.checkpoint.p.m.999")
-        await broker.publish(checkpoint(1))
-        policies = Policies("p", ["m"])
-        await policies.rebuild(broker)
-        assert policies.newest("m") == "m@1"
-        seen = anyio.Event()
+async def test_a_gateway_starts_and_follows(broker: Broker) -> None:
+    await throw(broker, "policy.checkpoint.p.m.999")
+    await broker.publish(checkpoint(1))
+    policies = Policies("p", ["m"])
+    await policies.rebuild(broker)
+    assert policies.newest("m") == "m@1"
+    seen = anyio.Event()
 
-        def changed(recorded: Any) -> None:
-            if recorded.event.step == 2:
-                seen.set()
+    def changed(recorded: Any) -> None:
+        if recorded.event.step == 2:
+            seen.set()
 
-        paced = pacing.Pacing("p", broker, ["m"], limit=4, forget_s=60)
-        await paced.rebuild()
-        async with anyio.create_task_group() as tg:
-            tg.start_soon(policies.follow, broker, changed)
-            tg.start_soon(paced.follow, lambda _: None)
-            await throw(broker, "policy.checkpoint.p.m.998")
-            await throw(broker, "group.discarded.p.m.g.judge")
-            await broker.publish(checkpoint(2))
-            with anyio.fail_after(20):
-                await seen.wait()
-                while len(await buried(broker)) < 3:
-                    await anyio.sleep(0.02)
-            tg.cancel_scope.cancel()
-        assert policies.newest("m") == "m@2"
+    paced = pacing.Pacing("p", broker, ["m"], limit=4, forget_s=60)
+    await paced.rebuild()
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(policies.follow, broker, changed)
+        tg.start_soon(paced.follow)
+        await throw(broker, "policy.checkpoint.p.m.998")
+        await throw(broker, "group.discarded.p.m.g.judge")
+        await broker.publish(checkpoint(2))
+        with anyio.fail_after(20):
+            await seen.wait()
+            while len(await buried(broker)) < 3:
+                await anyio.sleep(0.02)
+        tg.cancel_scope.cancel()
+    assert policies.newest("m") == "m@2"
 
 
-async def test_a_run_goes_on_behind_it(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "p", TrajectoryTokens(b"secret", "p"))
-        for subject in ("rollout.opened.p.t1", "rollout.exchange.p.t1", "rollout.completed.p.m.t1"):
-            await throw(broker, subject)
-        await registry.open(TrajectoryOpened(project="p", trajectory="t1", model="m", group="g"), "")
+async def test_a_run_goes_on_behind_it(broker: Broker) -> None:
+    registry = Registry(broker, "p", TrajectoryTokens(b"secret", "p"))
+    for subject in ("rollout.opened.p.t1", "rollout.exchange.p.t1", "rollout.completed.p.m.t1"):
+        await throw(broker, subject)
+    await registry.open(TrajectoryOpened(project="p", trajectory="t1", model="m", group="g"), "")
 
-        async def call(registry: Registry) -> None:
-            found = await registry.find("t1")
+    async def call(registry: Registry) -> None:
+        found = await registry.find("t1")
 
-            def make(seq: int) -> list[ExchangeRecorded]:
-                return [exchange("t1", seq)]
+        def make(seq: int) -> list[ExchangeRecorded]:
+            return [exchange("t1", seq)]
 
-            await found.record(StubCall(make))
+        await found.record(StubCall(make))
 
-        await call(registry)
-        await throw(broker, "rollout.exchange.p.t1")
-        await call(registry)
-        # Another replica, which knows nothing of the run.
-        other = Registry(broker, "p", TrajectoryTokens(b"secret", "p"))
-        await call(other)
-        ended = await other.complete("t1", Completion(reward=1.0))
-        assert ended.exchanges == 3
-        history = await broker.read(ExchangeRecorded, project="p", trajectory="t1")
-        assert [r.event.seq for r in history] == [0, 1, 2]
+    await call(registry)
+    await throw(broker, "rollout.exchange.p.t1")
+    await call(registry)
+    # Another replica, which knows nothing of the run.
+    other = Registry(broker, "p", TrajectoryTokens(b"secret", "p"))
+    await call(other)
+    ended = await other.complete("t1", Completion(reward=1.0))
+    assert ended.exchanges == 3
+    history = await broker.read(ExchangeRecorded, project="p", trajectory="t1")
+    assert [r.event.seq for r in history] == [0, 1, 2]
 
 
 async def test_a_judge_looks_up_its_groups(nats_config: NatsConfig) -> None:
