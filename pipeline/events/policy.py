@@ -138,6 +138,9 @@ class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
     reason: str = ""
     request: str = ""
     """Caller's idempotency id, or a fresh one."""
+    evidence: str = ""
+    """JSON of what the decision rests on, where `journeywork decide` made it: the plan, the runs, the numbers and the
+    verdict (docs/promotion.md)."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.model}/promoted/{self.request}"

@@ -14,6 +14,8 @@ from rollout_gateway.serving.promotion import BODIES, Action
 
 _DECISION = ("action", "version", "other", "percent", "by", "reason", "at")
 """Fields of a decision that are told."""
+_OPERATORS = ("request", "evidence")
+"""Fields of it that operators are told."""
 
 
 def _visible_names(gateway: Gateway, access: Access) -> list[str]:
@@ -42,13 +44,14 @@ async def get_model(request: ControlRequest) -> dict[str, Any]:
 async def get_policies(request: ControlRequest) -> dict[str, Any]:
     """The version that each model's name is routed to, and why."""
     gateway = request.gateway
-    return {"data": [_policy(gateway, name) for name in gateway.models_of(request.access)]}
+    return {"data": [_policy(gateway, name, request.access) for name in gateway.models_of(request.access)]}
 
 
-def _policy(gateway: Gateway, model: str) -> dict[str, Any]:
+def _policy(gateway: Gateway, model: str, access: Access) -> dict[str, Any]:
     policies, version = gateway.policies, gateway.router.current(model)
     loaded = {v for r in gateway.fleet.ready() for v in r.loaded if parse_version(v)[0] == model}
     decided = policies.models[model].decided
+    told = _DECISION + (_OPERATORS if access.operator else ())
     return {
         "model": model,
         "version": version,
@@ -56,7 +59,7 @@ def _policy(gateway: Gateway, model: str) -> dict[str, Any]:
         "newest": policies.newest(model),
         "loaded": sorted(loaded, key=lambda v: parse_version(v)[1]),
         "refused": {v: why for v, why in policies.refused.items() if parse_version(v)[0] == model},
-        "decision": {name: getattr(decided, name) for name in _DECISION} if decided else None,
+        "decision": {name: getattr(decided, name) for name in told} if decided else None,
     }
 
 

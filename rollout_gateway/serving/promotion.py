@@ -50,6 +50,8 @@ class VersionDecision(Decision, frozen=True, kw_only=True, forbid_unknown_fields
 
     version: Version
     """Exact version."""
+    evidence: Annotated[str, Meta(max_length=65536)] = ""
+    """JSON of what the decision rests on; kept as it is."""
 
 
 class SplitDecision(VersionDecision, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,9 +92,9 @@ class Promotion:
             raise unknown_model(model, list(self._policies.models))
         if decision.request:
             check_name(decision.request)
-        version, other, percent = "", "", 100.0
+        version, other, percent, evidence = "", "", 100.0, ""
         if isinstance(decision, VersionDecision):
-            version = decision.version
+            version, evidence = decision.version, decision.evidence
         if isinstance(decision, SplitDecision):
             other, percent = decision.other, decision.percent
         if action == "rollback":
@@ -111,6 +113,7 @@ class Promotion:
             by=owner or decision.by,
             reason=decision.reason,
             request=decision.request or new_id("d"),
+            evidence=evidence,
         )
         ack = await publish_once(self._broker, event, "request")
         if not ack.duplicate:

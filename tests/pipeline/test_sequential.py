@@ -31,7 +31,9 @@ def test_units_and_signs_change_nothing(values: list[float], low: float, width: 
     """Of a mean in other units, and of its negative."""
     plain, turned = interval(values, -1, 1), interval([-v for v in values], -1, 1)
     assert (turned.low, turned.high) == pytest.approx((-plain.high, -plain.low), abs=1e-9)
-    moved = interval([min(max(low + (v + 1) / 2 * width, low), low + width) for v in values], low, low + width)
+    moved = interval(
+        [min(max(low + (v + 1) / 2 * width, low), low + width) for v in values], low, low + width
+    )
     assert ((moved.low - low) / width, (moved.high - low) / width) == pytest.approx(
         ((plain.low + 1) / 2, (plain.high + 1) / 2), abs=1e-6
     )
@@ -71,8 +73,9 @@ def test_a_difference_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "low", "high", "alpha"), [([2.0], 0, 1, 0.05), ([math.nan], 0, 1, 0.05), ([], 1, 1, 0.05), ([], 0, 1, 0.0)]
+    ("values", "low", "high", "alpha"),
+    [([2.0], 0, 1, 0.05), ([math.nan], 0, 1, 0.05), ([], 1, 1, 0.05), ([], 0, 1, 0.0)],
 )
 def test_what_is_no_series_is_refused(values: list[float], low: float, high: float, alpha: float) -> None:
-    with pytest.raises(ValueError, match="range|interval|declared"):
+    with pytest.raises(ValueError, match=r"range|interval|declared"):
         interval(values, low, high, alpha)

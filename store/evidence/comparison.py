@@ -1,0 +1,171 @@
+"""What a comparison of two versions compares, and what the history says of it.
+
+The evidence is a function of the plan, of the two versions and of two times, so it can be computed again from the
+store: runs that were opened since `since`, with what was known of them until `until`. Routing is by a hash of the run's
+id, so which version a run gets depends on nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import duckdb
+import msgspec
+from msgspec import Meta, Struct
+
+from pipeline.errors import ConfigError
+from pipeline.names import parse_version
+from pipeline.sequential import interval
+
+Verdict = Literal["promote", "rollback", "hold", "continue"]
+
+_RUNS = """
+WITH judged AS (
+  SELECT trajectory, arg_min(reward, scored_at) AS reward, epoch_us(min(scored_at)) AS since
+  FROM rewards WHERE branch = 'main' AND outcome = 'scored' GROUP BY trajectory
+), said AS (
+  SELECT trajectory, name, arg_min(value, given_at) AS value, epoch_us(min(given_at)) AS since
+  FROM signals WHERE kind = 'number' AND "call" < 0 GROUP BY trajectory, name
+), feedback AS (
+  SELECT trajectory, map(list(name ORDER BY name), list(value ORDER BY name)) AS feedback, max(since) AS since
+  FROM said GROUP BY trajectory
+), runs AS (
+  SELECT t.*, judged.reward AS judged, feedback.feedback, t.last_step AS step,
+    greatest(epoch_us(t.completed_at), judged.since, feedback.since) AS known_at
+  FROM trajectories t LEFT JOIN judged USING (trajectory) LEFT JOIN feedback USING (trajectory)
+  WHERE t.project = $project AND t.model = $model AND t.outcome <> 'open' AND t.first_step = t.last_step
+    AND epoch_us(t.opened_at) > $since AND t.trajectory NOT IN (
+      SELECT trajectory FROM rollout_opened WHERE project = $project AND pinned <> ''
+    )
+)
+SELECT step, {columns} FROM runs
+WHERE step IN ($candidate, $control) AND known_at <= $until ORDER BY known_at, trajectory
+"""
+"""A run counts with the first number that is known of it: what is said later can't change what was seen at a look."""
+
+
+class Metric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A number of each run, and the range that it is cut to."""
+
+    sql: str
+    """An expression over the columns of the view `trajectories`, and `judged` (the reward that training got) and
+    `feedback` (by name): `reward`, `judged`, `feedback['stars']`, `metrics['won']`, `sampled_tokens`, `calls_s`. A run
+    for which it is null does not count."""
+    low: float = 0.0
+    high: float = 1.0
+
+
+class Guard(Metric, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A number that the candidate may not make worse by more than `margin`."""
+
+    worse: Literal["higher", "lower"] = "higher"
+    margin: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is compared, and when it ends. It is recorded with the split that begins the comparison."""
+
+    metric: Metric
+    guards: tuple[Guard, ...] = ()
+    alpha: Annotated[float, Meta(gt=0, lt=1)] = 0.05
+    """Greatest probability that an interval ever misses the truth, of each metric."""
+    max_pairs: Annotated[int, Meta(ge=1)] = 5000
+    """Pairs after which the control stays, if nothing was shown until then."""
+    approval: bool = False
+    """Whether a person has to agree to a promotion."""
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """One metric: the candidate's mean less the control's, over `pairs` pairs."""
+
+    sql: str
+    candidate_runs: int
+    control_runs: int
+    candidate_mean: float | None
+    control_mean: float | None
+    pairs: int
+    difference: float | None
+    low: float
+    high: float
+
+
+class Evidence(Struct, frozen=True, kw_only=True):
+    """What a decision rests on. `candidate`, `control`: exact versions; `since`, `until`: microseconds of Unix time."""
+
+    plan: Plan
+    candidate: str
+    control: str
+    percent: float
+    """Share of the runs that the candidate gets."""
+    since: int
+    until: int
+    findings: tuple[Finding, ...] = ()
+    """Of the metric, then of each guard."""
+    verdict: Verdict = "continue"
+
+
+def gather(
+    connection: duckdb.DuckDBPyConnection, project: str, plan: Plan, begun: Evidence, until: int
+) -> Evidence:
+    """Return what the history says at `until` of the comparison that began with `begun`. Raises `ConfigError` for a
+    metric that DuckDB can't compute."""
+    model, step = parse_version(begun.candidate)
+    control = parse_version(begun.control)[1]
+    metrics = (plan.metric, *plan.guards)
+    columns = ", ".join(f"CAST(({metric.sql}) AS DOUBLE)" for metric in metrics)
+    values = {
+        "project": project, "model": model, "since": begun.since, "until": until, "candidate": step,
+        "control": control,
+    }  # fmt: skip
+    try:
+        rows = connection.execute(_RUNS.format(columns=columns), values).fetchall()
+    except duckdb.Error as error:
+        raise ConfigError(f"the metrics {columns} can't be computed: {error}") from error
+    findings = []
+    for number, metric in enumerate(metrics, 1):
+        cut = [(r[0], min(max(r[number], metric.low), metric.high)) for r in rows if r[number] is not None]
+        ours, theirs = ([value for at, value in cut if at == side] for side in (step, control))
+        findings.append(_compared(metric, ours, theirs, begun.percent, plan.alpha))
+    found = msgspec.structs.replace(begun, plan=plan, until=until, findings=tuple(findings))
+    return msgspec.structs.replace(found, verdict=verdict(plan, found.findings))
+
+
+def _compared(
+    metric: Metric, candidate: list[float], control: list[float], percent: float, alpha: float
+) -> Finding:
+    """Compare the two sides pair by pair, in the order in which the runs became known. Where one side gets more runs,
+    the mean of several of its runs stands against one of the other."""
+    ours, theirs = max(round(percent / (100 - percent)), 1), max(round((100 - percent) / percent), 1)
+    pairs = min(len(candidate) // ours, len(control) // theirs)
+    differences = [
+        _mean(candidate[i * ours : (i + 1) * ours]) - _mean(control[i * theirs : (i + 1) * theirs])
+        for i in range(pairs)
+    ]
+    width = metric.high - metric.low
+    found = interval([min(max(d, -width), width) for d in differences], -width, width, alpha)
+    return Finding(
+        sql=metric.sql, candidate_runs=len(candidate), control_runs=len(control),
+        candidate_mean=_mean(candidate) if candidate else None, control_mean=_mean(control) if control else None,
+        pairs=pairs, difference=found.mean if pairs else None, low=found.low, high=found.high,
+    )  # fmt: skip
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def verdict(plan: Plan, findings: tuple[Finding, ...]) -> Verdict:
+    """Return what the plan makes of the findings: `promote` if the metric is shown to be better and each guard shown to
+    be harmless; `rollback` if the metric is shown to be worse, or a guard to be broken; `hold` at the plan's end."""
+    metric, guards = findings[0], findings[1:]
+    harms = [
+        (f.low - g.margin, f.high - g.margin)
+        if g.worse == "higher"
+        else (-f.high - g.margin, -f.low - g.margin)
+        for g, f in zip(plan.guards, guards, strict=True)
+    ]
+    if metric.high < 0 or any(least > 0 for least, _ in harms):
+        return "rollback"
+    if metric.low > 0 and all(most <= 0 for _, most in harms):
+        return "promote"
+    return "hold" if metric.pairs >= plan.max_pairs else "continue"
