@@ -4,13 +4,14 @@ benchmarks/results/promotion.json.
     equal        comparisons of a player with itself, and how many would ever have promoted, or ever rolled back,
                  whenever one had looked
     better       comparisons with a player that wins five points more, and the share promoted within so many pairs
-    worse        comparisons with a planted regression, and the games of the candidate until all games went to the
-                 control: the median, the largest, and the share below 200
+    worse        comparisons with two planted regressions that get a fifth of the games, and the games of the
+                 candidate until all games went to the control: the median, the largest, and the share below 200
     fixed        the same equal players, judged by a t interval of 95 % at every tenth pair: what looking costs without
                  such intervals
 
 The results are those of real games of the demo (`examples/tictactoe/game.py`, win 1, draw 0.5): each player makes the
-best move with its own probability, and a random one else. Comparisons draw from `--games` games of each player.
+best move with its own probability (below 0: the worst one), and a random one else. Comparisons draw from `--games`
+games of each player.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from journeywork.statistics import mean_of, wilson
 from pipeline.sequential import interval
 
 SHARES = {"win": 1.0, "draw": 0.5, "loss": 0.0, "illegal": 0.0}
-SKILLS = {"control": 0.3, "better": 0.41, "worse": 0.0}
-"""Probability of the best move. `better` wins about five points more than `control`, `worse` about sixteen less."""
+SKILLS = {"control": 0.3, "better": 0.41, "worse": 0.0, "much worse": -0.45}
+"""Probability of the best move. `better` wins about five points more than `control`, `worse` about fifteen less,
+`much worse` about thirty."""
+CONTROLS = 4
+"""Games of the control for each of a candidate that gets a fifth of the games."""
 PAIRS = (500, 1000, 2000, 4000)
 
 
@@ -42,16 +46,18 @@ def play(skill: float, games: int) -> list[float]:
         game = Game(f"promotion/{skill}/{number}")
         while game.result is None:
             worth = prospects(game.board)
-            best = max(worth, key=lambda cell: worth[cell])
-            game.play(CELLS[best if rng.random() < skill else rng.choice(free_cells(game.board))])
+            chosen = (max if skill > 0 else min)(worth, key=lambda cell: worth[cell])
+            game.play(CELLS[chosen if rng.random() < abs(skill) else rng.choice(free_cells(game.board))])
         shares.append(SHARES[game.result])
     return shares
 
 
-def differences(candidate: list[float], control: list[float], pairs: int, seed: str) -> list[float]:
-    """Draw `pairs` games of each side, and return candidate less control."""
+def differences(
+    candidate: list[float], control: list[float], pairs: int, seed: str, controls: int = 1
+) -> list[float]:
+    """Draw `pairs` games of the candidate and `controls` of the control for each, and return candidate less control."""
     rng = random.Random(f"promotion/{seed}")
-    return [rng.choice(candidate) - rng.choice(control) for _ in range(pairs)]
+    return [rng.choice(candidate) - fmean(rng.choices(control, k=controls)) for _ in range(pairs)]
 
 
 def shown_after(values: list[float]) -> int:
@@ -76,6 +82,21 @@ def share(hits: int, of: int) -> dict[str, Any]:
     return {"share": found.mean, "low": found.low, "high": found.high, "count": of}
 
 
+def rolled_back(name: str, players: dict[str, list[float]], comparisons: int) -> dict[str, Any]:
+    """Return after how many of its games a worse player gets no more."""
+    drawn = (
+        differences(players[name], players["control"], PAIRS[1], f"{name}/{n}", CONTROLS)
+        for n in range(comparisons)
+    )
+    after = [pairs for values in drawn if (pairs := shown_after([-v for v in values]))]
+    return {
+        "found": share(len(after), comparisons),
+        "below_200": share(sum(pairs < 200 for pairs in after), comparisons),
+        "median_games": float(np.median(after)),
+        "most_games": max(after),
+    }
+
+
 def measure(comparisons: int, games: int) -> dict[str, Any]:
     """Run all simulations."""
     players = {name: play(skill, games) for name, skill in SKILLS.items()}
@@ -83,11 +104,6 @@ def measure(comparisons: int, games: int) -> dict[str, Any]:
     equal = [differences(control, control, PAIRS[-2], f"equal/{n}") for n in range(comparisons)]
     ends = [interval(values, -1, 1) for values in equal]
     better = [differences(players["better"], control, PAIRS[-1], f"better/{n}") for n in range(comparisons)]
-    worse = [
-        shown_after([-v for v in differences(players["worse"], control, PAIRS[1], f"worse/{n}")])
-        for n in range(comparisons)
-    ]
-    found = [pairs for pairs in worse if pairs]
     return {
         "players": {name: fmean(shares) for name, shares in players.items()},
         "equal": {
@@ -99,12 +115,7 @@ def measure(comparisons: int, games: int) -> dict[str, Any]:
             str(pairs): share(sum(interval(v[:pairs], -1, 1).low > 0 for v in better), comparisons)
             for pairs in PAIRS
         },
-        "worse": {
-            "found": share(len(found), comparisons),
-            "below_200": share(sum(pairs < 200 for pairs in found), comparisons),
-            "median_games": float(np.median(found)),
-            "most_games": max(found),
-        },
+        "worse": {name: rolled_back(name, players, comparisons) for name in ("worse", "much worse")},
         "fixed": {"promoted": share(sum(map(looked_at, equal)), comparisons)},
     }
 

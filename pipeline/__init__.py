@@ -17,6 +17,7 @@
 | `names` | identifiers and their form in NATS subjects |
 | `metric_names` | the names of the trainer's metrics in curves and answers |
 | `rewards` | how the parts of a reward become one number |
+| `sequential` | intervals of a mean that hold however often one looks |
 | `calibration` | a function from a judge's scores to people's labels |
 | `errors` | errors that a command prints as one line |
 | `printing` | makes text of agents and models safe to print on a terminal |

@@ -7,6 +7,7 @@
 | `reading/` | what readers share: the views, SQL, and a run as rows |
 | `showing/` | what shows a run: the dashboard, `show`, curves and trackers |
 | `commands/` | `journeywork replay` and `journeywork diff` |
+| `evidence/` | comparisons of two versions in use: `journeywork decide` |
 | `datasets/` | runs as data sets for supervised trainers: `journeywork dataset` |
 | `alarms/` | conditions that are reported to an operator |
 | `docs` | generates docs/store.md and the answers of docs/questions.md |
