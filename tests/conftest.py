@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import pytest
 
 from pipeline import streams
 from pipeline.config import NatsConfig
+from pipeline.log.broker import Broker
 from tests.kits import clients
 from tests.kits.quick_service import quick_consumers
 
@@ -134,6 +135,13 @@ def nats_server(start_nats: Callable[..., NatsServer]) -> NatsServer:
 @pytest.fixture
 def nats_config(nats_server: NatsServer) -> NatsConfig:
     return NatsConfig(url=nats_server.url, publish_deadline_s=20)
+
+
+@pytest.fixture
+async def broker(nats_config: NatsConfig) -> AsyncIterator[Broker]:
+    """A connection to the log of `nats_config`. A test that changes `streams` first makes its own."""
+    async with Broker.connect(nats_config) as broker:
+        yield broker
 
 
 @pytest.fixture

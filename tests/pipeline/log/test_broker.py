@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
 from tests.kits.events import completed, exchange
@@ -84,11 +83,10 @@ async def test_what_is_held_is_kept_alive_and_given_back_at_once(broker: Broker)
         assert await messages.batch(1, wait_s=0.3) == []
 
 
-async def test_objects_come_back_and_missing_ones_say_so(nats_config: NatsConfig) -> None:
+async def test_objects_come_back_and_missing_ones_say_so(broker: Broker) -> None:
     from pipeline.log.broker import HistoryGoneError
 
-    async with Broker.connect(nats_config) as broker:
-        await broker.put_object("ADAPTERS", "m@1", b"abc")
-        assert await broker.get_object("ADAPTERS", "m@1") == b"abc"
-        with pytest.raises(HistoryGoneError):
-            await broker.get_object("ADAPTERS", "m@2")
+    await broker.put_object("ADAPTERS", "m@1", b"abc")
+    assert await broker.get_object("ADAPTERS", "m@1") == b"abc"
+    with pytest.raises(HistoryGoneError):
+        await broker.get_object("ADAPTERS", "m@2")

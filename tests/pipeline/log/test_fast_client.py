@@ -131,17 +131,16 @@ async def test_a_message_nobody_acknowledges_is_given_up(broker: Broker) -> None
 
 
 async def test_what_is_sent_while_the_server_is_away_arrives_once(
-    nats_server: NatsServer, nats_config: NatsConfig
+    nats_server: NatsServer, broker: Broker
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await broker.client.publish_acked("rollout.opened.p.t", b"0", {}, 5)
-        nats_server.kill()
-        async with anyio.create_task_group() as tg:
-            tg.start_soon(broker._publish_until_acked, "rollout.opened.p.t", b"1", {"Nats-Msg-Id": "one"})
-            tg.start_soon(broker._publish_until_acked, "rollout.opened.p.t", b"2", {"Nats-Msg-Id": "two"})
-            await anyio.to_thread.run_sync(nats_server.start)
-        info = await broker.js.stream_info("ROLLOUTS")
-        assert info.state.messages == 3
+    await broker.client.publish_acked("rollout.opened.p.t", b"0", {}, 5)
+    nats_server.kill()
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(broker._publish_until_acked, "rollout.opened.p.t", b"1", {"Nats-Msg-Id": "one"})
+        tg.start_soon(broker._publish_until_acked, "rollout.opened.p.t", b"2", {"Nats-Msg-Id": "two"})
+        await anyio.to_thread.run_sync(nats_server.start)
+    info = await broker.js.stream_info("ROLLOUTS")
+    assert info.state.messages == 3
 
 
 # -- pulled messages -----------------------------------------------------------------------------------------------

@@ -77,19 +77,16 @@ async def test_messages_that_retention_took_are_no_loss(
         tg.cancel_scope.cancel()
 
 
-async def test_between_two_servers_no_consumer_is_created(
-    nats_server: NatsServer, nats_config: NatsConfig
-) -> None:
+async def test_between_two_servers_no_consumer_is_created(nats_server: NatsServer, broker: Broker) -> None:
     """nats-py would leave out its name, so that a service's right to create it would not cover the request."""
-    async with Broker.connect(nats_config) as broker:
-        nats_server.kill()
-        with anyio.fail_after(30):
-            while broker.client.is_connected:
-                await anyio.sleep(0.01)
-        with pytest.raises(nats.errors.ConnectionReconnectingError):
-            await follow._create_consumer(broker, "POLICY", ["policy.>"], Place(0, 0))
-        await anyio.to_thread.run_sync(nats_server.start)
-        with anyio.fail_after(60):
-            while not broker.client.is_connected:
-                await anyio.sleep(0.01)
-        assert await follow._create_consumer(broker, "POLICY", ["policy.>"], Place(0, 0))
+    nats_server.kill()
+    with anyio.fail_after(30):
+        while broker.client.is_connected:
+            await anyio.sleep(0.01)
+    with pytest.raises(nats.errors.ConnectionReconnectingError):
+        await follow._create_consumer(broker, "POLICY", ["policy.>"], Place(0, 0))
+    await anyio.to_thread.run_sync(nats_server.start)
+    with anyio.fail_after(60):
+        while not broker.client.is_connected:
+            await anyio.sleep(0.01)
+    assert await follow._create_consumer(broker, "POLICY", ["policy.>"], Place(0, 0))

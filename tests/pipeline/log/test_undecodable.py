@@ -180,49 +180,46 @@ async def test_a_run_goes_on_behind_it(broker: Broker) -> None:
     assert [r.event.seq for r in history] == [0, 1, 2]
 
 
-async def test_a_judge_looks_up_its_groups(nats_config: NatsConfig) -> None:
+async def test_a_judge_looks_up_its_groups(broker: Broker, nats_config: NatsConfig) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=2))
-    async with Broker.connect(nats_config) as broker:
-        await throw(broker, "group.discarded.p.m.g.judge.x")
-        await throw(broker, "rollout.completed.p.m.garbage")
-        async with (
-            broker.consume("judge") as messages,
-            broker.consume("judge-timers") as timers,
-            anyio.create_task_group() as tg,
-        ):
-            tg.start_soon(Judge(broker, config, None, "j").run, messages, timers)
-            for name, reward in (("a", 0.0), ("b", 1.0)):
-                await broker.publish(msgspec.structs.replace(completed(name), reward=reward))
-            with anyio.fail_after(20):
-                while not (scored := await broker.read(GroupScored)):
-                    await anyio.sleep(0.02)
-            tg.cancel_scope.cancel()
-        assert len(scored) == 1
-        await throw(broker, "group.scored.p.m.h.j.main")
-        report = await Rejudge(broker, config, None, branch="again").run()
-        assert report.rejudged == 1
+    await throw(broker, "group.discarded.p.m.g.judge.x")
+    await throw(broker, "rollout.completed.p.m.garbage")
+    async with (
+        broker.consume("judge") as messages,
+        broker.consume("judge-timers") as timers,
+        anyio.create_task_group() as tg,
+    ):
+        tg.start_soon(Judge(broker, config, None, "j").run, messages, timers)
+        for name, reward in (("a", 0.0), ("b", 1.0)):
+            await broker.publish(msgspec.structs.replace(completed(name), reward=reward))
+        with anyio.fail_after(20):
+            while not (scored := await broker.read(GroupScored)):
+                await anyio.sleep(0.02)
+        tg.cancel_scope.cancel()
+    assert len(scored) == 1
+    await throw(broker, "group.scored.p.m.h.j.main")
+    report = await Rejudge(broker, config, None, branch="again").run()
+    assert report.rejudged == 1
 
 
-async def test_status(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(checkpoint(1))
-        await throw(broker, "policy.checkpoint.p.m.1")
-        status = await read_log(nats_config, Trust(SigningConfig()))
-        assert status["policies"] == {"m": "m@1"}
-        assert len(await buried(broker)) == 1
+async def test_status(broker: Broker, nats_config: NatsConfig) -> None:
+    await broker.publish(checkpoint(1))
+    await throw(broker, "policy.checkpoint.p.m.1")
+    status = await read_log(nats_config, Trust(SigningConfig()))
+    assert status["policies"] == {"m": "m@1"}
+    assert len(await buried(broker)) == 1
 
 
-async def test_a_trainer_recovers(nats_config: NatsConfig, tmp_path: Path) -> None:
+async def test_a_trainer_recovers(broker: Broker, nats_config: NatsConfig, tmp_path: Path) -> None:
     from tests.trainer import kit
     from trainer.learner import make_learners
     from trainer.service import Trainer
 
     config = kit.settings(kit.make_model(tmp_path / "base"), tmp_path, nats_config, groups_per_step=1)
-    async with Broker.connect(nats_config) as broker:
-        await throw(broker, "policy.checkpoint.p.tiny.999")
-        await throw(broker, "policy.checkpoint.p.tiny.998", encode(BROKEN["group_seqs"]))
-        await throw(broker, "group.scored.p.tiny.g.j.main")
-        trainer = Trainer(config, broker, make_learners(config, tmp_path / "checkpoints", None))
-        await trainer.recover()
-        assert trainer.queues["tiny"].step == 0
-        assert [x.stream for x in await buried(broker)] == ["POLICY"] * 2
+    await throw(broker, "policy.checkpoint.p.tiny.999")
+    await throw(broker, "policy.checkpoint.p.tiny.998", encode(BROKEN["group_seqs"]))
+    await throw(broker, "group.scored.p.tiny.g.j.main")
+    trainer = Trainer(config, broker, make_learners(config, tmp_path / "checkpoints", None))
+    await trainer.recover()
+    assert trainer.queues["tiny"].step == 0
+    assert [x.stream for x in await buried(broker)] == ["POLICY"] * 2

@@ -17,11 +17,10 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_the_three_variables_of_langfuse_are_enough_and_what_it_refuses_is_sent_again(
-    nats_config: NatsConfig, receiver: LangfuseReceiver
+    broker: Broker, nats_config: NatsConfig, receiver: LangfuseReceiver
 ) -> None:
     receiver.refuse, receiver.refuse_status = 2, 404  # an address that a person corrects
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(calls("t1")[0])
+    await broker.publish(calls("t1")[0])
     await run_until(nats_config, lambda: len(receiver.spans) == 1)
     path, headers = next(r for r in receiver.requests if "otel" in r[0])
     assert (path, headers["x-langfuse-ingestion-version"]) == ("/api/public/otel/v1/traces", "4")
@@ -69,7 +68,7 @@ def test_requests_are_bounded() -> None:
 
 
 async def test_what_is_too_large_for_the_backend_stops_nothing(
-    nats_config: NatsConfig, receiver: LangfuseReceiver, caplog: pytest.LogCaptureFixture
+    broker: Broker, nats_config: NatsConfig, receiver: LangfuseReceiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Requests are halved. A span that is too large alone is left out, and an error says which."""
     receiver.most_bytes = 8_000
@@ -77,13 +76,12 @@ async def test_what_is_too_large_for_the_backend_stops_nothing(
         calls("t1")[0],
         exchange("t2", 0, "x" * 50_000),
     )
-    async with Broker.connect(nats_config) as broker:
-        for event in (
-            *(msgspec.structs.replace(usual, trajectory=f"t{n}") for n in range(10, 20)),
-            large,
-            usual,
-        ):
-            await broker.publish(event)
+    for event in (
+        *(msgspec.structs.replace(usual, trajectory=f"t{n}") for n in range(10, 20)),
+        large,
+        usual,
+    ):
+        await broker.publish(event)
     await run_until(nats_config, lambda: len(receiver.spans) == 11)
     (refused,) = [r for r in caplog.records if r.getMessage().startswith("the trace backend refused")]
     assert vars(refused)["fields"]["trace"] == f"{trace.trace_id('p', 't2'):032x}"

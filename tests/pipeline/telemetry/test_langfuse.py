@@ -20,10 +20,9 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_rewards_and_verdicts_become_scores_of_their_spans(
-    nats_config: NatsConfig, receiver: LangfuseReceiver
+    broker: Broker, nats_config: NatsConfig, receiver: LangfuseReceiver
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish_lives(broker)
+    await publish_lives(broker)
     await run_until(nats_config, lambda: len(receiver.scores) >= 6 and len(receiver.spans) >= SPANS)
     spans = {s.id: s.name for s in receiver.spans.values()}
     found = {
@@ -41,15 +40,14 @@ async def test_rewards_and_verdicts_become_scores_of_their_spans(
     assert found == expected
 
 
-async def test_each_vote_on_a_call_is_a_score_of_its_own(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish_lives(broker)
-        (group,) = await broker.read(GroupScored)
-        name = group.event.members[0].trajectory
-        votes = tuple(Score(trajectory=name, score=-1.0, call=call) for call in (0, 1))
-        verdicts = (Verdict(judge_model="judge/1", rubric="next_state", scores=votes),) * 2
-        judged = replace(group, event=msgspec.structs.replace(group.event, verdicts=verdicts))
-        _, made = await SpanMaker(broker, Content(TelemetryConfig())).make(judged)
+async def test_each_vote_on_a_call_is_a_score_of_its_own(broker: Broker) -> None:
+    await publish_lives(broker)
+    (group,) = await broker.read(GroupScored)
+    name = group.event.members[0].trajectory
+    votes = tuple(Score(trajectory=name, score=-1.0, call=call) for call in (0, 1))
+    verdicts = (Verdict(judge_model="judge/1", rubric="next_state", scores=votes),) * 2
+    judged = replace(group, event=msgspec.structs.replace(group.event, verdicts=verdicts))
+    _, made = await SpanMaker(broker, Content(TelemetryConfig())).make(judged)
     found = [score for score in made if score.name == "judge.next_state"]
     assert [(s.metadata["pass"], s.metadata["call"]) for s in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len({s.id for s in made}) == len(made)
