@@ -21,13 +21,13 @@ import httpx
 from journeywork.art.backend import AnyModel, AnyTrainableModel
 from journeywork.art.dev import settings_of
 from journeywork.art.errors import UnsupportedError
-from journeywork.art.local.copies import bucket_url, copy_logs, copy_version, steps_in
+from journeywork.art.local.copies import bucket_url, copy_logs, copy_version, steps_in, unpack_adapter
 from journeywork.art.model import TrainableModel
 from journeywork.art.options import LEARNING_RATE, loss_settings
 from journeywork.art.remote import RemoteBackend
 from journeywork.art.trajectories import AnyGroup
 from journeywork.art.types import LocalTrainResult
-from journeywork.forking import ForkError, checkpoints_folder, flags, version_to_fork
+from journeywork.forking import ForkError, Version, checkpoints_folder, flags, version_to_fork
 
 log = logging.getLogger("journeywork.art")
 
@@ -254,6 +254,36 @@ class LocalBackend(RemoteBackend):
         await asyncio.to_thread(copy_version, bucket, pulled, model.project, model.name, int(newest))
         self._starts[run_dir] = f"{pulled}#{model.project}/main/{model.name}@{newest}"
         log.log(_level(verbose), "training begins with %s", self._starts[run_dir])
+
+    async def _experimental_pull_model_checkpoint(
+        self,
+        model: AnyModel,
+        *,
+        step: int | Literal["latest"] | None = None,
+        local_path: str | None = None,
+        s3_bucket: str | None = None,
+        prefix: str | None = None,
+        verbose: bool = False,
+    ) -> str:
+        """Return the folder of a version, a PEFT adapter: the newest one that this machine or the bucket holds, or that
+        of `step`. It is unpacked into `local_path`, by default into `pulled/adapters/<step>` of the
+        model's folder.
+
+        Raises `UnsupportedError` for an installation at a URL, `LookupError` if there is no such version, and
+        `OSError`."""
+        bucket = self._bucket(s3_bucket, prefix) if s3_bucket else None
+        names, run_dir = (model.project, model.name), self.run_dir(model)
+        lakes = [str(run_dir / "store"), *([bucket] if bucket else [])]
+        held = {n: lake for lake in reversed(lakes) for n in await asyncio.to_thread(steps_in, lake, *names)}
+        chosen = max(held, default=-1) if step in (None, "latest") else int(step)
+        if chosen not in held:
+            raise LookupError(f"no version {step or 'latest'} of {model.name} in {' or '.join(lakes)}")
+        # Not `checkpoints/<step>` of the model's folder: that is a link to the trainer's own checkpoint.
+        folder = local_path or str(run_dir.with_name("pulled") / "adapters" / f"{chosen:04d}")
+        version = Version(model.project, "main", model.name, chosen)
+        await asyncio.to_thread(unpack_adapter, held[chosen], version, folder)
+        log.log(_level(verbose), "version %d of %s is in %s", chosen, model.name, folder)
+        return folder
 
     def _bucket(self, s3_bucket: str | None, prefix: str | None) -> str | None:
         """Return the URL of a bucket, or `None` with a warning if none is named."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import tarfile
 
-from journeywork.forking import EVENT, Version, checkpoints_folder, versions_in
+from journeywork.forking import ADAPTER, EVENT, Version, checkpoints_folder, versions_in
 
 _LOGS = ("history.jsonl", "state.json", "trajectories")
 """What a model's folder holds beside its installation."""
@@ -36,6 +37,18 @@ def copy_version(source: str, destination: str, project: str, model: str, step: 
     for entry in sorted(entries, key=lambda entry: entry.base_name == EVENT):
         into.create_dir(f"{target}/{folder}")
         fs.copy_files(entry.path, f"{target}/{folder}/{entry.base_name}", files, into)
+
+
+def unpack_adapter(lake: str, version: Version, folder: str) -> None:
+    """Write the PEFT adapter of a version into a folder. Blocks. Raises `OSError` and `tarfile.TarError`."""
+    from pyarrow import fs
+
+    files, root = fs.FileSystem.from_uri(lake)
+    with (
+        files.open_input_stream(f"{root}/{version.folder}/{ADAPTER}") as stream,
+        tarfile.open(fileobj=stream, mode="r|") as tar,
+    ):
+        tar.extractall(folder, filter="data")
 
 
 def copy_logs(source: str, destination: str) -> None:

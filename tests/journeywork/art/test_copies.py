@@ -85,9 +85,27 @@ async def test_versions_go_to_a_bucket_and_another_machine_begins_with_them(
     await there._experimental_pull_from_s3(model)
     assert not there._starts, "its training has begun: the bucket's versions are older"
 
+    folder = await there._experimental_pull_model_checkpoint(
+        model, step=1, s3_bucket=bucket.removeprefix("s3://"), local_path=str(tmp_path / "adapter")
+    )
+    assert (Path(folder) / "adapter_model.safetensors").read_text() == "1"
+    assert folder == str(tmp_path / "adapter")
+    # `train` links a step's folder to the trainer's checkpoint, which a pull leaves as it is.
+    own = here.run_dir(model).with_name("own")
+    own.mkdir()
+    link = here.run_dir(model).with_name("checkpoints") / "0002"
+    link.parent.mkdir()
+    link.symlink_to(own)
+    newest_folder = Path(await here._experimental_pull_model_checkpoint(model))
+    assert not list(own.iterdir())
+    assert sorted(file.name for file in newest_folder.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert (newest_folder / "adapter_model.safetensors").read_text() == "2"
     assert settings_of(bucket)["models.0.start"] == f"{bucket}#p/main/m@2"
-    with pytest.raises(art.UnsupportedError, match="journeywork export"):
-        await here._experimental_pull_model_checkpoint(model)
+    with pytest.raises(LookupError, match="no version 7 of m"):
+        await here._experimental_pull_model_checkpoint(model, step=7)
 
 
 @pytest.mark.anyio
