@@ -31,7 +31,7 @@ _NAMES: dict[str, str] = {
     ),
     "import the types from journeywork.art.dev": "dev.engine dev.model dev.openai_server dev.train",
     "it is a part of ART's own trainer and server; here the installation trains and serves, as its settings say": (
-        "dev.get_model_config dev.get_openai_server_config dev.is_dedicated_mode dev.validate "
+        "dev.get_model_config dev.is_dedicated_mode dev.validate "
         "dev.validate_dedicated_config local.service loss "
         "megatron pipeline_trainer.binary_prefix_tool_pipeline pipeline_trainer.state "
         "pipeline_trainer.yes_no_maybe_pipeline preprocessing tinker tinker_native transformers unsloth "

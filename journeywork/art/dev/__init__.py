@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, TypedDict
+from pathlib import Path
+from typing import Any, Literal, TypedDict, cast
 
 
 class InitArgs(TypedDict, total=False):
@@ -104,6 +105,34 @@ class ServerArgs(TypedDict, total=False):
     enable_auto_tool_choice: bool
     tool_call_parser: str | None
     reasoning_parser: str | None
+
+
+def get_openai_server_config(
+    model_name: str,
+    base_model: str,
+    log_file: str,
+    lora_path: str | None = None,
+    config: OpenAIServerConfig | None = None,
+) -> OpenAIServerConfig:
+    """Return the options with which ART starts an inference server, with those of `config` in their place. For programs
+    that start one themselves: the installation's own server has the settings `vllm`."""
+    adapter = {"name": f"{model_name}@{int(Path(lora_path).name)}", "path": lora_path} if lora_path else None
+    server: dict[str, Any] = {
+        "api_key": "default", "lora_modules": [json.dumps(adapter)] if adapter else None,
+        "return_tokens_as_token_ids": True, "enable_auto_tool_choice": True, "tool_call_parser": "hermes",
+    }  # fmt: skip
+    engine: dict[str, Any] = {
+        "model": base_model, "served_model_name": base_model if adapter else model_name, "generation_config": "vllm",
+    }  # fmt: skip
+    given: dict[str, Any] = {**(config or {})}
+    return cast(
+        OpenAIServerConfig,
+        {
+            "log_file": given.get("log_file", log_file),
+            "server_args": server | given.get("server_args", {}),
+            "engine_args": engine | given.get("engine_args", {}),
+        },
+    )
 
 
 class TrainConfig(TypedDict, total=False):

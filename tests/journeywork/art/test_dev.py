@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import journeywork.art as art
-from journeywork.art.dev import InternalModelConfig, settings_of
+from journeywork.art.dev import InternalModelConfig, get_openai_server_config, settings_of
 from pipeline.config import load
 
 
@@ -47,3 +47,14 @@ def test_options_without_effect_are_named() -> None:
 def test_two_chat_templates_are_an_error() -> None:
     with pytest.raises(ValueError, match="chat_template or chat_template_path"):
         settings_of(art.dev.InternalModelConfig(chat_template="a", chat_template_path="b"))
+
+
+def test_the_options_of_arts_own_server_are_a_dictionary() -> None:
+    made = get_openai_server_config(
+        "m", "b", "log", "adapters/0012", {"server_args": {"tool_call_parser": "x"}}
+    )
+    assert made["log_file"] == "log"
+    assert made["server_args"]["tool_call_parser"] == "x"
+    assert made["server_args"]["lora_modules"] == ['{"name": "m@12", "path": "adapters/0012"}']
+    assert made["engine_args"]["served_model_name"] == "b"
+    assert get_openai_server_config("m", "b", "log")["engine_args"]["served_model_name"] == "m"
