@@ -76,7 +76,18 @@ def test_the_commands_that_are_known_are_those_of_the_parser() -> None:
 def test_a_dry_run_shows_settings_and_commands_and_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["up", "--dry-run", "--run-dir", str(tmp_path), "--set", "models.0.base=somewhere"])
+    main(
+        [
+            "up",
+            "--dry-run",
+            "--services",
+            "sampler",
+            "--run-dir",
+            str(tmp_path),
+            "--set",
+            "models.0.base=somewhere",
+        ]
+    )
     out = capsys.readouterr().out
     assert "--logprobs-mode processed_logprobs" in out
     assert not list(tmp_path.iterdir())
@@ -201,7 +212,7 @@ def test_what_is_not_there_is_told_without_log_lines_and_tracebacks(
 def test_a_service_that_can_not_start_ends_up_with_its_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--run-dir", str(tmp_path), "--services", "store", "--set", "nats.connect_timeout_s=0.2"]
+    flags = ["--run-dir", str(tmp_path), "--services", "gateway", "--set", "nats.connect_timeout_s=0.2"]
     with pytest.raises(SystemExit) as caught:
         main(["up", *flags, "--nats-url", "nats://127.0.0.1:1"])
     assert caught.value.code == 1

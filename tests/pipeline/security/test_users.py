@@ -24,7 +24,7 @@ from pipeline.events import (
     TrajectoryCompleted,
     TrajectoryOpened,
 )
-from pipeline.log import key_value
+from pipeline.log import dead_letters, key_value
 from pipeline.log.broker import Broker, BrokerUnavailableError
 from pipeline.log.credentials import make_client, options
 from pipeline.log.follow import follow_events, follow_messages
@@ -241,19 +241,13 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
 
 
 async def test_a_message_that_no_one_can_use_is_buried_retried_and_dropped(guarded: NatsConfig) -> None:
-    from pipeline.log.dead_letters import drop, retry
-
-    async with Broker.connect(
-        msgspec.structs.replace(guarded, provision=True), name="supervisor"
-    ) as operator:
+    supervising = msgspec.structs.replace(guarded, provision=True)
+    async with Broker.connect(supervising, name="supervisor") as operator:
         async with Broker.connect(guarded, name="gateway") as gateway:
             await gateway.js.publish("rollout.completed.p.m.bad", b"\xc1garbage")
-        async with Broker.connect(guarded, name="judge") as judge, judge.consume("judge") as messages:
-            assert await messages.batch(10, wait_s=5) == []
-        (letter,) = await operator.read(DeadLettered)
-        await retry(operator, letter)
-        async with Broker.connect(guarded, name="judge") as judge, judge.consume("judge") as messages:
-            assert await messages.batch(10, wait_s=5) == []
-        (letter,) = await operator.read(DeadLettered)
-        await drop(operator, letter)
+        for act in (dead_letters.retry, dead_letters.drop):
+            async with Broker.connect(guarded, name="judge") as judge, judge.consume("judge") as messages:
+                assert await messages.batch(10, wait_s=5) == []
+            (letter,) = await operator.read(DeadLettered)
+            await act(operator, letter)
         assert await operator.read(DeadLettered) == []
