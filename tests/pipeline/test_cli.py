@@ -76,18 +76,7 @@ def test_the_commands_that_are_known_are_those_of_the_parser() -> None:
 def test_a_dry_run_shows_settings_and_commands_and_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(
-        [
-            "up",
-            "--dry-run",
-            "--services",
-            "sampler",
-            "--run-dir",
-            str(tmp_path),
-            "--set",
-            "models.0.base=somewhere",
-        ]
-    )
+    main(f"up --dry-run --services sampler --run-dir {tmp_path} --set models.0.base=somewhere".split())
     out = capsys.readouterr().out
     assert "--logprobs-mode processed_logprobs" in out
     assert not list(tmp_path.iterdir())
