@@ -46,22 +46,22 @@ def settings(
 
 
 async def test_a_complete_run_waits_for_its_feedback_and_is_scored_with_it_by_any_judge(
+    broker: Broker,
     nats_config: NatsConfig,
 ) -> None:
     config = settings(nats_config, wait_s=600)
-    async with Broker.connect(nats_config) as broker:
-        async with judging(broker, config):
-            await broker.publish(run("a"))
-            await timers(broker, 1)
-            await drained(broker)
-            assert await groups(broker, 0) == []
-        said = await read_log(nats_config, Trust(config.signing))
-        assert said["waiting"] == {"members": 0, "feedback": 1}
-        async with judging(broker, config):
-            await broker.publish(signal("a", 0.75))
-            (group,) = await groups(broker, 1)
-            await drained(broker)
-            await timers(broker, 0)
+    async with judging(broker, config):
+        await broker.publish(run("a"))
+        await timers(broker, 1)
+        await drained(broker)
+        assert await groups(broker, 0) == []
+    said = await read_log(nats_config, Trust(config.signing))
+    assert said["waiting"] == {"members": 0, "feedback": 1}
+    async with judging(broker, config):
+        await broker.publish(signal("a", 0.75))
+        (group,) = await groups(broker, 1)
+        await drained(broker)
+        await timers(broker, 0)
     (member,) = group.members
     assert (member.reward, member.graders, group.closed_by) == (0.75, (Grader(key="desk"),), "size")
 
@@ -90,23 +90,24 @@ async def test_a_group_may_wait_for_whatever_is_said_until_its_time_is_over(nats
     assert group.members[0].hints == (Hint(call=-1, text="the other account", by="desk"),)
 
 
-async def test_only_the_keys_that_a_reward_names_give_it_and_end_the_wait(nats_config: NatsConfig) -> None:
+async def test_only_the_keys_that_a_reward_names_give_it_and_end_the_wait(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
     """Else any key of role `feedback` could speak before the one that knows the result."""
     named = RewardConfig(name="result", kind="feedback", by=("desk",))
     config = settings(nats_config, named, wait_s=600)
-    async with Broker.connect(nats_config) as broker:
-        async with judging(broker, config):
-            await broker.publish(signal("a", 0.0, by="mole"))
-            await broker.publish(run("a"))
-            await broker.publish(signal("a", -1.0, by="mole"))
-            await broker.publish(signal("a", -1.0, by="mole", call=0))
-            await drained(broker)
-            assert await groups(broker, 0) == []
-            await broker.publish(signal("a", 1.0))
-            (group,) = await groups(broker, 1)
-        async with open_composer_on_log(config, broker) as composer:
-            await Rejudge(broker, config, composer, branch="b").run()
-        again = [g for g in await groups(broker, 2) if g.branch == "b"]
+    async with judging(broker, config):
+        await broker.publish(signal("a", 0.0, by="mole"))
+        await broker.publish(run("a"))
+        await broker.publish(signal("a", -1.0, by="mole"))
+        await broker.publish(signal("a", -1.0, by="mole", call=0))
+        await drained(broker)
+        assert await groups(broker, 0) == []
+        await broker.publish(signal("a", 1.0))
+        (group,) = await groups(broker, 1)
+    async with open_composer_on_log(config, broker) as composer:
+        await Rejudge(broker, config, composer, branch="b").run()
+    again = [g for g in await groups(broker, 2) if g.branch == "b"]
     for scored in (group, *again):
         (member,) = scored.members
         assert (member.reward, member.call_rewards, member.graders) == (1.0, {}, (Grader(key="desk"),))
@@ -153,17 +154,18 @@ async def test_a_default_stands_in_for_feedback_that_never_comes(nats_config: Na
     assert (group.members[0].reward, group.members[0].graders) == (0.25, ())
 
 
-async def test_a_group_waits_for_the_feedback_on_each_run_that_has_a_result(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        config = settings(nats_config, wait_s=600, group_size=3)
-        async with judging(broker, config):
-            for name, outcome in (("a", "scored"), ("b", "scored"), ("c", "no_result")):
-                await broker.publish(completed(name, "g", outcome=outcome))
-            await broker.publish(signal("a", 1.0, group="g"))
-            await drained(broker)
-            assert await groups(broker, 0) == []
-            await broker.publish(signal("b", 0.0, group="g"))
-            (group,) = await groups(broker, 1)
+async def test_a_group_waits_for_the_feedback_on_each_run_that_has_a_result(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
+    config = settings(nats_config, wait_s=600, group_size=3)
+    async with judging(broker, config):
+        for name, outcome in (("a", "scored"), ("b", "scored"), ("c", "no_result")):
+            await broker.publish(completed(name, "g", outcome=outcome))
+        await broker.publish(signal("a", 1.0, group="g"))
+        await drained(broker)
+        assert await groups(broker, 0) == []
+        await broker.publish(signal("b", 0.0, group="g"))
+        (group,) = await groups(broker, 1)
     assert [(m.trajectory, m.reward, m.outcome) for m in group.members] == [
         ("a", 1.0, "scored"), ("b", 0.0, "scored"), ("c", 0.0, "no_result"),
     ]  # fmt: skip

@@ -56,55 +56,48 @@ async def test_a_read_that_lacks_the_arrival_is_repeated(
         assert lagging.asked == 3
 
 
-async def test_a_message_that_left_the_log_has_no_group(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        for name in "ab":
-            await broker.publish(completed(name))
-        await broker.delete("ROLLOUTS", 2)
-        log = GroupLog(broker, SETTINGS)
-        assert await log.read(KEY, Place(2, 0)) is None
-        assert await log.read(KEY, Place(1, 7)) is None  # after a power cut: another message has the sequence
-        assert await log.read(KEY, Place(1, 0)) is not None
+async def test_a_message_that_left_the_log_has_no_group(broker: Broker) -> None:
+    for name in "ab":
+        await broker.publish(completed(name))
+    await broker.delete("ROLLOUTS", 2)
+    log = GroupLog(broker, SETTINGS)
+    assert await log.read(KEY, Place(2, 0)) is None
+    assert await log.read(KEY, Place(1, 7)) is None  # after a power cut: another message has the sequence
+    assert await log.read(KEY, Place(1, 0)) is not None
 
 
-async def test_nothing_is_kept_over_a_reconnection(nats_server: NatsServer, nats_config: NatsConfig) -> None:
+async def test_nothing_is_kept_over_a_reconnection(nats_server: NatsServer, broker: Broker) -> None:
     """The server may have lost the end of its log."""
-    async with Broker.connect(nats_config) as broker:
-        for name in "abc":
-            await broker.publish(completed(name))
-        log = GroupLog(broker, SETTINGS)
-        before = await log.read(KEY, Place(3, 0))
-        assert await log.read(KEY, Place(2, 0)) is before
-        nats_server.kill()
-        await anyio.to_thread.run_sync(nats_server.start)
-        await broker.publish(completed("d"))
-        after = await log.read(KEY, Place(2, 0))
-        assert after is not None
-        assert after is not before
-        assert list(after.late) == [4]
+    for name in "abc":
+        await broker.publish(completed(name))
+    log = GroupLog(broker, SETTINGS)
+    before = await log.read(KEY, Place(3, 0))
+    assert await log.read(KEY, Place(2, 0)) is before
+    nats_server.kill()
+    await anyio.to_thread.run_sync(nats_server.start)
+    await broker.publish(completed("d"))
+    after = await log.read(KEY, Place(2, 0))
+    assert after is not None
+    assert after is not before
+    assert list(after.late) == [4]
 
 
-async def test_a_group_ends_by_its_score_or_its_discard_and_by_nothing_else(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        log = GroupLog(broker, SETTINGS)
-        assert await log.end_of(KEY) == GroupEnd()
-        fields = {"project": "p", "model": "m", "group": "g"}
-        await broker.publish(GroupAdmitted(**fields))
-        await broker.publish(late_event(completed("d")))
-        await broker.publish(late_event(completed("v", split="val")))
-        members = (Member(trajectory="a", reward=1.0),)
-        scored = {**fields, "judge": "j", "members": members}
-        await broker.publish(GroupScored(**scored, branch="b"))
-        await broker.publish(
-            GroupDiscarded(**fields, trajectories=("a",), reason="no_variance", by="trainer")
-        )
-        assert await log.end_of(KEY) == GroupEnd(ended=False, trajectories=frozenset("d"))
-        await broker.publish(GroupScored(**scored))
-        assert await log.end_of(KEY) == GroupEnd(ended=True, trajectories=frozenset("ad"), scored=True)
-        other = GroupKey("p", "m", "h", "train")
-        await broker.publish(
-            GroupDiscarded(
-                project="p", model="m", group="h", trajectories=("x",), reason="unscored", by="judge"
-            )
-        )
-        assert await log.end_of(other) == GroupEnd(ended=True, trajectories=frozenset("x"))
+async def test_a_group_ends_by_its_score_or_its_discard_and_by_nothing_else(broker: Broker) -> None:
+    log = GroupLog(broker, SETTINGS)
+    assert await log.end_of(KEY) == GroupEnd()
+    fields = {"project": "p", "model": "m", "group": "g"}
+    await broker.publish(GroupAdmitted(**fields))
+    await broker.publish(late_event(completed("d")))
+    await broker.publish(late_event(completed("v", split="val")))
+    members = (Member(trajectory="a", reward=1.0),)
+    scored = {**fields, "judge": "j", "members": members}
+    await broker.publish(GroupScored(**scored, branch="b"))
+    await broker.publish(GroupDiscarded(**fields, trajectories=("a",), reason="no_variance", by="trainer"))
+    assert await log.end_of(KEY) == GroupEnd(ended=False, trajectories=frozenset("d"))
+    await broker.publish(GroupScored(**scored))
+    assert await log.end_of(KEY) == GroupEnd(ended=True, trajectories=frozenset("ad"), scored=True)
+    other = GroupKey("p", "m", "h", "train")
+    await broker.publish(
+        GroupDiscarded(project="p", model="m", group="h", trajectories=("x",), reason="unscored", by="judge")
+    )
+    assert await log.end_of(other) == GroupEnd(ended=True, trajectories=frozenset("x"))

@@ -34,56 +34,57 @@ async def play(broker: Broker, group: str, **more: Any) -> None:
 
 
 async def test_a_used_up_budget_stops_a_new_process_too_and_a_higher_one_goes_on(
+    broker: Broker,
     nats_config: NatsConfig,
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        async with judging(broker, settings(nats_config)):
-            await play(broker, "before")
-            await groups(broker, 1)
-        await tell(broker, "raised")
-        async with judging(broker, settings(nats_config)):
-            await play(broker, "over")
-            (over,) = await groups(broker, 1, "discarded")
-        await tell(broker, "cleared")
-        async with judging(broker, settings(nats_config)):
-            await play(broker, "after")
-            assert [g.group for g in await groups(broker, 2)] == ["before", "after"]
-        report = await Rejudge(broker, settings(nats_config), None, branch="b").run()
-        assert report.rescued == 1
-        assert (over.group, over.reason, over.by, over.detail) == ("over", "over_budget", "judge", DETAIL)
-        assert over.trajectories == ("over-0", "over-1")
+    async with judging(broker, settings(nats_config)):
+        await play(broker, "before")
+        await groups(broker, 1)
+    await tell(broker, "raised")
+    async with judging(broker, settings(nats_config)):
+        await play(broker, "over")
+        (over,) = await groups(broker, 1, "discarded")
+    await tell(broker, "cleared")
+    async with judging(broker, settings(nats_config)):
+        await play(broker, "after")
+        assert [g.group for g in await groups(broker, 2)] == ["before", "after"]
+    report = await Rejudge(broker, settings(nats_config), None, branch="b").run()
+    assert report.rescued == 1
+    assert (over.group, over.reason, over.by, over.detail) == ("over", "over_budget", "judge", DETAIL)
+    assert over.trajectories == ("over-0", "over-1")
 
 
-async def test_an_alarm_of_a_limit_that_is_not_set_stops_nothing(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await tell(broker, "raised")
-        await tell(broker, "raised", "no_variance")
-        async with judging(broker, settings(nats_config, judge_usd=0.0, gpu_hours=1.0)):
-            await play(broker, "g")
-            await groups(broker, 1)
+async def test_an_alarm_of_a_limit_that_is_not_set_stops_nothing(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
+    await tell(broker, "raised")
+    await tell(broker, "raised", "no_variance")
+    async with judging(broker, settings(nats_config, judge_usd=0.0, gpu_hours=1.0)):
+        await play(broker, "g")
+        await groups(broker, 1)
 
 
-async def test_a_share_is_kept_by_the_groups_names(nats_config: NatsConfig) -> None:
+async def test_a_share_is_kept_by_the_groups_names(broker: Broker, nats_config: NatsConfig) -> None:
     names = [f"g{i}" for i in range(12)]
     kept = {name for name in names if share_of(name) < 0.5}
     assert 0 < len(kept) < len(names)
-    async with Broker.connect(nats_config) as broker:
-        await tell(broker, "raised")
-        async with judging(broker, settings(nats_config, keep_share=0.5)):
-            for name in names:
-                await play(broker, name)
-            assert {g.group for g in await groups(broker, len(kept))} == kept
-            await groups(broker, len(names) - len(kept), "discarded")
+    await tell(broker, "raised")
+    async with judging(broker, settings(nats_config, keep_share=0.5)):
+        for name in names:
+            await play(broker, name)
+        assert {g.group for g in await groups(broker, len(kept))} == kept
+        await groups(broker, len(names) - len(kept), "discarded")
 
 
-async def test_the_groups_of_a_requested_batch_come_without_rewards(nats_config: NatsConfig) -> None:
+async def test_the_groups_of_a_requested_batch_come_without_rewards(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
     """The trainer waits for each of them, and discards them."""
-    async with Broker.connect(nats_config) as broker:
-        await tell(broker, "raised")
-        async with judging(broker, settings(nats_config)):
-            await play(broker, "g", batch=TrainingBatch(id="b", groups=("g",)))
-            (found,) = await groups(broker, 1)
-        assert [m.outcome for m in found.members] == ["masked", "masked"]
+    await tell(broker, "raised")
+    async with judging(broker, settings(nats_config)):
+        await play(broker, "g", batch=TrainingBatch(id="b", groups=("g",)))
+        (found,) = await groups(broker, 1)
+    assert [m.outcome for m in found.members] == ["masked", "masked"]
 
 
 def test_shares_are_uniform() -> None:

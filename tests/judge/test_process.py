@@ -139,40 +139,38 @@ async def test_a_group_whose_judge_model_never_answers_is_recorded(
 )
 @pytest.mark.slow
 async def test_a_judge_killed_at_any_stop_point_scores_each_group_once(
-    nats_config: NatsConfig, tmp_path: Path, point: str
+    broker: Broker, nats_config: NatsConfig, tmp_path: Path, point: str
 ) -> None:
     config = tmp_path / "config.toml"
     save(Config(nats=nats_config, run_dir=str(tmp_path), judge=JudgeConfig(timeout_s=60)), config)
-    async with Broker.connect(nats_config) as broker:
-        await play(broker, 6, reward=1.0)
-        async with judge_process(config, f"{point}:3") as process:
-            assert await anyio.to_thread.run_sync(process.wait, 30) == -signal.SIGKILL
-        async with judge_process(config):
-            await until_scored(broker, 6)
-            with anyio.fail_after(120):
-                while await broker.lag("judge"):
-                    await anyio.sleep(0.05)
-        found = await scored(broker)
-        assert len(found) == len({g.group for g in found}) == 6
-        assert all(len(g.members) == 4 for g in found)
-        assert await broker.read(GroupDiscarded) == []
+    await play(broker, 6, reward=1.0)
+    async with judge_process(config, f"{point}:3") as process:
+        assert await anyio.to_thread.run_sync(process.wait, 30) == -signal.SIGKILL
+    async with judge_process(config):
+        await until_scored(broker, 6)
+        with anyio.fail_after(120):
+            while await broker.lag("judge"):
+                await anyio.sleep(0.05)
+    found = await scored(broker)
+    assert len(found) == len({g.group for g in found}) == 6
+    assert all(len(g.members) == 4 for g in found)
+    assert await broker.read(GroupDiscarded) == []
 
 
 async def test_the_log_s_server_dies_and_comes_back_while_groups_are_judged(
-    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path
+    nats_server: NatsServer, broker: Broker, nats_config: NatsConfig, tmp_path: Path
 ) -> None:
     config = tmp_path / "config.toml"
     save(Config(nats=nats_config, run_dir=str(tmp_path), judge=JudgeConfig(timeout_s=60)), config)
-    async with Broker.connect(nats_config) as broker:
-        async with judge_process(config):
-            await play(broker, 3, reward=1.0)
-            await until_scored(broker, 3)
-            nats_server.kill()
-            await anyio.to_thread.run_sync(nats_server.start)
-            for member in range(4):
-                await broker.publish(completed(f"x{member}", "after", 1.0, group_size=4))
-            await until_scored(broker, 4)
-            with anyio.fail_after(120):
-                while await broker.lag("judge"):
-                    await anyio.sleep(0.05)
-        assert len(await scored(broker)) == 4
+    async with judge_process(config):
+        await play(broker, 3, reward=1.0)
+        await until_scored(broker, 3)
+        nats_server.kill()
+        await anyio.to_thread.run_sync(nats_server.start)
+        for member in range(4):
+            await broker.publish(completed(f"x{member}", "after", 1.0, group_size=4))
+        await until_scored(broker, 4)
+        with anyio.fail_after(120):
+            while await broker.lag("judge"):
+                await anyio.sleep(0.05)
+    assert len(await scored(broker)) == 4

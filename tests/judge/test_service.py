@@ -77,48 +77,48 @@ async def publish(broker: Broker, events: Sequence[TrajectoryCompleted]) -> None
 
 
 async def test_a_full_group_passes_its_rewards_through_in_the_order_of_the_log(
+    broker: Broker,
     nats_config: NatsConfig,
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        async with judging(broker, settings(nats_config)):
-            await publish(
-                broker,
-                [
-                    completed("b", reward=1.0, task="x"),
-                    completed("a", reward=-0.5),
-                    completed(
-                        "c",
-                        reward=None,
-                        rewards={"u": 0.25, "v": 0.5},
-                        metrics={"turns": 4.0},
-                        first_step=2,
-                        last_step=3,
-                        exchanges=4,
-                    ),
-                ],
-            )
-            (group,) = await groups(broker, 1)
-            await drained(broker)
-        assert isinstance(group, GroupScored)
-        assert [(m.trajectory, m.reward, m.completed_seq) for m in group.members] == [
-            ("b", 1.0, 1),
-            ("a", -0.5, 2),
-            ("c", 0.75, 3),
-        ]
-        assert (group.task, group.closed_by, group.judge, group.verdicts[0].judge_model) == (
-            "x",
-            "size",
-            "j",
-            "agent",
+    async with judging(broker, settings(nats_config)):
+        await publish(
+            broker,
+            [
+                completed("b", reward=1.0, task="x"),
+                completed("a", reward=-0.5),
+                completed(
+                    "c",
+                    reward=None,
+                    rewards={"u": 0.25, "v": 0.5},
+                    metrics={"turns": 4.0},
+                    first_step=2,
+                    last_step=3,
+                    exchanges=4,
+                ),
+            ],
         )
-        last = group.members[2]
-        assert (last.components, last.metrics, last.first_step, last.last_step, last.exchanges) == (
-            {"u": 0.25, "v": 0.5, "agent": 0.75},
-            {"turns": 4.0},
-            2,
-            3,
-            4,
-        )
+        (group,) = await groups(broker, 1)
+        await drained(broker)
+    assert isinstance(group, GroupScored)
+    assert [(m.trajectory, m.reward, m.completed_seq) for m in group.members] == [
+        ("b", 1.0, 1),
+        ("a", -0.5, 2),
+        ("c", 0.75, 3),
+    ]
+    assert (group.task, group.closed_by, group.judge, group.verdicts[0].judge_model) == (
+        "x",
+        "size",
+        "j",
+        "agent",
+    )
+    last = group.members[2]
+    assert (last.components, last.metrics, last.first_step, last.last_step, last.exchanges) == (
+        {"u": 0.25, "v": 0.5, "agent": 0.75},
+        {"turns": 4.0},
+        2,
+        3,
+        4,
+    )
 
 
 async def test_the_event_s_group_size_overrides_the_setting_and_failed_members_count_towards_it(
@@ -166,25 +166,23 @@ async def test_validation_is_a_group_of_its_own_and_needs_no_second_member(nats_
 
 @pytest.mark.usefixtures("quick_redelivery")
 async def test_a_group_closes_at_its_timeout_and_a_later_trajectory_is_recorded_as_late(
+    broker: Broker,
     nats_config: NatsConfig,
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, [completed("a", reward=1.0), completed("b")])  # before the judge sets the timer
-        async with judging(broker, settings(nats_config, timeout_s=0.2)):
-            (group,) = await groups(broker, 1)
-            assert (group.closed_by, len(group.members)) == ("timeout", 2)
-            await broker.publish(completed("c"))
-            (late,) = await groups(broker, 1, "discarded")
-            await drained(broker)
-        assert isinstance(late, GroupDiscarded)
-        assert (late.reason, late.trajectories, late.by) == ("late", ("c",), "judge")
-        async with judging(
-            broker, settings(nats_config, timeout_s=0.2)
-        ):  # another life knows it from the log
-            await broker.publish(completed("d"))
-            await groups(broker, 2, "discarded")
-            await drained(broker)
-        await groups(broker, 1)
+    await publish(broker, [completed("a", reward=1.0), completed("b")])  # before the judge sets the timer
+    async with judging(broker, settings(nats_config, timeout_s=0.2)):
+        (group,) = await groups(broker, 1)
+        assert (group.closed_by, len(group.members)) == ("timeout", 2)
+        await broker.publish(completed("c"))
+        (late,) = await groups(broker, 1, "discarded")
+        await drained(broker)
+    assert isinstance(late, GroupDiscarded)
+    assert (late.reason, late.trajectories, late.by) == ("late", ("c",), "judge")
+    async with judging(broker, settings(nats_config, timeout_s=0.2)):  # another life knows it from the log
+        await broker.publish(completed("d"))
+        await groups(broker, 2, "discarded")
+        await drained(broker)
+    await groups(broker, 1)
 
 
 @pytest.mark.parametrize(
@@ -244,62 +242,64 @@ async def test_a_group_id_that_no_subject_can_hold_is_scored_under_its_hash(nats
 
 @pytest.mark.usefixtures("quick_redelivery")
 async def test_an_arrival_is_acknowledged_at_once_and_any_judge_completes_the_group(
+    broker: Broker,
     nats_config: NatsConfig,
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        async with judging(broker, settings(nats_config)):
-            await publish(broker, [completed("a"), completed("b", reward=1.0)])
-            await drained(broker)
-        async with judging(broker, settings(nats_config)):
-            await broker.publish(completed("c"))
-            (group,) = await groups(broker, 1)
-            await drained(broker)
-        assert [m.trajectory for m in group.members] == ["a", "b", "c"]
-        assert (await broker.stream_info("TIMERS")).config.retention == "workqueue"
-        await timers(broker, 0)  # a full group needs no deadline
+    async with judging(broker, settings(nats_config)):
+        await publish(broker, [completed("a"), completed("b", reward=1.0)])
+        await drained(broker)
+    async with judging(broker, settings(nats_config)):
+        await broker.publish(completed("c"))
+        (group,) = await groups(broker, 1)
+        await drained(broker)
+    assert [m.trajectory for m in group.members] == ["a", "b", "c"]
+    assert (await broker.stream_info("TIMERS")).config.retention == "workqueue"
+    await timers(broker, 0)  # a full group needs no deadline
 
 
-async def test_a_redelivered_closing_member_is_neither_scored_again_nor_late(nats_config: NatsConfig) -> None:
+async def test_a_redelivered_closing_member_is_neither_scored_again_nor_late(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
     """A judge published the group and died before it acknowledged."""
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, [completed("a"), completed("b"), completed("c")])
-        async with broker.consume("judge") as messages:
-            held = await messages.batch(3)
-            group = await closed_group(broker, held[2])
-            event = await score_closed(group, JudgeConfig(), "j", None)
-            await broker.publish(event)
-        async with judging(broker, settings(nats_config), "another"):
-            await drained(broker)
-        assert [g.judge for g in await groups(broker, 1)] == ["j"]
-        assert await broker.read(GroupDiscarded) == []
+    await publish(broker, [completed("a"), completed("b"), completed("c")])
+    async with broker.consume("judge") as messages:
+        held = await messages.batch(3)
+        group = await closed_group(broker, held[2])
+        event = await score_closed(group, JudgeConfig(), "j", None)
+        await broker.publish(event)
+    async with judging(broker, settings(nats_config), "another"):
+        await drained(broker)
+    assert [g.judge for g in await groups(broker, 1)] == ["j"]
+    assert await broker.read(GroupDiscarded) == []
 
 
 async def test_the_event_of_another_judge_that_scored_the_group_first_is_adopted(
+    broker: Broker,
     nats_config: NatsConfig,
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, [completed("a"), completed("b"), completed("c")])
-        async with broker.consume("judge") as messages:
-            group = await closed_group(broker, (await messages.batch(3))[2])
-        fewer = dataclasses.replace(group, members=group.members[:2])
-        await broker.publish(await score_closed(fewer, JudgeConfig(), "j", None))
-        async with judging(broker, settings(nats_config)):
-            await drained(broker)
-        await groups(broker, 1)
-        (late,) = await groups(broker, 1, "discarded")
-        assert late.trajectories == ("c",)
+    await publish(broker, [completed("a"), completed("b"), completed("c")])
+    async with broker.consume("judge") as messages:
+        group = await closed_group(broker, (await messages.batch(3))[2])
+    fewer = dataclasses.replace(group, members=group.members[:2])
+    await broker.publish(await score_closed(fewer, JudgeConfig(), "j", None))
+    async with judging(broker, settings(nats_config)):
+        await drained(broker)
+    await groups(broker, 1)
+    (late,) = await groups(broker, 1, "discarded")
+    assert late.trajectories == ("c",)
 
 
-async def test_a_late_member_that_is_recorded_first_does_not_end_the_group(nats_config: NatsConfig) -> None:
+async def test_a_late_member_that_is_recorded_first_does_not_end_the_group(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
     """The judge that held the closing member died, and another recorded the late one meanwhile."""
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, [completed(t) for t in "abcd"])
-        await broker.publish(late_event(completed("d")))
-        async with judging(broker, settings(nats_config)):
-            (group,) = await groups(broker, 1)
-            await drained(broker)
-        assert [m.trajectory for m in group.members] == ["a", "b", "c"]
-        assert [d.trajectories for d in await groups(broker, 1, "discarded")] == [("d",)]
+    await publish(broker, [completed(t) for t in "abcd"])
+    await broker.publish(late_event(completed("d")))
+    async with judging(broker, settings(nats_config)):
+        (group,) = await groups(broker, 1)
+        await drained(broker)
+    assert [m.trajectory for m in group.members] == ["a", "b", "c"]
+    assert [d.trajectories for d in await groups(broker, 1, "discarded")] == [("d",)]
 
 
 async def test_a_group_whose_timer_comes_while_it_is_full_is_left_to_its_closing_member(
@@ -336,48 +336,48 @@ async def test_the_deadline_of_a_group_follows_the_clock_of_the_log_alone(nats_c
             await timers(broker, 0)
 
 
-async def test_a_dead_letter_that_is_delivered_again_joins_its_group(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        bad = completed("a", reward=1.0)
-        await broker.client.publish(bad.subject(), b"\xc1")
-        await broker.client.flush()
-        async with judging(broker, settings(nats_config)):
-            await publish(broker, [completed("b"), completed("c")])
-            await drained(broker)
-            (letter,) = await broker.read(DeadLettered)
-            fixed = msgspec.structs.replace(letter.event, payload=encode(bad))
-            await dead_letters.retry(broker, dataclasses.replace(letter, event=fixed))
-            (group,) = await groups(broker, 1)
-            await drained(broker)
-        assert {m.trajectory for m in group.members} == set("abc")
+async def test_a_dead_letter_that_is_delivered_again_joins_its_group(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
+    bad = completed("a", reward=1.0)
+    await broker.client.publish(bad.subject(), b"\xc1")
+    await broker.client.flush()
+    async with judging(broker, settings(nats_config)):
+        await publish(broker, [completed("b"), completed("c")])
+        await drained(broker)
+        (letter,) = await broker.read(DeadLettered)
+        fixed = msgspec.structs.replace(letter.event, payload=encode(bad))
+        await dead_letters.retry(broker, dataclasses.replace(letter, event=fixed))
+        (group,) = await groups(broker, 1)
+        await drained(broker)
+    assert {m.trajectory for m in group.members} == set("abc")
 
 
 async def test_a_judge_that_was_down_reads_its_backlog_before_it_closes_groups(
+    broker: Broker,
     nats_config: NatsConfig,
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        old = completed("x").at - 3_600_000_000
-        first = [completed(f"a{i}", f"g{i}", at=old) for i in range(300)]
-        second = [completed(f"b{i}", f"g{i}", at=old + 60_000_000) for i in range(300)]
-        await publish(broker, first + second)
-        async with judging(broker, settings(nats_config, group_size=2, timeout_s=120)):
-            found = await groups(broker, 300)
-            await drained(broker)
-        assert {g.closed_by for g in found} == {"size"}
+    old = completed("x").at - 3_600_000_000
+    first = [completed(f"a{i}", f"g{i}", at=old) for i in range(300)]
+    second = [completed(f"b{i}", f"g{i}", at=old + 60_000_000) for i in range(300)]
+    await publish(broker, first + second)
+    async with judging(broker, settings(nats_config, group_size=2, timeout_s=120)):
+        found = await groups(broker, 300)
+        await drained(broker)
+    assert {g.closed_by for g in found} == {"size"}
 
 
-async def test_the_trainer_gets_every_group_of_a_batch(nats_config: NatsConfig) -> None:
+async def test_the_trainer_gets_every_group_of_a_batch(broker: Broker, nats_config: NatsConfig) -> None:
     """It waits for all of them, so one that can't be compared is not discarded here."""
     batch = TrainingBatch(id="b", groups=("full", "small"), settings=b'{"optimizer.learning_rate":0.5}')
-    async with Broker.connect(nats_config) as broker:
-        async with judging(broker, settings(nats_config)):
-            await publish(broker, [completed(f"f{n}", "full", n / 2, batch=batch) for n in range(3)])
-            small = {"group_size": 2, "batch": batch}
-            await publish(broker, [completed("s0", "small", 1.0, **small)])
-            await publish(broker, [completed("s1", "small", None, outcome="no_result", **small)])
-            scored: list[GroupScored] = sorted(await groups(broker, 2), key=lambda g: g.group)
-            await drained(broker)
-        assert await broker.read(GroupDiscarded) == []
+    async with judging(broker, settings(nats_config)):
+        await publish(broker, [completed(f"f{n}", "full", n / 2, batch=batch) for n in range(3)])
+        small = {"group_size": 2, "batch": batch}
+        await publish(broker, [completed("s0", "small", 1.0, **small)])
+        await publish(broker, [completed("s1", "small", None, outcome="no_result", **small)])
+        scored: list[GroupScored] = sorted(await groups(broker, 2), key=lambda g: g.group)
+        await drained(broker)
+    assert await broker.read(GroupDiscarded) == []
     assert [(g.group, g.batch) for g in scored] == [("full", batch), ("small", batch)]
     assert [(m.trajectory, m.outcome, m.reward) for m in scored[1].members] == [
         ("s0", "scored", 1.0), ("s1", "no_result", 0.0)

@@ -81,16 +81,15 @@ async def answers(broker: Broker) -> list[TeacherAnswered]:
 
 @pytest.mark.parametrize("top_k", [0, 4])
 async def test_answers_are_on_the_log_before_the_group_that_names_them(
-    nats_config: NatsConfig, inference_double: VllmServer, top_k: int
+    broker: Broker, nats_config: NatsConfig, inference_double: VllmServer, top_k: int
 ) -> None:
     """Each sampled token has the teacher's logprob after all tokens before it. No reward is needed; validation runs
     are not taught."""
-    async with Broker.connect(nats_config) as broker:
-        async with judging(broker, settings(nats_config, inference_double.url, top_k=top_k)):
-            await play(broker, "a")
-            await play(broker, "v", split="val", reward=1.0)
-            found = {g.group: g.members[0] for g in await groups(broker, 2)}
-        (answer,) = await answers(broker)
+    async with judging(broker, settings(nats_config, inference_double.url, top_k=top_k)):
+        await play(broker, "a")
+        await play(broker, "v", split="val", reward=1.0)
+        found = {g.group: g.members[0] for g in await groups(broker, 2)}
+    (answer,) = await answers(broker)
     assert (found["a"].teacher, found["a"].reward, found["a"].outcome) == (TEACHER, 0.0, "scored")
     assert (found["v"].teacher, found["v"].reward) == ("", 1.0)
     assert (answer.trajectory, answer.teacher, answer.requests, answer.tokens) == ("a", TEACHER, 2, 12)
@@ -130,35 +129,35 @@ async def test_side_calls_are_not_asked_about(nats_config: NatsConfig, inference
     ],
 )
 async def test_without_an_answer_a_run_trains_with_its_reward_alone(
-    nats_config: NatsConfig, inference_double: VllmServer, changes: dict[str, Any]
+    broker: Broker, nats_config: NatsConfig, inference_double: VllmServer, changes: dict[str, Any]
 ) -> None:
     """And a run without a reward is discarded. The judge starts, and scores, while the teacher is down."""
-    async with Broker.connect(nats_config) as broker:
-        async with judging(broker, settings(nats_config, inference_double.url, **changes)):
-            await play(broker, "rewarded", reward=0.5)
-            await play(broker, "plain")
-            ((scored,), (discarded,)) = await groups(broker, 1), await groups(broker, 1, "discarded")
-        assert await answers(broker) == []
+    async with judging(broker, settings(nats_config, inference_double.url, **changes)):
+        await play(broker, "rewarded", reward=0.5)
+        await play(broker, "plain")
+        ((scored,), (discarded,)) = await groups(broker, 1), await groups(broker, 1, "discarded")
+    assert await answers(broker) == []
     assert [(m.trajectory, m.reward, m.teacher) for m in scored.members] == [("rewarded", 0.5, "")]
     assert (discarded.group, discarded.reason) == ("plain", "too_small")
 
 
-async def test_history_is_taught_later(nats_config: NatsConfig, inference_double: VllmServer) -> None:
+async def test_history_is_taught_later(
+    broker: Broker, nats_config: NatsConfig, inference_double: VllmServer
+) -> None:
     """Groups that were published while the teacher was down, and runs that were discarded then. A run keeps
     the answer that it has."""
     config = settings(nats_config, inference_double.url)
-    async with Broker.connect(nats_config) as broker:
-        async with judging(broker, with_values(config, {"teacher.model": "unknown"})):
-            await play(broker, "rewarded", reward=0.5)
-            await play(broker, "plain")
-            await groups(broker, 1)
-            await groups(broker, 1, "discarded")
-        for branch in ("one", "two"):
-            async with open_teacher(config, broker) as teacher:
-                report = await Rejudge(broker, config, None, teacher and teacher.teach, branch=branch).run()
-            assert (report.rejudged, report.rescued) == (2, 1)
-        assert sorted(a.trajectory for a in await answers(broker)) == ["plain", "rewarded"]
-        taught = [m for g in await groups(broker, 5) if g.branch != "main" for m in g.members]
+    async with judging(broker, with_values(config, {"teacher.model": "unknown"})):
+        await play(broker, "rewarded", reward=0.5)
+        await play(broker, "plain")
+        await groups(broker, 1)
+        await groups(broker, 1, "discarded")
+    for branch in ("one", "two"):
+        async with open_teacher(config, broker) as teacher:
+            report = await Rejudge(broker, config, None, teacher and teacher.teach, branch=branch).run()
+        assert (report.rejudged, report.rescued) == (2, 1)
+    assert sorted(a.trajectory for a in await answers(broker)) == ["plain", "rewarded"]
+    taught = [m for g in await groups(broker, 5) if g.branch != "main" for m in g.members]
     assert [(m.teacher, m.outcome) for m in taught] == [(TEACHER, "scored")] * 4
 
 
@@ -218,7 +217,7 @@ def test_a_logprob_is_bounded_and_padding_is_left_out() -> None:
 
 
 async def test_another_tokenizer_is_refused_with_the_first_token_that_differs(
-    nats_config: NatsConfig, inference_double: VllmServer, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, inference_double: VllmServer, tmp_path: Path
 ) -> None:
     """Two tokens of the base have changed places."""
     own = Tokenizer.from_file(f"{BASE}/tokenizer.json")
@@ -230,10 +229,9 @@ async def test_another_tokenizer_is_refused_with_the_first_token_that_differs(
     changed["added_tokens"].sort(key=lambda token: token["id"])
     (tmp_path / "tokenizer.json").write_bytes(msgspec.json.encode(changed))
     config = settings(nats_config, inference_double.url, base=str(tmp_path))
-    async with Broker.connect(nats_config) as broker:
-        with pytest.raises(ConfigError, match=f"token {min(ids)} is 'c1' here and 'b1' there"):
-            async with open_teacher(config, broker):
-                pass
+    with pytest.raises(ConfigError, match=f"token {min(ids)} is 'c1' here and 'b1' there"):
+        async with open_teacher(config, broker):
+            pass
 
 
 async def test_a_key_that_is_missing_ends_the_start(

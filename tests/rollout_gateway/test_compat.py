@@ -171,7 +171,7 @@ async def test_an_unmodified_program_is_captured_token_by_token(
 
 @pytest.mark.timeout(600)
 async def test_the_tool_runs_of_the_ai_sdk_are_found_whole(
-    start_gateway: StartGateway, nats_config: NatsConfig, vllm_server: VllmServer
+    start_gateway: StartGateway, broker: Broker, vllm_server: VllmServer
 ) -> None:
     """It writes the arguments of a call again in its own way when it sends them back."""
     gateway = start_gateway(**{"detection.enabled": True})
@@ -179,7 +179,6 @@ async def test_the_tool_runs_of_the_ai_sdk_are_found_whole(
     done = subprocess.run(LONG_PROGRAMS["AI SDK"](), capture_output=True, text=True, timeout=180, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(json.loads(done.stdout)["cells"]) == 2
-    async with Broker.connect(nats_config) as broker:
-        recorded = [r.event for r in await broker.read(ExchangeRecorded)]
+    recorded = [r.event for r in await broker.read(ExchangeRecorded)]
     assert len(recorded) == 4
     assert len({exchange.trajectory for exchange in recorded}) == 1

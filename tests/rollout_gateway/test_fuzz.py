@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from rollout_gateway.app import _MODEL_CALLS
 from tests.rollout_gateway.conftest import GatewayProcess
@@ -57,7 +56,7 @@ def bodies(source: random.Random, count: int) -> list[bytes]:
     return out
 
 
-async def test_a_thousand_malformed_requests(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
+async def test_a_thousand_malformed_requests(gateway: GatewayProcess, broker: Broker) -> None:
     source = random.Random(4)
     opened = gateway.open(id="fuzz")
     statuses: dict[int, int] = {}
@@ -84,8 +83,7 @@ async def test_a_thousand_malformed_requests(gateway: GatewayProcess, nats_confi
         assert b" 505 " in raw.recv(1000)
     client = gateway.agent(opened)
     client.chat.completions.create(**ASK)
-    async with Broker.connect(nats_config) as broker:
-        recorded = await exchanges(broker, "fuzz")
+    recorded = await exchanges(broker, "fuzz")
     assert recorded[-1].status == "complete"
     assert gateway.complete("fuzz").json()["exchanges"] == len(recorded)
     assert "Exception in ASGI" not in gateway.log

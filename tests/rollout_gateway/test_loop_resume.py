@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.events import TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
@@ -30,7 +29,7 @@ def start(url: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 async def test_a_killed_loop_plays_every_scenario_exactly_as_often_as_wished(
-    start_gateway: StartGateway, nats_config: NatsConfig
+    start_gateway: StartGateway, broker: Broker
 ) -> None:
     gateway = start_gateway()
     for lines in (20, 15):  # the loop dies twice, the second time together with the gateway
@@ -50,9 +49,8 @@ async def test_a_killed_loop_plays_every_scenario_exactly_as_often_as_wished(
     assert result["incomplete"] == []
     assert result["resumed"] + result["played"] == wished
     assert 35 - 2 * 8 <= result["resumed"] < wished
-    async with Broker.connect(nats_config) as broker:
-        opened = [r.event for r in await broker.read(TrajectoryOpened, project=PROJECT)]
-        ended = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
+    opened = [r.event for r in await broker.read(TrajectoryOpened, project=PROJECT)]
+    ended = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
     assert len({event.trajectory for event in opened}) == len(opened) == len(ended)
     tasks = {event.trajectory: event.task for event in opened}
     done = Counter(tasks[event.trajectory] for event in ended if event.outcome == "scored")

@@ -79,56 +79,54 @@ async def trained(broker: Broker, config: Config, branch: str, steps: int) -> li
 
 
 async def test_a_replayed_branch_is_judged_again_and_trained_on(
-    nats_config: NatsConfig, running_store: StoreProcess, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, running_store: StoreProcess, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config)
-    async with Broker.connect(nats_config) as broker:
-        await experience(broker)
-        main = await trained(broker, config, "main", 2)
-        async with running_store():
-            await until_acked(broker)
-            await broker.js.purge_stream("ROLLOUTS")  # the log has let go of everything
-            with sql.connect(tmp_path) as connection:
-                chosen = replay.select_groups(connection, where="reward_mean > 0")
-                counts = await replay.replay(nats_config, connection, chosen, "colder")
-        assert counts == {"groups": GROUPS, "already": 0, "republished": GROUPS * 2 * 3}
+    await experience(broker)
+    main = await trained(broker, config, "main", 2)
+    async with running_store():
+        await until_acked(broker)
+        await broker.js.purge_stream("ROLLOUTS")  # the log has let go of everything
+        with sql.connect(tmp_path) as connection:
+            chosen = replay.select_groups(connection, where="reward_mean > 0")
+            counts = await replay.replay(nats_config, connection, chosen, "colder")
+    assert counts == {"groups": GROUPS, "already": 0, "republished": GROUPS * 2 * 3}
 
-        # The same experience, another judge: here the agents' own rewards, which say the opposite.
-        report = await Rejudge(broker, config, None, branch="judged", source="colder").run()
-        assert (report.rejudged, report.failed, report.gone) == (GROUPS, 0, 0)
-        colder, judged = await scored(broker, "colder"), await scored(broker, "judged")
-        before = {(e.group, m.trajectory): m.reward for e in colder.values() for m in e.members}
-        after = {(e.group, m.trajectory): m.reward for e in judged.values() for m in e.members}
-        assert after == {k: pytest.approx(1.0 - v) for k, v in before.items()}
-        assert all(e.offline for e in (*colder.values(), *judged.values()))
+    # The same experience, another judge: here the agents' own rewards, which say the opposite.
+    report = await Rejudge(broker, config, None, branch="judged", source="colder").run()
+    assert (report.rejudged, report.failed, report.gone) == (GROUPS, 0, 0)
+    colder, judged = await scored(broker, "colder"), await scored(broker, "judged")
+    before = {(e.group, m.trajectory): m.reward for e in colder.values() for m in e.members}
+    after = {(e.group, m.trajectory): m.reward for e in judged.values() for m in e.members}
+    assert after == {k: pytest.approx(1.0 - v) for k, v in before.items()}
+    assert all(e.offline for e in (*colder.values(), *judged.values()))
 
-        # Each branch is trained from its own groups, and goes on after a stop.
-        await trained(broker, config, "colder", 1)
-        once = await trained(broker, config, "colder", 3)
-        again = await trained(broker, config, "judged", 3)
-        assert once[0].groups == again[0].groups == main[0].groups
-        assert once[0].adapter_sha256 != again[0].adapter_sha256
-        assert once[0].parent == again[0].parent == f"{kit.MODEL}@0"
+    # Each branch is trained from its own groups, and goes on after a stop.
+    await trained(broker, config, "colder", 1)
+    once = await trained(broker, config, "colder", 3)
+    again = await trained(broker, config, "judged", 3)
+    assert once[0].groups == again[0].groups == main[0].groups
+    assert once[0].adapter_sha256 != again[0].adapter_sha256
+    assert once[0].parent == again[0].parent == f"{kit.MODEL}@0"
 
-        # The main line is as it was, goes on, and is all that the gateway serves.
-        assert await checkpoints(broker, "main") == main
-        policies = Policies("p", [kit.MODEL])
-        await policies.rebuild(broker)
-        assert policies.newest(kit.MODEL) == f"{kit.MODEL}@2"
-        published = policies.checkpoint(f"{kit.MODEL}@1")
-        assert published is not None
-        assert published.event == main[0]
-        folders = {p.name for p in (tmp_path / "checkpoints" / "p").iterdir()}
-        assert folders == {"main", "colder", "judged"}
+    # The main line is as it was, goes on, and is all that the gateway serves.
+    assert await checkpoints(broker, "main") == main
+    policies = Policies("p", [kit.MODEL])
+    await policies.rebuild(broker)
+    assert policies.newest(kit.MODEL) == f"{kit.MODEL}@2"
+    published = policies.checkpoint(f"{kit.MODEL}@1")
+    assert published is not None
+    assert published.event == main[0]
+    folders = {p.name for p in (tmp_path / "checkpoints" / "p").iterdir()}
+    assert folders == {"main", "colder", "judged"}
 
 
 async def test_the_main_trainer_passes_other_branches_by(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config)
-    async with Broker.connect(nats_config) as broker:
-        await experience(broker)
-        for seq, event in (await scored(broker, "main")).items():
-            await broker.publish(msgspec.structs.replace(event, branch="other", origin=f"main/{seq}"))
-        await trained(broker, config, "main", 3)
-        await trained(broker, config, "other", 3)
+    await experience(broker)
+    for seq, event in (await scored(broker, "main")).items():
+        await broker.publish(msgspec.structs.replace(event, branch="other", origin=f"main/{seq}"))
+    await trained(broker, config, "main", 3)
+    await trained(broker, config, "other", 3)

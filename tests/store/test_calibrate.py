@@ -117,16 +117,15 @@ def test_the_newest_label_of_each_person_counts_and_people_are_averaged(tmp_path
 
 @pytest.mark.anyio
 async def test_the_command_writes_a_file_and_records_what_it_wrote(
-    nats_config: NatsConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    broker: Broker, nats_config: NatsConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     labelled(tmp_path / "run")
     settings = tmp_path / "c.toml"
     settings.write_text(f'project = "p"\nrun_dir = "{tmp_path}/run"\n[nats]\nurl = "{nats_config.url}"\n')
     out = tmp_path / "calibration.json"
-    async with Broker.connect(nats_config) as broker:
-        code = await anyio.to_thread.run_sync(calibrate.main, ["--config", str(settings), "--out", str(out)])
-        assert code == 0, capfd.readouterr().err
-        (recorded,) = await broker.read(JudgeCalibrated)
+    code = await anyio.to_thread.run_sync(calibrate.main, ["--config", str(settings), "--out", str(out)])
+    assert code == 0, capfd.readouterr().err
+    (recorded,) = await broker.read(JudgeCalibrated)
     assert read_calibration(str(out)).id == recorded.event.calibration
     assert (
         f"calibration {recorded.event.calibration} of ruler from 24 labelled runs" in capfd.readouterr().out

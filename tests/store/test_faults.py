@@ -64,35 +64,31 @@ async def test_a_full_disk_is_said_and_what_waited_is_written_once_it_has_room(
 
 
 async def test_a_stream_deleted_under_a_running_store_ends_it_and_its_next_start_makes_it_anew(
-    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+    broker: Broker, running_store: StoreProcess, tmp_path: Path
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, [exchange("old", seq) for seq in range(4)])
-        with pytest.RaisesGroup(
-            pytest.RaisesExc(BrokerError, match="start the service again"), flatten_subgroups=True
-        ):
-            async with running_store():
-                await until_acked(broker)
-                await broker.js.delete_stream("ROLLOUTS")
-                await anyio.sleep_forever()
+    await publish(broker, [exchange("old", seq) for seq in range(4)])
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(BrokerError, match="start the service again"), flatten_subgroups=True
+    ):
         async with running_store():
-            await publish(broker, [exchange("new", seq) for seq in range(4)])
             await until_acked(broker)
+            await broker.js.delete_stream("ROLLOUTS")
+            await anyio.sleep_forever()
+    async with running_store():
+        await publish(broker, [exchange("new", seq) for seq in range(4)])
+        await until_acked(broker)
     assert sorted(stored(tmp_path / "store", TAG)) == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
-async def test_nothing_is_acknowledged_on_a_log_that_lost_its_end(
-    nats_config: NatsConfig, tmp_path: Path
-) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, [exchange("t", seq) for seq in range(2)])
-        (first, _) = await broker.read(ExchangeRecorded, project="p", trajectory="t")
-        writer = Writer(broker, lake_in(tmp_path), StoreConfig(), streams.consumer("store-rollouts"))
-        at = first.place.at
-        before_reconnect: dict[str, Any] = {"reconnects": broker.client.stats["reconnects"] - 1}
-        await writer._require_whole_log(WriteBatch(messages={(1, at): first}, **before_reconnect))
-        with pytest.raises(BrokerError, match="lost its end: message 9 of ROLLOUTS"):
-            await writer._require_whole_log(WriteBatch(messages={(9, at): first}, **before_reconnect))
+async def test_nothing_is_acknowledged_on_a_log_that_lost_its_end(broker: Broker, tmp_path: Path) -> None:
+    await publish(broker, [exchange("t", seq) for seq in range(2)])
+    (first, _) = await broker.read(ExchangeRecorded, project="p", trajectory="t")
+    writer = Writer(broker, lake_in(tmp_path), StoreConfig(), streams.consumer("store-rollouts"))
+    at = first.place.at
+    before_reconnect: dict[str, Any] = {"reconnects": broker.client.stats["reconnects"] - 1}
+    await writer._require_whole_log(WriteBatch(messages={(1, at): first}, **before_reconnect))
+    with pytest.raises(BrokerError, match="lost its end: message 9 of ROLLOUTS"):
+        await writer._require_whole_log(WriteBatch(messages={(9, at): first}, **before_reconnect))
 
 
 async def test_a_server_that_dies_and_comes_back_costs_nothing(

@@ -378,16 +378,15 @@ def test_every_commit_is_synced_before_append_returns(
 @pytest.mark.anyio
 @pytest.mark.slow
 async def test_a_store_writes_there_and_goes_on_after_a_stop(
-    config: Config, running_store: StoreProcess, nats_config: NatsConfig
+    config: Config, running_store: StoreProcess, broker: Broker
 ) -> None:
     settings = {name: getattr(config.store, name) for name in ("dir", "s3_endpoint", "s3_region")}
-    async with Broker.connect(nats_config) as broker:
-        for round_ in range(2):
-            async with running_store(**settings) as running:
-                await publish(broker, [exchange(f"u{round_}", seq) for seq in range(30)])
-                if not round_:
-                    await publish(broker, run_of_one_step())
-                await until_acked(broker)
+    for round_ in range(2):
+        async with running_store(**settings) as running:
+            await publish(broker, [exchange(f"u{round_}", seq) for seq in range(30)])
+            if not round_:
+                await publish(broker, run_of_one_step())
+            await until_acked(broker)
     with sql.connect(running) as connection:
         counted = connection.sql("SELECT count(*), count(DISTINCT stream_seq) FROM exchanges").fetchall()
         assert counted == [(64, 64)]

@@ -34,48 +34,45 @@ def test_an_event_comes_out_of_parquet_as_it_went_in(event: Event) -> None:
 
 
 async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_back(
-    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        events = run_of_one_step()
-        await publish(broker, events)
-        async with running_store():
-            await until_acked(broker)
-            await broker.js.purge_stream(
-                "ROLLOUTS", seq=7
-            )  # retention took all but the last exchange and end
-            with sql.connect(tmp_path) as connection:
-                chosen = replay.select_groups(connection, where="reward_mean > 0.4")
-                assert [c.seq for c in chosen] == [1]
-                first = await replay.replay(nats_config, connection, chosen, "again")
-                second = await replay.replay(nats_config, connection, chosen, "again")
-            await until_acked(broker)
-        assert (first["groups"], second["groups"], second["already"], second["republished"]) == (1, 0, 1, 0)
-        (replayed,) = await broker.read(
-            GroupScored, project="p", model="m", group="g0", judge="j", branch="again"
-        )
-        group = replayed.event
-        assert isinstance(group, GroupScored)
-        assert (group.branch, group.origin, group.offline, group.closed_by) == (
-            "again",
-            "main/1",
-            True,
-            "replay",
-        )
-        then = next(e for e in events if isinstance(e, GroupScored))
-        ends = {
-            r.event.trajectory: r.seq
-            for r in await broker.read(TrajectoryCompleted)
-            if isinstance(r.event, TrajectoryCompleted)
-        }
-        there = tuple(msgspec.structs.replace(m, completed_seq=ends[m.trajectory]) for m in then.members)
-        assert (group.members, group.verdicts) == (there, then.verdicts)
-        exchanges = [r.event for r in await broker.read(ExchangeRecorded, project="p", trajectory="t0")]
-        assert exchanges == [e for e in events if wire_name(e) == "rollout.exchange"][:2]
-        assert isinstance(
-            (await broker.read(TrajectoryCompleted, project="p", model="m", trajectory="t0"))[0].event,
-            TrajectoryCompleted,
-        )
+    events = run_of_one_step()
+    await publish(broker, events)
+    async with running_store():
+        await until_acked(broker)
+        await broker.js.purge_stream("ROLLOUTS", seq=7)  # retention took all but the last exchange and end
+        with sql.connect(tmp_path) as connection:
+            chosen = replay.select_groups(connection, where="reward_mean > 0.4")
+            assert [c.seq for c in chosen] == [1]
+            first = await replay.replay(nats_config, connection, chosen, "again")
+            second = await replay.replay(nats_config, connection, chosen, "again")
+        await until_acked(broker)
+    assert (first["groups"], second["groups"], second["already"], second["republished"]) == (1, 0, 1, 0)
+    (replayed,) = await broker.read(
+        GroupScored, project="p", model="m", group="g0", judge="j", branch="again"
+    )
+    group = replayed.event
+    assert isinstance(group, GroupScored)
+    assert (group.branch, group.origin, group.offline, group.closed_by) == (
+        "again",
+        "main/1",
+        True,
+        "replay",
+    )
+    then = next(e for e in events if isinstance(e, GroupScored))
+    ends = {
+        r.event.trajectory: r.seq
+        for r in await broker.read(TrajectoryCompleted)
+        if isinstance(r.event, TrajectoryCompleted)
+    }
+    there = tuple(msgspec.structs.replace(m, completed_seq=ends[m.trajectory]) for m in then.members)
+    assert (group.members, group.verdicts) == (there, then.verdicts)
+    exchanges = [r.event for r in await broker.read(ExchangeRecorded, project="p", trajectory="t0")]
+    assert exchanges == [e for e in events if wire_name(e) == "rollout.exchange"][:2]
+    assert isinstance(
+        (await broker.read(TrajectoryCompleted, project="p", model="m", trajectory="t0"))[0].event,
+        TrajectoryCompleted,
+    )
     # What was put back is nobody's news: the store holds it once.
     assert stored(tmp_path / "store", "rollout.exchange") == [2, 3, 6, 7]
     assert len(stored(tmp_path / "store", "group.scored")) == 2

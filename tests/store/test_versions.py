@@ -57,14 +57,13 @@ async def test_the_store_copies_a_version(
         assert (folder / ADAPTER).read_bytes() == b"adapter"
 
 
-async def test_a_lost_state_and_a_lost_adapter_stop_nothing(nats_config: NatsConfig, tmp_path: Path) -> None:
-    async with Broker.connect(nats_config) as broker:
-        versions = Versions(broker, LocalStorage(tmp_path), "all")
-        await versions.copy(EVENT_1)  # the object store has nothing of it
-        assert not (tmp_path / FOLDER / EVENT).exists()
-        await broker.put_object(streams.ADAPTERS_BUCKET, EVENT_1.adapter, b"adapter")
-        await versions.copy(EVENT_1)
-        assert {p.name for p in (tmp_path / FOLDER).glob("*")} == {ADAPTER, EVENT}
+async def test_a_lost_state_and_a_lost_adapter_stop_nothing(broker: Broker, tmp_path: Path) -> None:
+    versions = Versions(broker, LocalStorage(tmp_path), "all")
+    await versions.copy(EVENT_1)  # the object store has nothing of it
+    assert not (tmp_path / FOLDER / EVENT).exists()
+    await broker.put_object(streams.ADAPTERS_BUCKET, EVENT_1.adapter, b"adapter")
+    await versions.copy(EVENT_1)
+    assert {p.name for p in (tmp_path / FOLDER).glob("*")} == {ADAPTER, EVENT}
 
 
 async def test_a_copy_waits_for_a_disk_with_room(

@@ -28,57 +28,53 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_every_event_lands_once_and_is_acknowledged(
-    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+    broker: Broker, running_store: StoreProcess, tmp_path: Path
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        events = run_of_one_step()
-        await publish(broker, events)
-        await store_all(broker, running_store)
+    events = run_of_one_step()
+    await publish(broker, events)
+    await store_all(broker, running_store)
     assert sum(len(stored(tmp_path / "store", tag)) for tag in schema.tables()) == len(events)
     assert stored(tmp_path / "store", "rollout.exchange") == [2, 3, 6, 7]
 
 
 async def test_stopping_writes_what_was_taken(
-    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+    broker: Broker, running_store: StoreProcess, tmp_path: Path
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, [exchange("t", seq) for seq in range(5)])
-        async with running_store(flush_s=60.0):
-            with anyio.fail_after(10):
-                while (await broker.js.consumer_info("ROLLOUTS", "store-rollouts")).num_ack_pending < 5:
-                    await anyio.sleep(0.02)
-            assert stored(tmp_path / "store", "rollout.exchange") == []
-        await store_all(broker, running_store)
+    await publish(broker, [exchange("t", seq) for seq in range(5)])
+    async with running_store(flush_s=60.0):
+        with anyio.fail_after(10):
+            while (await broker.js.consumer_info("ROLLOUTS", "store-rollouts")).num_ack_pending < 5:
+                await anyio.sleep(0.02)
+        assert stored(tmp_path / "store", "rollout.exchange") == []
+    await store_all(broker, running_store)
     assert stored(tmp_path / "store", "rollout.exchange") == [1, 2, 3, 4, 5]
 
 
 async def test_what_comes_again_is_left_out(
-    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+    broker: Broker, running_store: StoreProcess, tmp_path: Path
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, [exchange("t", seq) for seq in range(6)])
-        await store_all(broker, running_store)
-        # The consumer forgets everything: the server delivers all of it again.
-        await broker.js.delete_consumer("ROLLOUTS", "store-rollouts")
-        await broker.provision()
-        await publish(broker, [exchange("t", 6)])
-        await store_all(broker, running_store)
+    await publish(broker, [exchange("t", seq) for seq in range(6)])
+    await store_all(broker, running_store)
+    # The consumer forgets everything: the server delivers all of it again.
+    await broker.js.delete_consumer("ROLLOUTS", "store-rollouts")
+    await broker.provision()
+    await publish(broker, [exchange("t", 6)])
+    await store_all(broker, running_store)
     assert stored(tmp_path / "store", "rollout.exchange") == [1, 2, 3, 4, 5, 6, 7]
 
 
 async def test_what_fits_no_table_goes_to_the_dead_and_the_rest_is_stored(
-    nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+    broker: Broker, running_store: StoreProcess, tmp_path: Path
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, [exchange("t", 0), exchange("t", 1, step=2**63), exchange("t", 2)])
-        await broker.js.publish("rollout.exchange.p.t", b"\xc1")
-        async with running_store():
-            await until_acked(broker)
-            with anyio.fail_after(10):
-                while len(stored(tmp_path / "store", "dead.letter")) < 2:
-                    await anyio.sleep(0.02)
-        buried = {d.event.reason: d.event.payload for d in await broker.read(DeadLettered)}  # type: ignore[union-attr]
-        there = (await broker.js.get_msg("ROLLOUTS", 2)).data
+    await publish(broker, [exchange("t", 0), exchange("t", 1, step=2**63), exchange("t", 2)])
+    await broker.js.publish("rollout.exchange.p.t", b"\xc1")
+    async with running_store():
+        await until_acked(broker)
+        with anyio.fail_after(10):
+            while len(stored(tmp_path / "store", "dead.letter")) < 2:
+                await anyio.sleep(0.02)
+    buried = {d.event.reason: d.event.payload for d in await broker.read(DeadLettered)}  # type: ignore[union-attr]
+    there = (await broker.js.get_msg("ROLLOUTS", 2)).data
     assert buried == {"unstorable": there, "undecodable": b"\xc1"}
     assert stored(tmp_path / "store", "rollout.exchange") == [1, 3]
 

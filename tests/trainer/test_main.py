@@ -26,42 +26,41 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]  # processes that imp
 
 @pytest.mark.slow
 async def test_stopping_the_trainer_during_a_step_leaves_only_complete_checkpoints(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(
         tiny_base, tmp_path, nats_config, groups_per_step=1, max_staleness=100, keep_checkpoints=100
     )
     config = kit.with_many_loras(config)
     configuration.save(config, tmp_path / "config.toml")
-    async with Broker.connect(nats_config) as broker:
-        for i in range(30):
-            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
-        reading, writing = os.pipe()
-        with subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "trainer",
-                "--config",
-                str(tmp_path / "config.toml"),
-                "--ready-fd",
-                str(writing),
-            ],
-            pass_fds=[writing],
-        ) as process:
-            os.close(writing)
-            with os.fdopen(reading) as said:
-                assert json.loads(await anyio.to_thread.run_sync(said.readline)) == {"ready": True, "step": 0}
-            await steps_reach(broker, 2)
-            process.send_signal(signal.SIGTERM)
-            assert await anyio.to_thread.run_sync(process.wait, 60) == 0
-        events = await checkpoints(broker)
-        folder = Checkpoints.of(config, kit.MODEL)
-        # Every step is whole on disk, and the log is level with it or one step behind.
-        assert folder.steps() in (list(range(1, len(events) + 1)), list(range(1, len(events) + 2)))
-        for step in folder.steps():
-            folder.read(step)
-        assert not list(folder.folder.glob(".tmp-*"))
+    for i in range(30):
+        await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+    reading, writing = os.pipe()
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "trainer",
+            "--config",
+            str(tmp_path / "config.toml"),
+            "--ready-fd",
+            str(writing),
+        ],
+        pass_fds=[writing],
+    ) as process:
+        os.close(writing)
+        with os.fdopen(reading) as said:
+            assert json.loads(await anyio.to_thread.run_sync(said.readline)) == {"ready": True, "step": 0}
+        await steps_reach(broker, 2)
+        process.send_signal(signal.SIGTERM)
+        assert await anyio.to_thread.run_sync(process.wait, 60) == 0
+    events = await checkpoints(broker)
+    folder = Checkpoints.of(config, kit.MODEL)
+    # Every step is whole on disk, and the log is level with it or one step behind.
+    assert folder.steps() in (list(range(1, len(events) + 1)), list(range(1, len(events) + 2)))
+    for step in folder.steps():
+        folder.read(step)
+    assert not list(folder.folder.glob(".tmp-*"))
 
 
 def train_command(run_dir: Path, url: str) -> list[str]:
@@ -108,14 +107,13 @@ async def test_train_does_not_run_beside_the_trainer_of_up(
 
 @pytest.mark.slow
 async def test_train_runs_to_max_steps_and_ends(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, NatsConfig(), groups_per_step=1, max_steps=1)
     configuration.save(config, tmp_path / "config.toml")
-    async with Broker.connect(nats_config) as broker:
-        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
-        await anyio.run_process(train_command(tmp_path, nats_config.url))
-        assert [e.version for e in await checkpoints(broker)] == ["tiny@1"]
+    await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+    await anyio.run_process(train_command(tmp_path, nats_config.url))
+    assert [e.version for e in await checkpoints(broker)] == ["tiny@1"]
 
 
 @pytest.mark.slow

@@ -47,42 +47,44 @@ def composer(broker: Broker, config: Config, model: Model) -> ConfiguredComposer
     return ConfiguredComposer(config.judge, {"": judge}, {}, read)  # type: ignore[arg-type]
 
 
-async def test_verdicts_of_another_judge_are_published_on_their_own_branch(nats_config: NatsConfig) -> None:
+async def test_verdicts_of_another_judge_are_published_on_their_own_branch(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
-    async with Broker.connect(nats_config) as broker:
-        await history(broker, config)
-        model = Model(Scorer())
-        report = await Rejudge(broker, config, composer(broker, config, model)).run()
-        assert (report.rejudged, report.skipped, report.failed, report.gone) == (2, 0, 0, 0)
-        assert report.as_dict()["agreement_with_before"]["kendall_tau"] == -1.0
-        found = await groups(broker, 4)
-        new = next(g for g in found if g.branch != "main" and g.group == "g1")
-        assert isinstance(new, GroupScored)
-        assert new.branch == f"judge-{new.judge}"
-        assert (new.origin, new.closed_by, new.offline) == ("main/2", "replay", True)
-        assert {m.trajectory: m.reward for m in new.members} == pytest.approx(
-            {"g1-0": 0.1, "g1-1": 0.2, "g1-2": 0.3}
-        )
-        assert new.members[0].components["agent"] == 1.0
-        calls = len(model.requests)
-        again = await Rejudge(broker, config, composer(broker, config, model)).run()
-        assert (again.rejudged, again.skipped, len(model.requests)) == (0, 2, calls)
-        await groups(broker, 4)
+    await history(broker, config)
+    model = Model(Scorer())
+    report = await Rejudge(broker, config, composer(broker, config, model)).run()
+    assert (report.rejudged, report.skipped, report.failed, report.gone) == (2, 0, 0, 0)
+    assert report.as_dict()["agreement_with_before"]["kendall_tau"] == -1.0
+    found = await groups(broker, 4)
+    new = next(g for g in found if g.branch != "main" and g.group == "g1")
+    assert isinstance(new, GroupScored)
+    assert new.branch == f"judge-{new.judge}"
+    assert (new.origin, new.closed_by, new.offline) == ("main/2", "replay", True)
+    assert {m.trajectory: m.reward for m in new.members} == pytest.approx(
+        {"g1-0": 0.1, "g1-1": 0.2, "g1-2": 0.3}
+    )
+    assert new.members[0].components["agent"] == 1.0
+    calls = len(model.requests)
+    again = await Rejudge(broker, config, composer(broker, config, model)).run()
+    assert (again.rejudged, again.skipped, len(model.requests)) == (0, 2, calls)
+    await groups(broker, 4)
 
 
-async def test_late_labels_of_people_become_the_rewards_of_a_verdict_set(nats_config: NatsConfig) -> None:
+async def test_late_labels_of_people_become_the_rewards_of_a_verdict_set(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
     labels = (RewardConfig(name="label", kind="feedback", default=0.5),)
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3))
-    async with Broker.connect(nats_config) as broker:
-        await history(broker, config)
-        about = {"project": "p", "model": "m", "group": "g1", "name": "label", "by": "ann"}
-        await broker.publish(SignalGiven(**about, signal="1", trajectory="g1-0", value=0.0))
-        await broker.publish(SignalGiven(**about, signal="2", trajectory="g1-2", value=1.0))
-        later = msgspec.structs.replace(config, judge=JudgeConfig(group_size=3, rewards=labels))
-        async with open_composer_on_log(later, broker) as judge:
-            report = await Rejudge(broker, later, judge, branch="labels").run()
-        assert report.rejudged == 2
-        found = {g.group: g for g in await groups(broker, 4) if g.branch == "labels"}
+    await history(broker, config)
+    about = {"project": "p", "model": "m", "group": "g1", "name": "label", "by": "ann"}
+    await broker.publish(SignalGiven(**about, signal="1", trajectory="g1-0", value=0.0))
+    await broker.publish(SignalGiven(**about, signal="2", trajectory="g1-2", value=1.0))
+    later = msgspec.structs.replace(config, judge=JudgeConfig(group_size=3, rewards=labels))
+    async with open_composer_on_log(later, broker) as judge:
+        report = await Rejudge(broker, later, judge, branch="labels").run()
+    assert report.rejudged == 2
+    found = {g.group: g for g in await groups(broker, 4) if g.branch == "labels"}
     assert [m.reward for m in found["g1"].members] == [0.0, 0.5, 1.0]
     assert [m.graders for m in found["g1"].members] == [
         (Grader(key="ann", reward=0.5),),
@@ -92,37 +94,38 @@ async def test_late_labels_of_people_become_the_rewards_of_a_verdict_set(nats_co
     assert {m.reward for m in found["g0"].members} == {0.5}
 
 
-async def test_on_main_each_group_trains_once_under_each_verdict_set(nats_config: NatsConfig) -> None:
+async def test_on_main_each_group_trains_once_under_each_verdict_set(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
     """Also where the command dies after its first group, and where other verdict sets were made meanwhile."""
     labels = (RewardConfig(name="label", kind="feedback", default=0.5),)
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3))
-    async with Broker.connect(nats_config) as broker:
-        await history(broker, config)
-        later = msgspec.structs.replace(config, judge=JudgeConfig(group_size=3, rewards=labels))
-        with pytest.raises(ConfigError, match="only groups of main can be judged again on main"):
-            Rejudge(broker, later, None, branch="main", source="b")
-        async with open_composer_on_log(later, broker) as judge:
-            done = []
-            for verdicts, limit in (("one", 1), ("one", 0), ("two", 0), ("one", 0), ("two", 0)):
-                made = Rejudge(broker, later, judge, branch="main", verdicts=verdicts)
-                done.append((await made.run(limit)).rejudged)
-            assert done == [1, 1, 2, 0, 0]
-            newest = [r.event.at for r in await broker.read(GroupScored) if not r.event.origin][-1]
-            ranged = Rejudge(broker, later, judge, branch="main", verdicts="three")
-            assert (
-                (await ranged.run(since=newest + 1)).rejudged,
-                (await ranged.run(since=newest)).rejudged,
-            ) == (0, 1)
-        found = await groups(broker, 7)
-        assert sorted((g.group, g.judge) for g in found if g.offline) == [
-            ("g0", "one"), ("g0", "two"), ("g1", "one"), ("g1", "three"), ("g1", "two")
-        ]  # fmt: skip
-        assert {g.origin for g in found if g.offline} == {"main/1", "main/2"}
-        assert {g.branch for g in found} == {"main"}
+    await history(broker, config)
+    later = msgspec.structs.replace(config, judge=JudgeConfig(group_size=3, rewards=labels))
+    with pytest.raises(ConfigError, match="only groups of main can be judged again on main"):
+        Rejudge(broker, later, None, branch="main", source="b")
+    async with open_composer_on_log(later, broker) as judge:
+        done = []
+        for verdicts, limit in (("one", 1), ("one", 0), ("two", 0), ("one", 0), ("two", 0)):
+            made = Rejudge(broker, later, judge, branch="main", verdicts=verdicts)
+            done.append((await made.run(limit)).rejudged)
+        assert done == [1, 1, 2, 0, 0]
+        newest = [r.event.at for r in await broker.read(GroupScored) if not r.event.origin][-1]
+        ranged = Rejudge(broker, later, judge, branch="main", verdicts="three")
+        assert (
+            (await ranged.run(since=newest + 1)).rejudged,
+            (await ranged.run(since=newest)).rejudged,
+        ) == (0, 1)
+    found = await groups(broker, 7)
+    assert sorted((g.group, g.judge) for g in found if g.offline) == [
+        ("g0", "one"), ("g0", "two"), ("g1", "one"), ("g1", "three"), ("g1", "two")
+    ]  # fmt: skip
+    assert {g.origin for g in found if g.offline} == {"main/1", "main/2"}
+    assert {g.branch for g in found} == {"main"}
 
 
 async def test_a_command_that_is_killed_goes_on_where_it_stopped(
-    nats_config: NatsConfig, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tmp_path: Path
 ) -> None:
     config = Config(project="p", nats=nats_config, run_dir=str(tmp_path), judge=JudgeConfig(group_size=3))
     configuration.save(config, tmp_path / "config.toml")
@@ -131,89 +134,87 @@ async def test_a_command_that_is_killed_goes_on_where_it_stopped(
     ]  # fmt: skip
     # Groups are published beside each other: the second death may leave both on the log, and the third run ends alone.
     deaths = ("broker.before_publish:1", "broker.after_publish:1", "broker.after_publish:1", "")
-    async with Broker.connect(nats_config) as broker:
-        await history(broker, config)
-        codes = []
-        for death in deaths:
-            process = await anyio.run_process(
-                [sys.executable, "-m", "judge.commands.rejudge", *arguments],
-                env=os.environ | {crash.VARIABLE: death}, check=False,
-            )  # fmt: skip
-            codes.append(process.returncode)
-        assert (codes[:2], codes[2] in (-9, 0), codes[3]) == ([-9, -9], True, 0)
-        assert msgspec.json.decode(process.stdout)["skipped"] == 2
-        found = [g for g in await groups(broker, 4) if g.offline]
-        assert sorted((g.group, g.judge, g.branch) for g in found) == [
-            ("g0", "labels", "main"), ("g1", "labels", "main")
-        ]  # fmt: skip
+    await history(broker, config)
+    codes = []
+    for death in deaths:
+        process = await anyio.run_process(
+            [sys.executable, "-m", "judge.commands.rejudge", *arguments],
+            env=os.environ | {crash.VARIABLE: death}, check=False,
+        )  # fmt: skip
+        codes.append(process.returncode)
+    assert (codes[:2], codes[2] in (-9, 0), codes[3]) == ([-9, -9], True, 0)
+    assert msgspec.json.decode(process.stdout)["skipped"] == 2
+    found = [g for g in await groups(broker, 4) if g.offline]
+    assert sorted((g.group, g.judge, g.branch) for g in found) == [
+        ("g0", "labels", "main"), ("g1", "labels", "main")
+    ]  # fmt: skip
 
 
-async def test_a_running_judge_ignores_other_branches(nats_config: NatsConfig) -> None:
+async def test_a_running_judge_ignores_other_branches(broker: Broker, nats_config: NatsConfig) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
-    async with Broker.connect(nats_config) as broker:
-        await history(broker, config)
-        await Rejudge(broker, config, composer(broker, config, Model(Scorer())), branch="b").run(limit=1)
-        written = GroupLog(broker, config.judge)
-        for group in ("g0", "g1"):
-            end = await written.end_of(GroupKey("p", "m", group, "train"))
-            assert end == GroupEnd(True, frozenset(f"{group}-{i}" for i in range(3)), scored=True)
+    await history(broker, config)
+    await Rejudge(broker, config, composer(broker, config, Model(Scorer())), branch="b").run(limit=1)
+    written = GroupLog(broker, config.judge)
+    for group in ("g0", "g1"):
+        end = await written.end_of(GroupKey("p", "m", group, "train"))
+        assert end == GroupEnd(True, frozenset(f"{group}-{i}" for i in range(3)), scored=True)
 
 
-async def test_groups_whose_history_is_gone_are_recorded_as_discarded(nats_config: NatsConfig) -> None:
+async def test_groups_whose_history_is_gone_are_recorded_as_discarded(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
-    async with Broker.connect(nats_config) as broker:
-        await history(broker, config)
-        await broker.js.delete_msg("ROLLOUTS", 2)
-        report = await Rejudge(broker, config, composer(broker, config, Model(Scorer())), branch="b").run()
-        assert (report.rejudged, report.gone) == (1, 1)
-        (gone,) = await groups(broker, 1, "discarded")
-        assert (gone.reason, gone.branch, gone.by) == ("history_gone", "b", "rejudge")
+    await history(broker, config)
+    await broker.js.delete_msg("ROLLOUTS", 2)
+    report = await Rejudge(broker, config, composer(broker, config, Model(Scorer())), branch="b").run()
+    assert (report.rejudged, report.gone) == (1, 1)
+    (gone,) = await groups(broker, 1, "discarded")
+    assert (gone.reason, gone.branch, gone.by) == ("history_gone", "b", "rejudge")
 
 
-async def test_a_group_that_was_discarded_without_a_judge_model_is_scored(nats_config: NatsConfig) -> None:
+async def test_a_group_that_was_discarded_without_a_judge_model_is_scored(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3))
-    async with Broker.connect(nats_config) as broker:
-        async with judging(broker, config):
-            for i in range(3):  # no rewards, no judge model: too small
-                await broker.publish(exchange(f"t{i}", f"quality=0.{i + 1}"))
-                await broker.publish(completed(f"t{i}", "g", exchanges=1))
-            for i in range(3):  # nothing to score for any judge
-                await broker.publish(completed(f"n{i}", "none", outcome="no_result"))
-            discarded = await groups(broker, 2, "discarded")
-            assert {g.reason for g in discarded} == {"too_small"}
-        later = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
-        report = await Rejudge(broker, later, composer(broker, later, Model(Scorer())), branch="b").run()
-        assert (report.rejudged, report.rescued, report.failed) == (1, 1, 0)
-        (new,) = await groups(broker, 1)
-        assert isinstance(new, GroupScored)
-        assert (new.group, new.branch, new.closed_by, new.offline) == ("g", "b", "replay", True)
-        assert new.origin.startswith("main/")
-        assert {m.trajectory: m.reward for m in new.members} == pytest.approx(
-            {"t0": 0.1, "t1": 0.2, "t2": 0.3}
-        )
-        again = await Rejudge(broker, later, composer(broker, later, Model(Scorer())), branch="b").run()
-        assert (again.rejudged, again.skipped) == (0, 1)
+    async with judging(broker, config):
+        for i in range(3):  # no rewards, no judge model: too small
+            await broker.publish(exchange(f"t{i}", f"quality=0.{i + 1}"))
+            await broker.publish(completed(f"t{i}", "g", exchanges=1))
+        for i in range(3):  # nothing to score for any judge
+            await broker.publish(completed(f"n{i}", "none", outcome="no_result"))
+        discarded = await groups(broker, 2, "discarded")
+        assert {g.reason for g in discarded} == {"too_small"}
+    later = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
+    report = await Rejudge(broker, later, composer(broker, later, Model(Scorer())), branch="b").run()
+    assert (report.rejudged, report.rescued, report.failed) == (1, 1, 0)
+    (new,) = await groups(broker, 1)
+    assert isinstance(new, GroupScored)
+    assert (new.group, new.branch, new.closed_by, new.offline) == ("g", "b", "replay", True)
+    assert new.origin.startswith("main/")
+    assert {m.trajectory: m.reward for m in new.members} == pytest.approx({"t0": 0.1, "t1": 0.2, "t2": 0.3})
+    again = await Rejudge(broker, later, composer(broker, later, Model(Scorer())), branch="b").run()
+    assert (again.rejudged, again.skipped) == (0, 1)
 
 
-async def test_a_group_of_one_is_judged_again_where_one_member_is_enough(nats_config: NatsConfig) -> None:
+async def test_a_group_of_one_is_judged_again_where_one_member_is_enough(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, min_size=1))
-    async with Broker.connect(nats_config) as broker:
-        async with judging(broker, config):
-            await broker.publish(completed("a", group="", reward=0.25))
-            await groups(broker, 1)
-        report = await Rejudge(broker, config, None, branch="b").run()
-        assert (report.rejudged, report.failed) == (1, 0)
+    async with judging(broker, config):
+        await broker.publish(completed("a", group="", reward=0.25))
+        await groups(broker, 1)
+    report = await Rejudge(broker, config, None, branch="b").run()
+    assert (report.rejudged, report.failed) == (1, 0)
 
 
-async def test_a_failing_judge_publishes_nothing(nats_config: NatsConfig) -> None:
+async def test_a_failing_judge_publishes_nothing(broker: Broker, nats_config: NatsConfig) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
-    async with Broker.connect(nats_config) as broker:
-        await history(broker, config)
-        failing = composer(broker, config, Model(lambda _: 500))
-        failing.rulers[""]._config = JudgeConfig(retry_for_s=0.0)  # type: ignore[attr-defined]
-        report = await Rejudge(broker, config, failing, branch="b").run()
-        assert (report.rejudged, report.failed) == (0, 2)
-        await groups(broker, 2)
+    await history(broker, config)
+    failing = composer(broker, config, Model(lambda _: 500))
+    failing.rulers[""]._config = JudgeConfig(retry_for_s=0.0)  # type: ignore[attr-defined]
+    report = await Rejudge(broker, config, failing, branch="b").run()
+    assert (report.rejudged, report.failed) == (0, 2)
+    await groups(broker, 2)
 
 
 def test_without_a_run_the_command_says_so(

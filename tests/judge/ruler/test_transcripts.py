@@ -15,7 +15,6 @@ from judge.ruler.transcripts import (
     shorten,
     utf8_size,
 )
-from pipeline.config import NatsConfig
 from pipeline.conversations import Message
 from pipeline.log.broker import Broker, HistoryGoneError
 from tests.judge.kit import exchange
@@ -58,15 +57,14 @@ def test_a_trajectory_without_exchanges_raises_history_gone() -> None:
         from_exchanges("t", [])
 
 
-async def test_a_transcript_comes_from_the_log(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(exchange("t", "hello"))
-        assert (
-            rendered((await load_transcript(broker, "p", "t")).last_conversation.messages)
-            == "[user] Win the game.\n[assistant] hello"
-        )
-        with pytest.raises(HistoryGoneError):
-            await load_transcript(broker, "p", "none")
+async def test_a_transcript_comes_from_the_log(broker: Broker) -> None:
+    await broker.publish(exchange("t", "hello"))
+    assert (
+        rendered((await load_transcript(broker, "p", "t")).last_conversation.messages)
+        == "[user] Win the game.\n[assistant] hello"
+    )
+    with pytest.raises(HistoryGoneError):
+        await load_transcript(broker, "p", "none")
 
 
 def test_every_kind_of_message_is_rendered() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.config import KeyConfig, NatsConfig
+from pipeline.config import KeyConfig
 from pipeline.events import PolicyPromoted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
@@ -254,17 +254,14 @@ def test_calls_of_a_run_count_as_its_keys_calls(start_front: StartGateway) -> No
     assert Caller(gateway, "a").call() == 429
 
 
-async def test_a_decision_is_by_the_key_that_made_it(
-    start_front: StartGateway, nats_config: NatsConfig
-) -> None:
+async def test_a_decision_is_by_the_key_that_made_it(start_front: StartGateway, broker: Broker) -> None:
     gateway = start_front(keys=KEYS)
     assert (
         Caller(gateway, "boss").status("POST", "/v1/policies/tictactoe/follow", {"by": "someone else"}) == 200
     )
     Caller(gateway, "alice").open(id="mine")
-    async with Broker.connect(nats_config) as broker:
-        decided = await broker.read_last(PolicyPromoted)
-        opened = await broker.read_last(TrajectoryOpened)
+    decided = await broker.read_last(PolicyPromoted)
+    opened = await broker.read_last(TrajectoryOpened)
     assert decided is not None
     assert isinstance(decided.event, PolicyPromoted)
     assert decided.event.by == "boss"

@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.events import GroupDiscarded, GroupOpened, GroupScored, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from tests.rollout_gateway.access.test_access import KEYS, LET_IN, Caller
@@ -28,7 +27,7 @@ def code(reply: httpx.Response) -> tuple[int, str]:
 
 @pytest.mark.slow
 async def test_a_group_belongs_to_the_key_that_opened_it_first(
-    start_front: StartGateway, nats_config: NatsConfig
+    start_front: StartGateway, broker: Broker
 ) -> None:
     gateway = start_front(keys=KEYS)
     alice, boss = (Caller(gateway, name) for name in ("alice", "boss"))
@@ -56,13 +55,12 @@ async def test_a_group_belongs_to_the_key_that_opened_it_first(
     assert alice.call(**{"x-journeywork-trajectory": "a3", "x-journeywork-group": "g"}) == LET_IN
     for name in ("a2", "a3"):
         assert alice.ask("GET", f"/v1/trajectories/{name}").json()["group_size"] == 2
-    async with Broker.connect(nats_config) as broker:
-        openings = [
-            r.event for r in await broker.read(GroupOpened, project=PROJECT, group="g", model="tictactoe")
-        ]
-        assert [(e.owner, e.group_size) for e in openings] == [("alice", 2)]
-        opened = [r.event for r in await broker.read(TrajectoryOpened, project=PROJECT)]
-        assert {e.group_size for e in opened if (e.group, e.split) == ("g", "train")} == {2}
+    openings = [
+        r.event for r in await broker.read(GroupOpened, project=PROJECT, group="g", model="tictactoe")
+    ]
+    assert [(e.owner, e.group_size) for e in openings] == [("alice", 2)]
+    opened = [r.event for r in await broker.read(TrajectoryOpened, project=PROJECT)]
+    assert {e.group_size for e in opened if (e.group, e.split) == ("g", "train")} == {2}
 
 
 def test_a_key_that_fills_the_limit_of_groups_holds_up_no_other_key(start_front: StartGateway) -> None:
@@ -123,7 +121,7 @@ async def test_an_evaluation_of_no_version_is_refused(start_front: StartGateway,
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "version")
 
 
-async def test_a_groups_state_is_for_its_key(start_front: StartGateway, nats_config: NatsConfig) -> None:
+async def test_a_groups_state_is_for_its_key(start_front: StartGateway, broker: Broker) -> None:
     gateway = start_front(keys=KEYS)
     alice, bob, boss = (Caller(gateway, name) for name in ("alice", "bob", "boss"))
     alice.open(id="a1", group="g")
@@ -138,17 +136,14 @@ async def test_a_groups_state_is_for_its_key(start_front: StartGateway, nats_con
     assert told == bob.ask("GET", "/v1/groups/x?model=tictactoe").text.replace("'x'", "'g'")
     # The opening is gone with the log's first days, and the group is still known by what became of it.
     keys: Any = {"project": PROJECT, "model": "tictactoe", "owner": "bob"}
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(GroupScored(group="scored", judge="j", members=(), **keys))
-        reason: Any = "too_small"
-        await broker.publish(
-            GroupDiscarded(group="gone", trajectories=("t",), reason=reason, by="judge", **keys)
-        )
+    await broker.publish(GroupScored(group="scored", judge="j", members=(), **keys))
+    reason: Any = "too_small"
+    await broker.publish(GroupDiscarded(group="gone", trajectories=("t",), reason=reason, by="judge", **keys))
     assert states("scored") == states("gone") == [404, 200, 200]
 
 
 async def test_a_batch_carries_its_owner_and_names_its_groups(
-    start_front: StartGateway, nats_config: NatsConfig
+    start_front: StartGateway, broker: Broker
 ) -> None:
     gateway = start_front(keys=KEYS)
     alice = Caller(gateway, "alice")
@@ -161,8 +156,7 @@ async def test_a_batch_carries_its_owner_and_names_its_groups(
     assert alice.status("POST", path, {"reward": 1, "batch": batch}) == 200
     for other in ({}, {"batch": {**batch, "id": "c"}}, {"batch": {"id": "b", "groups": ["g"]}}):
         assert alice.status("POST", path, {"reward": 1, **other}) == 409
-    async with Broker.connect(nats_config) as broker:
-        (completed,) = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
+    (completed,) = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
     assert completed.batch is not None
     assert (completed.owner, completed.batch.owner, completed.batch.groups) == ("alice", "alice", ("g", "h"))
 

@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.events import PolicyPromoted
 from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
@@ -23,63 +22,58 @@ async def decide(gateway: GatewayProcess, action: str, **body: Any) -> httpx.Res
 
 @pytest.mark.slow
 async def test_decisions_hold_across_replicas_and_restarts(
-    start_gateway: StartGateway, nats_config: NatsConfig
+    start_gateway: StartGateway, broker: Broker
 ) -> None:
     gateway = start_gateway()
-    async with Broker.connect(nats_config) as broker:
-        for step in (1, 2, 3):
-            await publish_adapter(broker, step)
-        await serves(gateway, "tictactoe@3")
-        pinned = await decide(
-            gateway, "pin", version="tictactoe@1", by="me", reason="it was better", request="r1"
-        )
-        assert pinned.json() == {
-            "model": "tictactoe", "action": "pin", "version": "tictactoe@1", "other": None
-        }  # fmt: skip
-        assert (
-            await decide(gateway, "pin", version="tictactoe@1", by="me", reason="it was better", request="r1")
-        ).is_success
-        assert gateway.client().chat.completions.create(**ASK).model == "tictactoe@1"
-        await publish_adapter(broker, 4)
-        other = start_gateway(folder="other")
-        await serves(other, "tictactoe@1")
-        await decide(other, "rollback")
-        await serves(gateway, "tictactoe@4")
-        refused = await decide(gateway, "rollback")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "no_decision")
-        await decide(gateway, "follow")
-        await serves(gateway, "tictactoe@4")
-        await serves(other, "tictactoe@4")
-        assert (await decide(gateway, "promote", version="tictactoe@9")).status_code == 404
-        assert (await decide(gateway, "split", version="tictactoe@3", other="nope")).status_code == 404
-        recorded = await broker.read(PolicyPromoted)
-        events = [r.event for r in recorded]
-        assert [e.action for e in events] == ["pin", "rollback", "follow"]
-        assert (events[0].by, events[0].reason) == ("me", "it was better")
+    for step in (1, 2, 3):
+        await publish_adapter(broker, step)
+    await serves(gateway, "tictactoe@3")
+    pinned = await decide(
+        gateway, "pin", version="tictactoe@1", by="me", reason="it was better", request="r1"
+    )
+    assert pinned.json() == {
+        "model": "tictactoe", "action": "pin", "version": "tictactoe@1", "other": None
+    }  # fmt: skip
+    assert (
+        await decide(gateway, "pin", version="tictactoe@1", by="me", reason="it was better", request="r1")
+    ).is_success
+    assert gateway.client().chat.completions.create(**ASK).model == "tictactoe@1"
+    await publish_adapter(broker, 4)
+    other = start_gateway(folder="other")
+    await serves(other, "tictactoe@1")
+    await decide(other, "rollback")
+    await serves(gateway, "tictactoe@4")
+    refused = await decide(gateway, "rollback")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "no_decision")
+    await decide(gateway, "follow")
+    await serves(gateway, "tictactoe@4")
+    await serves(other, "tictactoe@4")
+    assert (await decide(gateway, "promote", version="tictactoe@9")).status_code == 404
+    assert (await decide(gateway, "split", version="tictactoe@3", other="nope")).status_code == 404
+    recorded = await broker.read(PolicyPromoted)
+    events = [r.event for r in recorded]
+    assert [e.action for e in events] == ["pin", "rollback", "follow"]
+    assert (events[0].by, events[0].reason) == ("me", "it was better")
 
 
-async def test_an_idempotency_id_stands_for_one_decision(
-    gateway: GatewayProcess, nats_config: NatsConfig
-) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish_adapter(broker, 1)
-        await serves(gateway, "tictactoe@1")
-        for version in ("tictactoe@0", "tictactoe@1"):
-            await decide(gateway, "pin", version=version)
-        for _ in range(2):  # the repeat takes back nothing more
-            reply = await decide(gateway, "rollback", request="r1")
-            assert (reply.status_code, reply.json()["version"]) == (200, "tictactoe@0")
-        refused = await decide(gateway, "pin", version="tictactoe@1", request="r1")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "request_exists")
-        assert "Nothing was recorded" in refused.json()["error"]["message"]
-        events = [r.event for r in await broker.read(PolicyPromoted)]
+async def test_an_idempotency_id_stands_for_one_decision(gateway: GatewayProcess, broker: Broker) -> None:
+    await publish_adapter(broker, 1)
+    await serves(gateway, "tictactoe@1")
+    for version in ("tictactoe@0", "tictactoe@1"):
+        await decide(gateway, "pin", version=version)
+    for _ in range(2):  # the repeat takes back nothing more
+        reply = await decide(gateway, "rollback", request="r1")
+        assert (reply.status_code, reply.json()["version"]) == (200, "tictactoe@0")
+    refused = await decide(gateway, "pin", version="tictactoe@1", request="r1")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "request_exists")
+    assert "Nothing was recorded" in refused.json()["error"]["message"]
+    events = [r.event for r in await broker.read(PolicyPromoted)]
     assert [e.action for e in events] == ["pin", "pin", "rollback"]
 
 
-async def test_a_split_is_sticky_per_trajectory(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish_adapter(broker, 1)
-        await serves(gateway, "tictactoe@1")
+async def test_a_split_is_sticky_per_trajectory(gateway: GatewayProcess, broker: Broker) -> None:
+    await publish_adapter(broker, 1)
+    await serves(gateway, "tictactoe@1")
     reply = await decide(gateway, "split", version="tictactoe@1", other="tictactoe@0", percent=50)
     assert reply.is_success, reply.text
     sides: dict[str, set[str]] = {}

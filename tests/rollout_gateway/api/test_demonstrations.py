@@ -8,7 +8,6 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, unpack_ids
 from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import GatewayProcess
@@ -25,7 +24,7 @@ CHAT = [
 
 
 async def test_each_reply_is_a_call_with_the_prompt_that_the_model_would_have_got(
-    gateway: GatewayProcess, nats_config: NatsConfig
+    gateway: GatewayProcess, broker: Broker
 ) -> None:
     batch = {"id": "b", "groups": ["g"], "settings": {"loss.type": "sft", "optimizer.update_rates": [1e-3]}}
 
@@ -39,8 +38,7 @@ async def test_each_reply_is_a_call_with_the_prompt_that_the_model_would_have_go
         assert (done["exchanges"], done["reward"]) == (2, 1.0)
     for refused in ({"messages": CHAT[:1]}, {"messages": CHAT, "model": "x"}, {"messages": []}):
         assert send("other", **refused).status_code == 400
-    async with Broker.connect(nats_config) as broker:
-        events = [r.event for r in await broker.read(ExchangeRecorded, trajectory="demo")]
+    events = [r.event for r in await broker.read(ExchangeRecorded, trajectory="demo")]
     tokenizer: Any = AutoTokenizer.from_pretrained("examples/tictactoe/model")
     for event, at in zip(events, (1, 3), strict=True):
         assert list(unpack_ids(event.prompt_ids)) == tokenizer.apply_chat_template(

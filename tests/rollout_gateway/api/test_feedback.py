@@ -128,14 +128,13 @@ async def test_feedback_on_the_answers_of_each_api(
 
 @pytest.mark.inference
 async def test_feedback_on_a_run_that_names_itself_nowhere(
-    start_gateway: StartGateway, nats_config: NatsConfig
+    start_gateway: StartGateway, broker: Broker, nats_config: NatsConfig
 ) -> None:
     gateway = start_gateway(**{"detection.enabled": True})
     answer = gateway.client().chat.completions.create(**ASK).id
     assert give(gateway, answer=answer, value=0.5).status_code == 201
     (signal,) = await signals(nats_config)
-    async with Broker.connect(nats_config) as broker:
-        (opened,) = [r.event for r in await broker.read(TrajectoryOpened, project=PROJECT)]
+    (opened,) = [r.event for r in await broker.read(TrajectoryOpened, project=PROJECT)]
     assert (signal.trajectory, signal.group, signal.call) == (opened.trajectory, opened.group, 0)
 
 
@@ -209,27 +208,28 @@ async def test_what_a_body_says(start_front: StartGateway, nats_config: NatsConf
     assert len(await signals(nats_config)) == len(given)
 
 
-async def test_the_state_of_the_run_is_told(start_front: StartGateway, nats_config: NatsConfig) -> None:
+async def test_the_state_of_the_run_is_told(
+    start_front: StartGateway, broker: Broker, nats_config: NatsConfig
+) -> None:
     gateway = start_front()
     for name in ("open", "done", "lost", "won"):
         gateway.open(id=name)
     for name in ("done", "lost", "won"):
         gateway.complete(name, reward=0)
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(
-            GroupDiscarded(
-                project=PROJECT,
-                group="lost",
-                model="tictactoe",
-                trajectories=("lost",),
-                reason="late",
-                by="judge",
-            )
+    await broker.publish(
+        GroupDiscarded(
+            project=PROJECT,
+            group="lost",
+            model="tictactoe",
+            trajectories=("lost",),
+            reason="late",
+            by="judge",
         )
-        members = (Member(trajectory="won", reward=1.0),)
-        await broker.publish(
-            GroupScored(project=PROJECT, group="won", model="tictactoe", judge="j", members=members)
-        )
+    )
+    members = (Member(trajectory="won", reward=1.0),)
+    await broker.publish(
+        GroupScored(project=PROJECT, group="won", model="tictactoe", judge="j", members=members)
+    )
     old = "t-20200101T000000Z-" + "0" * 20
     about: list[tuple[dict[str, Any], Any]] = [
         ({"run": "open"}, {"run": "open"}),

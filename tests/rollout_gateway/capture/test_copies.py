@@ -44,7 +44,7 @@ def without_place(event: ExchangeRecorded) -> ExchangeRecorded:
 
 
 async def test_calls_of_one_trajectory_become_the_members_of_a_group(
-    gateway: GatewayProcess, nats_config: NatsConfig
+    gateway: GatewayProcess, broker: Broker
 ) -> None:
     agent = gateway.agent(gateway.open(id="calls", split="val", references=True))
     first = agent.chat.completions.create(**{**ASK, "n": 2}).choices
@@ -61,16 +61,15 @@ async def test_calls_of_one_trajectory_become_the_members_of_a_group(
     assert done.status_code == 200, done.text
     assert [(t["id"], t["exchanges"]) for t in done.json()["data"]] == [("m1", 2), ("m2", 2), ("m3", 1)]
     assert complete_group(gateway, "g1", *members, task="play").json() == done.json()
-    async with Broker.connect(nats_config) as broker:
-        made = await exchanges(broker, "calls")
-        assert [(e.seq, e.choice) for e in made] == [(0, 0), (0, 1), (1, 0), (2, 0), (3, 0)]
-        for member, originals in {"m1": (0, 2), "m2": (1, 3), "m3": (4,)}.items():
-            copies = await exchanges(broker, member)
-            assert [without_place(e) for e in copies] == [without_place(made[n]) for n in originals]
-            assert [e.copied_from for e in copies] == [f"calls/{made[n].seq}" for n in originals]
-            assert [e.seq for e in copies] == list(range(len(originals)))
-            assert {e.group for e in copies} == {"g1"}
-        ended = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
+    made = await exchanges(broker, "calls")
+    assert [(e.seq, e.choice) for e in made] == [(0, 0), (0, 1), (1, 0), (2, 0), (3, 0)]
+    for member, originals in {"m1": (0, 2), "m2": (1, 3), "m3": (4,)}.items():
+        copies = await exchanges(broker, member)
+        assert [without_place(e) for e in copies] == [without_place(made[n]) for n in originals]
+        assert [e.copied_from for e in copies] == [f"calls/{made[n].seq}" for n in originals]
+        assert [e.seq for e in copies] == list(range(len(originals)))
+        assert {e.group for e in copies} == {"g1"}
+    ended = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
     assert {e.trajectory: (e.group_size, e.attempt, e.task, e.split) for e in ended} == {
         f"m{n}": (3, n, "play", "train") for n in (1, 2, 3)
     }
@@ -121,7 +120,7 @@ async def test_what_cannot_be_referenced_is_named(gateway: GatewayProcess) -> No
 
 
 async def test_a_copy_that_broke_off_is_continued_by_another_replica(
-    start_gateway: StartGateway, nats_config: NatsConfig
+    start_gateway: StartGateway, broker: Broker
 ) -> None:
     gateway = start_gateway()
     agent = gateway.agent(gateway.open(id="calls", references=True))
@@ -132,8 +131,7 @@ async def test_a_copy_that_broke_off_is_continued_by_another_replica(
     other = start_gateway(folder="other")
     done = complete_group(other, "g", {"id": "m", "exchanges": calls, "reward": 1.0})
     assert done.status_code == 200, done.text
-    async with Broker.connect(nats_config) as broker:
-        copies = await exchanges(broker, "m")
+    copies = await exchanges(broker, "m")
     assert [e.copied_from for e in copies] == ["calls/0", "calls/1", "calls/2"]
 
 

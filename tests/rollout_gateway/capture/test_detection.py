@@ -25,7 +25,7 @@ from tests.rollout_gateway.kit import StubCall
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_run_goes_on_with_calls_of_its_own_key_only(nats_config: NatsConfig) -> None:
+async def test_a_run_goes_on_with_calls_of_its_own_key_only(broker: Broker) -> None:
     first = [{"role": "user", "content": "hello"}]
     said = {"role": "assistant", "content": "hi"}
     second = [*first, said, {"role": "user", "content": "more"}]
@@ -33,28 +33,25 @@ async def test_a_run_goes_on_with_calls_of_its_own_key_only(nats_config: NatsCon
     def call(messages: list[dict[str, str]]) -> Any:
         return read_chat(msgspec.json.encode({"model": "m", "messages": messages}))
 
-    async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "test", TrajectoryTokens(b"0" * 32, "test"))
-        detector = TrajectoryDetector(
-            "test", registry, GatewayConfig(detection=DetectionConfig(enabled=True))
-        )
-        detector._ready.set()
-        runs = {}
-        for owner in ("alice", "bob"):
-            asked = call(first)
-            runs[owner] = await detector.find(asked, "m", owner)
-            sampled = SampledChoice(0)
-            sampled.fields["message"] = msgspec.Raw(msgspec.json.encode(said))
-            await detector.answered(runs[owner], asked, Answer({}, b"", [sampled]))
-        assert [(run.opened.owner, run.id) for run in runs.values()] == [(o, r.id) for o, r in runs.items()]
-        assert runs["alice"].id != runs["bob"].id
-        for owner in ("bob", "alice"):
-            assert (await detector.find(call(second), "m", owner)) is runs[owner]
-        assert (await detector.find(call(second), "m", "carol")).id not in {r.id for r in runs.values()}
+    registry = Registry(broker, "test", TrajectoryTokens(b"0" * 32, "test"))
+    detector = TrajectoryDetector("test", registry, GatewayConfig(detection=DetectionConfig(enabled=True)))
+    detector._ready.set()
+    runs = {}
+    for owner in ("alice", "bob"):
+        asked = call(first)
+        runs[owner] = await detector.find(asked, "m", owner)
+        sampled = SampledChoice(0)
+        sampled.fields["message"] = msgspec.Raw(msgspec.json.encode(said))
+        await detector.answered(runs[owner], asked, Answer({}, b"", [sampled]))
+    assert [(run.opened.owner, run.id) for run in runs.values()] == [(o, r.id) for o, r in runs.items()]
+    assert runs["alice"].id != runs["bob"].id
+    for owner in ("bob", "alice"):
+        assert (await detector.find(call(second), "m", owner)) is runs[owner]
+    assert (await detector.find(call(second), "m", "carol")).id not in {r.id for r in runs.values()}
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["sends the empty message back", "leaves it out"])
-async def test_a_run_goes_on_after_an_empty_answer(nats_config: NatsConfig, kept: bool) -> None:
+async def test_a_run_goes_on_after_an_empty_answer(broker: Broker, kept: bool) -> None:
     """The AI SDK leaves an empty message of the assistant out of the history, other clients send it back."""
     first: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
     said: dict[str, Any] = {"role": "assistant", "content": ""}
@@ -63,17 +60,16 @@ async def test_a_run_goes_on_after_an_empty_answer(nats_config: NatsConfig, kept
     def call(messages: list[dict[str, Any]]) -> Any:
         return read_chat(msgspec.json.encode({"model": "m", "messages": messages}))
 
-    async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "test", TrajectoryTokens(b"0" * 32, "test"))
-        config = GatewayConfig(detection=DetectionConfig(enabled=True))
-        detector = TrajectoryDetector("test", registry, config)
-        detector._ready.set()
-        asked = call(first)
-        run = await detector.find(asked, "m", "alice")
-        sampled = SampledChoice(0)
-        sampled.fields["message"] = msgspec.Raw(msgspec.json.encode(said))
-        await detector.answered(run, asked, Answer({}, b"", [sampled]))
-        assert (await detector.find(call(second), "m", "alice")) is run
+    registry = Registry(broker, "test", TrajectoryTokens(b"0" * 32, "test"))
+    config = GatewayConfig(detection=DetectionConfig(enabled=True))
+    detector = TrajectoryDetector("test", registry, config)
+    detector._ready.set()
+    asked = call(first)
+    run = await detector.find(asked, "m", "alice")
+    sampled = SampledChoice(0)
+    sampled.fields["message"] = msgspec.Raw(msgspec.json.encode(said))
+    await detector.answered(run, asked, Answer({}, b"", [sampled]))
+    assert (await detector.find(call(second), "m", "alice")) is run
 
 
 # -- several gateways on one log ---------------------------------------------------------------------------------------

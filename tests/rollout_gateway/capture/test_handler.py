@@ -32,7 +32,7 @@ def direct(server: VllmServer, **body: Any) -> dict[str, Any]:
 
 
 async def test_a_run_is_on_the_log_exactly_as_it_was(
-    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer
+    gateway: GatewayProcess, broker: Broker, vllm_server: VllmServer
 ) -> None:
     opened = gateway.open(group="g1", task="t", metadata={"who": "me"}, id="run.1")
     client = gateway.agent(opened)
@@ -45,44 +45,42 @@ async def test_a_run_is_on_the_log_exactly_as_it_was(
     assert (done.status_code, done.json()["exchanges"], done.json()["outcome"]) == (200, 1, "scored")
 
     said = direct(vllm_server, seed=5)
-    async with Broker.connect(nats_config) as broker:
-        (event,) = await exchanges(broker, "run.1")
-        assert unpack_ids(event.prompt_ids).tolist() == said["prompt_token_ids"]
-        assert unpack_ids(event.sampled_ids).tolist() == said["choices"][0]["token_ids"]
-        logprobs = [entry["logprob"] for entry in said["choices"][0]["logprobs"]["content"]]
-        assert unpack_logprobs(event.logprobs).tolist() == pytest.approx(logprobs, abs=1e-4)
-        assert (event.policy_version, event.step, event.group, event.finish_reason) == (
-            "tictactoe@0", 0, "g1", said["choices"][0]["finish_reason"],
-        )  # fmt: skip
-        assert json.loads(event.request)["messages"] == ASK["messages"]
-        assert json.loads(event.response) == json.loads(reply.model_dump_json(exclude_unset=True))
-        (completed,) = await broker.read(TrajectoryCompleted)
-        assert isinstance(completed.event, TrajectoryCompleted)
-        assert (completed.event.reward, completed.event.exchanges, completed.event.group) == (0.5, 1, "g1")
-        assert completed.headers["traceparent"].startswith("00-")
+    (event,) = await exchanges(broker, "run.1")
+    assert unpack_ids(event.prompt_ids).tolist() == said["prompt_token_ids"]
+    assert unpack_ids(event.sampled_ids).tolist() == said["choices"][0]["token_ids"]
+    logprobs = [entry["logprob"] for entry in said["choices"][0]["logprobs"]["content"]]
+    assert unpack_logprobs(event.logprobs).tolist() == pytest.approx(logprobs, abs=1e-4)
+    assert (event.policy_version, event.step, event.group, event.finish_reason) == (
+        "tictactoe@0", 0, "g1", said["choices"][0]["finish_reason"],
+    )  # fmt: skip
+    assert json.loads(event.request)["messages"] == ASK["messages"]
+    assert json.loads(event.response) == json.loads(reply.model_dump_json(exclude_unset=True))
+    (completed,) = await broker.read(TrajectoryCompleted)
+    assert isinstance(completed.event, TrajectoryCompleted)
+    assert (completed.event.reward, completed.event.exchanges, completed.event.group) == (0.5, 1, "g1")
+    assert completed.headers["traceparent"].startswith("00-")
 
 
 async def test_a_streamed_call_is_recorded_before_it_ends(
-    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer
+    gateway: GatewayProcess, broker: Broker, vllm_server: VllmServer
 ) -> None:
     opened = gateway.open(group="g")
-    async with Broker.connect(nats_config) as broker:
-        async with openai.AsyncOpenAI(base_url=opened["base_url"], api_key=opened["api_key"]) as client:
-            stream = await client.chat.completions.create(
-                **{**ASK, "max_tokens": 20, "seed": 11}, stream=True, stream_options={"include_usage": True}
-            )
-            text, usage, reason = "", None, None
-            async for chunk in stream:
-                assert not any(name in chunk.model_dump_json() for name in ADDED)
-                for choice in chunk.choices:
-                    assert choice.logprobs is None
-                    text += choice.delta.content or ""
-                    if choice.finish_reason:
-                        reason = choice.finish_reason
-                        # A client that acts on the reason finds the call on the log already.
-                        assert len(await exchanges(broker, opened["id"])) == 1
-                usage = chunk.usage or usage
-        (event,) = await exchanges(broker, opened["id"])
+    async with openai.AsyncOpenAI(base_url=opened["base_url"], api_key=opened["api_key"]) as client:
+        stream = await client.chat.completions.create(
+            **{**ASK, "max_tokens": 20, "seed": 11}, stream=True, stream_options={"include_usage": True}
+        )
+        text, usage, reason = "", None, None
+        async for chunk in stream:
+            assert not any(name in chunk.model_dump_json() for name in ADDED)
+            for choice in chunk.choices:
+                assert choice.logprobs is None
+                text += choice.delta.content or ""
+                if choice.finish_reason:
+                    reason = choice.finish_reason
+                    # A client that acts on the reason finds the call on the log already.
+                    assert len(await exchanges(broker, opened["id"])) == 1
+            usage = chunk.usage or usage
+    (event,) = await exchanges(broker, opened["id"])
     said = direct(vllm_server, seed=11, max_tokens=20)
     assert usage is not None
     assert unpack_ids(event.sampled_ids).tolist() == said["choices"][0]["token_ids"]
@@ -113,7 +111,7 @@ async def test_a_client_that_asks_for_logprobs_and_ids_gets_them(gateway: Gatewa
     assert counted == seen == 5
 
 
-async def test_identity_by_key_by_url_and_by_header(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
+async def test_identity_by_key_by_url_and_by_header(gateway: GatewayProcess, broker: Broker) -> None:
     opened = gateway.open(id="who")
     gateway.client(api_key=opened["api_key"]).chat.completions.create(**ASK)
     gateway.client(base_url=opened["base_url"]).chat.completions.create(**ASK)
@@ -124,13 +122,12 @@ async def test_identity_by_key_by_url_and_by_header(gateway: GatewayProcess, nat
         gateway.client(base_url=opened["base_url"], api_key=other["api_key"]).chat.completions.create(**ASK)
     with pytest.raises(openai.AuthenticationError):
         gateway.client(api_key=opened["api_key"][:-4] + "xxxx").chat.completions.create(**ASK)
-    async with Broker.connect(nats_config) as broker:
-        assert [e.seq for e in await exchanges(broker, "who")] == [0, 1, 2]
-        assert await exchanges(broker, "other") == []
+    assert [e.seq for e in await exchanges(broker, "who")] == [0, 1, 2]
+    assert await exchanges(broker, "other") == []
 
 
 async def test_concurrent_calls_of_one_trajectory_get_numbers_of_their_own(
-    start_gateway: StartGateway, nats_config: NatsConfig
+    start_gateway: StartGateway, broker: Broker
 ) -> None:
     """Also where they come through two gateway replicas."""
     first = start_gateway()
@@ -147,15 +144,12 @@ async def test_concurrent_calls_of_one_trajectory_get_numbers_of_their_own(
                 tg.start_soon(call, two if number % 3 == 0 else one)
     done = await anyio.to_thread.run_sync(lambda: second.complete("busy", reward=1.0))
     assert done.json()["exchanges"] == 12
-    async with Broker.connect(nats_config) as broker:
-        assert [e.seq for e in await exchanges(broker, "busy")] == list(range(12))
+    assert [e.seq for e in await exchanges(broker, "busy")] == list(range(12))
     with pytest.raises(openai.ConflictError, match="completed"):
         first.agent(opened, max_retries=0).chat.completions.create(**ASK)
 
 
-async def test_a_killed_gateway_goes_on_where_it_was(
-    gateway: GatewayProcess, nats_config: NatsConfig
-) -> None:
+async def test_a_killed_gateway_goes_on_where_it_was(gateway: GatewayProcess, broker: Broker) -> None:
     opened = gateway.open(id="long")
     client = gateway.agent(opened)
     client.chat.completions.create(**ASK)
@@ -169,13 +163,12 @@ async def test_a_killed_gateway_goes_on_where_it_was(
     assert gateway.complete("long", reward=1.0).json() == first.json()
     refused = gateway.complete("long", reward=0.0)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "trajectory_completed")
-    async with Broker.connect(nats_config) as broker:
-        assert [e.seq for e in await exchanges(broker, "long")] == [0, 1]
-        assert len(await broker.read(TrajectoryCompleted)) == 1
+    assert [e.seq for e in await exchanges(broker, "long")] == [0, 1]
+    assert len(await broker.read(TrajectoryCompleted)) == 1
 
 
 async def test_a_killed_log_is_a_delay_and_not_a_failure(
-    gateway: GatewayProcess, nats_server: NatsServer, nats_config: NatsConfig
+    gateway: GatewayProcess, nats_server: NatsServer, broker: Broker
 ) -> None:
     opened = gateway.open(id="wait")
     async with openai.AsyncOpenAI(
@@ -188,8 +181,7 @@ async def test_a_killed_log_is_a_delay_and_not_a_failure(
         await call
         await client.chat.completions.create(**ASK)
     assert (await anyio.to_thread.run_sync(lambda: gateway.complete("wait"))).json()["exchanges"] == 3
-    async with Broker.connect(nats_config) as broker:
-        assert [e.seq for e in await exchanges(broker, "wait")] == [0, 1, 2]
+    assert [e.seq for e in await exchanges(broker, "wait")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -216,22 +208,19 @@ async def test_a_retried_call_is_answered_from_the_log(
         assert len(await exchanges(broker, "again")) == (2 if stream else 1)
 
 
-async def test_a_client_that_leaves_is_recorded_as_that(
-    gateway: GatewayProcess, nats_config: NatsConfig
-) -> None:
+async def test_a_client_that_leaves_is_recorded_as_that(gateway: GatewayProcess, broker: Broker) -> None:
     """A client that is starved of processor time may leave only after the whole answer was sent: it tries again
     then."""
     asked: Any = {**ASK, "max_tokens": 200, "n": 32, "extra_body": {"ignore_eos": True}}
-    async with Broker.connect(nats_config) as broker:
-        for attempt in range(30):
-            name = f"left-{attempt}"
-            client = gateway.agent(gateway.open(id=name))
-            with client.chat.completions.create(**asked, stream=True) as stream:
-                next(chunk for chunk in stream if any(c.delta.content for c in chunk.choices))
-            done = await anyio.to_thread.run_sync(partial(gateway.complete, name, outcome="no_result"))
-            events = await exchanges(broker, name)
-            if any(len(e.sampled_ids) < 4 * 200 for e in events):
-                break
+    for attempt in range(30):
+        name = f"left-{attempt}"
+        client = gateway.agent(gateway.open(id=name))
+        with client.chat.completions.create(**asked, stream=True) as stream:
+            next(chunk for chunk in stream if any(c.delta.content for c in chunk.choices))
+        done = await anyio.to_thread.run_sync(partial(gateway.complete, name, outcome="no_result"))
+        events = await exchanges(broker, name)
+        if any(len(e.sampled_ids) < 4 * 200 for e in events):
+            break
     answer = done.json()
     assert {name: answer[name] for name in ("outcome", "reward", "exchanges", "calls")} == {
         "outcome": "no_result", "reward": None, "exchanges": len(events), "calls": 1
@@ -243,7 +232,7 @@ async def test_a_client_that_leaves_is_recorded_as_that(
 
 
 async def test_bad_input_gets_a_clear_error_and_loses_nothing(
-    gateway: GatewayProcess, nats_config: NatsConfig
+    gateway: GatewayProcess, broker: Broker
 ) -> None:
     opened = gateway.open(id="bad")
     client = gateway.agent(opened, max_retries=0)
@@ -282,8 +271,7 @@ async def test_bad_input_gets_a_clear_error_and_loses_nothing(
     assert error(gateway.complete("bad", outcome="great")) == (400, "invalid_body")
     client.chat.completions.create(**ASK)
     assert gateway.complete("bad", reward=1.0).json()["exchanges"] == 1
-    async with Broker.connect(nats_config) as broker:
-        assert len(await exchanges(broker, "bad")) == 1
+    assert len(await exchanges(broker, "bad")) == 1
 
 
 async def test_opening_again_is_answered_alike(gateway: GatewayProcess) -> None:

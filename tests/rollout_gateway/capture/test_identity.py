@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.anyio]
 
 
 @pytest.mark.inference
-async def test_roles(start_gateway: StartGateway, nats_config: NatsConfig) -> None:
+async def test_roles(start_gateway: StartGateway, broker: Broker) -> None:
     gateway = start_gateway(keys=(key_config("agent-key"), key_config("boss-key", role="operator")))
 
     def post(path: str, key: str, body: Any) -> int:
@@ -51,15 +51,12 @@ async def test_roles(start_gateway: StartGateway, nats_config: NatsConfig) -> No
     assert httpx.get(f"{gateway.url}/metrics").status_code == 401
     assert "agent-key" not in gateway.log.replace('"agent-key"', "")
     assert opened["api_key"] not in gateway.log
-    async with Broker.connect(nats_config) as broker:
-        recorded = [r.event for r in await read_stream(broker, "ROLLOUTS")]
-        assert not any(opened["api_key"].encode() in repr(event).encode() for event in recorded)
+    recorded = [r.event for r in await read_stream(broker, "ROLLOUTS")]
+    assert not any(opened["api_key"].encode() in repr(event).encode() for event in recorded)
 
 
 @pytest.mark.inference
-async def test_a_call_may_name_and_open_its_trajectory(
-    start_gateway: StartGateway, nats_config: NatsConfig
-) -> None:
+async def test_a_call_may_name_and_open_its_trajectory(start_gateway: StartGateway, broker: Broker) -> None:
     gateway = start_gateway()
     headers = {
         "x-journeywork-trajectory": "h1", "x-journeywork-group": "g", "x-journeywork-attempt": "2"
@@ -72,17 +69,14 @@ async def test_a_call_may_name_and_open_its_trajectory(
     )
     with pytest.raises(openai.NotFoundError):
         gateway.client().chat.completions.create(**ASK, metadata={"journeywork_trajectory": "b2"})
-    async with Broker.connect(nats_config) as broker:
-        assert [e.seq for e in await exchanges(broker, "h1")] == [0, 1]
-        assert [e.group for e in await exchanges(broker, "b1")] == ["g"]
+    assert [e.seq for e in await exchanges(broker, "h1")] == [0, 1]
+    assert [e.group for e in await exchanges(broker, "b1")] == ["g"]
     assert httpx.get(f"{gateway.url}/v1/trajectories/h1").json()["attempt"] == 2
 
 
 @pytest.mark.inference
 @pytest.mark.slow
-async def test_an_unmodified_fleet_is_sorted_into_runs(
-    start_gateway: StartGateway, nats_config: NatsConfig
-) -> None:
+async def test_an_unmodified_fleet_is_sorted_into_runs(start_gateway: StartGateway, broker: Broker) -> None:
     """Agents change nothing but the URL: runs and groups are inferred, and end when they go silent."""
     gateway = start_gateway(**{"detection.enabled": True, "detection.idle_s": 5.0})
     turns, tasks = 3, ("a1=x", "b2=o")
@@ -107,24 +101,21 @@ async def test_an_unmodified_fleet_is_sorted_into_runs(
     ):
         for number in range(6):
             tg.start_soon(play, client, tasks[number % 2], number % 3 == 0)
-    async with Broker.connect(nats_config) as broker:
-        with anyio.fail_after(120):
-            while len(done := await broker.read(TrajectoryCompleted)) < 6:
-                await anyio.sleep(0.1)  # until the runs have been silent for long enough
-        events = [r.event for r in done]
-        assert [e.exchanges for e in events] == [turns] * 6
-        assert all(e.inferred and e.reward is None for e in events)
-        groups = [e.group for e in events]
-        assert sorted(groups.count(g) for g in set(groups)) == [3, 3]
-        for event in events:
-            assert [e.seq for e in await exchanges(broker, event.trajectory)] == [0, 1, 2]
+    with anyio.fail_after(120):
+        while len(done := await broker.read(TrajectoryCompleted)) < 6:
+            await anyio.sleep(0.1)  # until the runs have been silent for long enough
+    events = [r.event for r in done]
+    assert [e.exchanges for e in events] == [turns] * 6
+    assert all(e.inferred and e.reward is None for e in events)
+    groups = [e.group for e in events]
+    assert sorted(groups.count(g) for g in set(groups)) == [3, 3]
+    for event in events:
+        assert [e.seq for e in await exchanges(broker, event.trajectory)] == [0, 1, 2]
 
 
 @pytest.mark.inference
 @pytest.mark.slow
-async def test_inferred_runs_outlive_the_gateway(
-    start_gateway: StartGateway, nats_config: NatsConfig
-) -> None:
+async def test_inferred_runs_outlive_the_gateway(start_gateway: StartGateway, broker: Broker) -> None:
     """One run goes on across the gateway's death, another is abandoned and ends as the settings say."""
     gateway = start_gateway(
         **{
@@ -143,15 +134,14 @@ async def test_inferred_runs_outlive_the_gateway(
     said = reply.choices[0].message.model_dump(exclude_none=True)
     second = [*first, said, {"role": "user", "content": "b1=o"}]
     client.chat.completions.create(**{**ASK, "messages": second})
-    async with Broker.connect(nats_config) as broker:
-        with anyio.fail_after(30):
-            while len(done := await broker.read(TrajectoryCompleted)) < 2:
-                await anyio.sleep(0.1)  # until both have been silent for long enough
-        events = [r.event for r in done]
-        assert [e.exchanges for e in events] == [1, 2]  # the abandoned one has been silent for longer
-        assert [(e.outcome, e.inferred) for e in events] == [("masked", True)] * 2
-        (alone,) = await exchanges(broker, events[0].trajectory)
-        assert json.loads(alone.response)["choices"][0]["message"]["content"] == text
+    with anyio.fail_after(30):
+        while len(done := await broker.read(TrajectoryCompleted)) < 2:
+            await anyio.sleep(0.1)  # until both have been silent for long enough
+    events = [r.event for r in done]
+    assert [e.exchanges for e in events] == [1, 2]  # the abandoned one has been silent for longer
+    assert [(e.outcome, e.inferred) for e in events] == [("masked", True)] * 2
+    (alone,) = await exchanges(broker, events[0].trajectory)
+    assert json.loads(alone.response)["choices"][0]["message"]["content"] == text
     assert httpx.get(f"{gateway.url}/v1/trajectories/i-own").json()["status"] == "open"
 
 
@@ -192,23 +182,22 @@ async def test_groups_beyond_the_bound_are_told_to_wait(
 
 @pytest.mark.inference
 async def test_groups_discarded_while_the_log_was_away_are_no_longer_ahead(
-    start_gateway: StartGateway, nats_server: NatsServer, nats_config: NatsConfig
+    start_gateway: StartGateway, nats_server: NatsServer, broker: Broker
 ) -> None:
     gateway = start_gateway(max_groups_ahead=1)
     gateway.open(group="g1")
     nats_server.kill()
     await anyio.to_thread.run_sync(nats_server.start)
-    async with Broker.connect(nats_config) as broker:  # before the gateway has come back, or after
-        await broker.publish(
-            GroupDiscarded(
-                project=PROJECT,
-                group="g1",
-                model="tictactoe",
-                trajectories=(),
-                reason="too_small",
-                by="judge",
-            )
+    await broker.publish(
+        GroupDiscarded(
+            project=PROJECT,
+            group="g1",
+            model="tictactoe",
+            trajectories=(),
+            reason="too_small",
+            by="judge",
         )
+    )
     with anyio.fail_after(30):
         async with httpx.AsyncClient(timeout=30) as client:
             body = {"model": "tictactoe", "group": "g2"}

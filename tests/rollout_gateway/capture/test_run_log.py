@@ -57,29 +57,27 @@ async def test_an_expired_trajectory_is_refused_by_every_gateway(nats_config: Na
 
 @pytest.mark.parametrize("completed", [False, True])
 async def test_an_id_is_not_used_again_while_the_log_holds_a_part_of_its_trajectory(
-    nats_config: NatsConfig, completed: bool
+    broker: Broker, completed: bool
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "test", TOKENS)
-        found = await registry.open(opened("mine"), "")
-        if completed:
-            await registry.complete("mine", Completion(reward=1.0))
-        else:
-            await found.record(StubCall(lambda seq: [exchange("mine", seq)]))
-        opening = await registry.log.opening("mine")
-        assert opening is not None
-        await broker.js.delete_msg("ROLLOUTS", opening.seq)  # as its age does, before that of what came later
-        with pytest.raises(ApiError, match="expired"):
-            await Registry(broker, "test", TOKENS).open(opened("mine"), "")
+    registry = Registry(broker, "test", TOKENS)
+    found = await registry.open(opened("mine"), "")
+    if completed:
+        await registry.complete("mine", Completion(reward=1.0))
+    else:
+        await found.record(StubCall(lambda seq: [exchange("mine", seq)]))
+    opening = await registry.log.opening("mine")
+    assert opening is not None
+    await broker.js.delete_msg("ROLLOUTS", opening.seq)  # as its age does, before that of what came later
+    with pytest.raises(ApiError, match="expired"):
+        await Registry(broker, "test", TOKENS).open(opened("mine"), "")
 
 
-async def test_an_id_with_an_old_date_is_refused(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "test", TOKENS)
-        for call in (
-            registry.find(OLD),
-            registry.open(opened(OLD), ""),
-            registry.complete(OLD, Completion()),
-        ):
-            with pytest.raises(ApiError, match="opened more than 48 hours ago"):
-                await call
+async def test_an_id_with_an_old_date_is_refused(broker: Broker) -> None:
+    registry = Registry(broker, "test", TOKENS)
+    for call in (
+        registry.find(OLD),
+        registry.open(opened(OLD), ""),
+        registry.complete(OLD, Completion()),
+    ):
+        with pytest.raises(ApiError, match="opened more than 48 hours ago"):
+            await call

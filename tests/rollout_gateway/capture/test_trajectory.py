@@ -103,20 +103,19 @@ async def test_a_log_that_lost_its_end_ends_the_gateway(
 
 
 async def test_a_server_that_comes_back_with_all_of_its_log_changes_nothing(
-    nats_server: NatsServer, nats_config: NatsConfig
+    nats_server: NatsServer, broker: Broker
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        registry = Registry(broker, "test", TOKENS)
-        found = await registry.open(opened(), "")
-        await found.record(made("t", "a", 2))
-        silent = await registry.open(opened("silent"), "")
-        await broker.js.publish("rollout.exchange.test.t", b"\xc1")
-        assert not await found.refresh()
-        nats_server.kill()
-        await anyio.to_thread.run_sync(nats_server.start)
-        assert await found.record(made("t", "a")) == 1
-        assert await silent.record(made("silent", "a")) == 0
-        assert (await registry.complete("t", Completion())).outcome == "scored"
+    registry = Registry(broker, "test", TOKENS)
+    found = await registry.open(opened(), "")
+    await found.record(made("t", "a", 2))
+    silent = await registry.open(opened("silent"), "")
+    await broker.js.publish("rollout.exchange.test.t", b"\xc1")
+    assert not await found.refresh()
+    nats_server.kill()
+    await anyio.to_thread.run_sync(nats_server.start)
+    assert await found.record(made("t", "a")) == 1
+    assert await silent.record(made("silent", "a")) == 0
+    assert (await registry.complete("t", Completion())).outcome == "scored"
 
 
 async def test_a_call_whose_acknowledgement_was_lost_is_recorded_once_though_another_replica_went_on(

@@ -9,7 +9,6 @@ import httpx
 import openai
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from rollout_gateway.capture import conversations
 from tests.conftest import VllmServer
@@ -88,7 +87,7 @@ async def test_top_logprobs_need_logprobs(gateway: GatewayProcess) -> None:
 @pytest.mark.vllm
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tools_of_namespaces_are_called_by_their_own_names(
-    gateway: GatewayProcess, nats_config: NatsConfig, stream: bool
+    gateway: GatewayProcess, broker: Broker, stream: bool
 ) -> None:
     opened = gateway.open(id="codex")
     history: list[Any] = [{"role": "user", "content": "a1=."}]
@@ -106,8 +105,7 @@ async def test_tools_of_namespaces_are_called_by_their_own_names(
         assert json.loads(call["arguments"])["cell"] in ("a1", "b2")
         assert final["tools"][1]["tools"][0]["name"] == "move"
         history += [call, {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}]
-    async with Broker.connect(nats_config) as broker:
-        events = await exchanges(broker, "codex")
+    events = await exchanges(broker, "codex")
     asked = json.loads(events[1].request)
     assert [t["function"]["name"] for t in asked["tools"]] == ["exec", "mcp__games__move", "apply_patch"]
     assert asked["messages"][1]["tool_calls"][0]["function"]["name"] == "mcp__games__move"

@@ -12,7 +12,6 @@ from typing import Any
 import anyio.to_thread
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import StartGateway
@@ -64,14 +63,13 @@ async def run(
 
 @pytest.mark.parametrize("name", PROGRAMS)
 async def test_the_tool_steps_of_a_turn_are_one_training_sequence(
-    start_gateway_alone: StartGateway, nats_config: NatsConfig, name: str, tmp_path: Path
+    start_gateway_alone: StartGateway, broker: Broker, name: str, tmp_path: Path
 ) -> None:
     """The template shows no thoughts before the last message of the user, so a new turn is a new sequence."""
     said = await run(start_gateway_alone, PROGRAMS[name](), tmp_path, Thinker(STEPS), named=True)
     assert said["cells"] == ["a1", "b2"] * STEPS
     assert said["text"].count("Done.") == 2
-    async with Broker.connect(nats_config) as broker:
-        events = await exchanges(broker, "agent")
+    events = await exchanges(broker, "agent")
     searches = name == "Claude Code"  # it has the model find the tool first
     thoughts = [bytes(s.ids.astype("uint8")).count(b"<think>") for s in build("agent", events)]
     assert thoughts == [searches + STEPS + 1, STEPS + 1]
@@ -80,21 +78,19 @@ async def test_the_tool_steps_of_a_turn_are_one_training_sequence(
 
 @pytest.mark.parametrize("name", PROGRAMS)
 async def test_a_session_that_names_no_run_is_found_whole(
-    start_gateway_alone: StartGateway, nats_config: NatsConfig, name: str, tmp_path: Path
+    start_gateway_alone: StartGateway, broker: Broker, name: str, tmp_path: Path
 ) -> None:
     said = await run(start_gateway_alone, PROGRAMS[name](), tmp_path, Thinker(STEPS), named=False)
     assert said["cells"] == ["a1", "b2"] * STEPS
-    async with Broker.connect(nats_config) as broker:
-        recorded = [r.event for r in await broker.read(ExchangeRecorded)]
+    recorded = [r.event for r in await broker.read(ExchangeRecorded)]
     assert len({event.trajectory for event in recorded}) == 1
 
 
 async def test_claude_codes_agents_and_its_compacted_session_are_one_run(
-    start_gateway_alone: StartGateway, nats_config: NatsConfig, tmp_path: Path
+    start_gateway_alone: StartGateway, broker: Broker, tmp_path: Path
 ) -> None:
     turns = ("Delegate: mend the parser of the nightly build.", "/compact", "Thank you, and go on.")
     await run(start_gateway_alone, cli(*CLAUDE, *turns), tmp_path, Delegator(), named=False)
-    async with Broker.connect(nats_config) as broker:
-        recorded = [r.event for r in await broker.read(ExchangeRecorded)]
+    recorded = [r.event for r in await broker.read(ExchangeRecorded)]
     assert len(recorded) == 2 + 2 * 2 + 1 + 1  # its own, two of each agent, the summary, and what came after
     assert len({event.trajectory for event in recorded}) == 1

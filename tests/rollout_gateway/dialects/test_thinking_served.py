@@ -10,7 +10,6 @@ import httpx
 import openai
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from tests.conftest import DOUBLE, VllmServer
 from tests.rollout_gateway.conftest import StartGateway
@@ -47,7 +46,7 @@ def reasoning(step: int) -> str:
 
 @pytest.mark.vllm
 async def test_prompts_of_ten_tool_steps_are_those_of_chat(
-    start_gateway: StartGateway, thinking_server: VllmServer, nats_config: NatsConfig
+    start_gateway: StartGateway, thinking_server: VllmServer, broker: Broker
 ) -> None:
     gateway = start_gateway(urls=(thinking_server.url,))
     chat: list[Any] = [{"role": "user", "content": "a1=."}]
@@ -84,13 +83,12 @@ async def test_prompts_of_ten_tool_steps_are_those_of_chat(
         gateway.agent(agents["responses"]).responses.create(
             model="tictactoe", input=items, max_output_tokens=2
         )
-    async with Broker.connect(nats_config) as broker:
-        for step in range(STEPS):
-            prompts = {name: (await exchanges(broker, f"{name}-{step}"))[0].prompt_ids for name in apis}
-            assert prompts["messages"] == prompts["responses"] == prompts["chat"], step
+    for step in range(STEPS):
+        prompts = {name: (await exchanges(broker, f"{name}-{step}"))[0].prompt_ids for name in apis}
+        assert prompts["messages"] == prompts["responses"] == prompts["chat"], step
 
 
-async def test_answers_are_referred_to_by_id(start_gateway: StartGateway, nats_config: NatsConfig) -> None:
+async def test_answers_are_referred_to_by_id(start_gateway: StartGateway, broker: Broker) -> None:
     """As clients do that leave the conversation with the server: by `previous_response_id`, or by `item_reference`. A
     trajectory's key knows its own answers, an agent's key those of its runs."""
     gateway = start_gateway(keys=(key_config("alice"), key_config("bob")))
@@ -110,8 +108,7 @@ async def test_answers_are_referred_to_by_id(start_gateway: StartGateway, nats_c
     client.responses.create(**asked, input="b1", previous_response_id=first.id)
     reference: Any = {"type": "item_reference", "id": item.id}
     client.responses.create(**asked, input=[question, reference, {"role": "user", "content": "b1"}])
-    async with Broker.connect(nats_config) as broker:
-        _, whole, previous, by_item = await exchanges(broker, "kept")
+    _, whole, previous, by_item = await exchanges(broker, "kept")
     assert whole.prompt_ids == previous.prompt_ids == by_item.prompt_ids
     gateway.client(api_key="alice").responses.create(**asked, input="b1", previous_response_id=first.id)
     others = gateway.agent(opened("other", "alice"), max_retries=0), gateway.client(api_key="bob")

@@ -8,7 +8,6 @@ from typing import Any
 import anthropic
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import GatewayProcess
 from tests.rollout_gateway.dialects.kit import MESSAGE_TOOL, NO_SPACE, RESPONSE_TOOL, claude
@@ -17,7 +16,7 @@ from tests.rollout_gateway.kit import exchanges
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 
 
-async def test_an_anthropic_agent_with_a_tool(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
+async def test_an_anthropic_agent_with_a_tool(gateway: GatewayProcess, broker: Broker) -> None:
     client = claude(gateway, gateway.open(id="claude"))
     asked: Any = {
         "model": "tictactoe", "max_tokens": 150, "extra_body": NO_SPACE, "system": "Play.", "tools": [MESSAGE_TOOL],
@@ -45,8 +44,7 @@ async def test_an_anthropic_agent_with_a_tool(gateway: GatewayProcess, nats_conf
     assert last.stop_reason in ("max_tokens", "end_turn")
     assert last.usage.output_tokens > 0
     assert "".join(b.text for b in last.content if b.type == "text") == text
-    async with Broker.connect(nats_config) as broker:
-        events = await exchanges(broker, "claude")
+    events = await exchanges(broker, "claude")
     assert [e.endpoint for e in events] == ["/v1/messages"] * 3
     assert [m["role"] for m in json.loads(events[1].request)["messages"]] == [
         "system",
@@ -72,7 +70,7 @@ async def test_anthropic_errors_read_as_theirs(gateway: GatewayProcess) -> None:
         client.messages.create(model="tictactoe", max_tokens=5, messages=video)
 
 
-async def test_a_responses_agent_with_a_tool(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
+async def test_a_responses_agent_with_a_tool(gateway: GatewayProcess, broker: Broker) -> None:
     client = gateway.agent(gateway.open(id="codex"), max_retries=0)
     asked: Any = {
         "model": "tictactoe", "max_output_tokens": 150, "extra_body": NO_SPACE, "instructions": "Play.",
@@ -101,8 +99,7 @@ async def test_a_responses_agent_with_a_tool(gateway: GatewayProcess, nats_confi
     assert final is not None
     assert final.output_text == text
     assert final.usage is not None
-    async with Broker.connect(nats_config) as broker:
-        events = await exchanges(broker, "codex")
+    events = await exchanges(broker, "codex")
     assert [e.endpoint for e in events] == ["/v1/responses"] * 3
     assert [m["role"] for m in json.loads(events[1].request)["messages"]] == [
         "system",

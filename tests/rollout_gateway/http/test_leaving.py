@@ -60,7 +60,7 @@ async def test_clients_that_leave_at_once_hold_no_server(
 
 @pytest.mark.vllm
 async def test_clients_that_leave_at_once_cost_no_tokens(
-    start_gateway: StartGateway, nats_config: NatsConfig, vllm_server: VllmServer
+    start_gateway: StartGateway, broker: Broker, vllm_server: VllmServer
 ) -> None:
     gateway = start_gateway()
     gateway.open(id="left")
@@ -73,8 +73,7 @@ async def test_clients_that_leave_at_once_cost_no_tokens(
     await none_in_flight(gateway)
     done = await anyio.to_thread.run_sync(lambda: gateway.complete("left", outcome="no_result"))
     assert done.status_code == 200
-    async with Broker.connect(nats_config) as broker:
-        assert {e.status for e in await exchanges(broker, "left")} <= {"cancelled"}
+    assert {e.status for e in await exchanges(broker, "left")} <= {"cancelled"}
     with anyio.fail_after(60):
         while counted(vllm_server, "num_requests_running"):
             await anyio.sleep(0.1)  # until vLLM has noticed
@@ -123,7 +122,7 @@ async def test_stopping_refuses_new_calls_and_cuts_old_ones_with_an_error(
 
 @pytest.mark.vllm
 async def test_a_stream_that_is_cut_ends_with_an_error_event(
-    start_gateway: StartGateway, nats_config: NatsConfig
+    start_gateway: StartGateway, broker: Broker
 ) -> None:
     gateway = start_gateway(drain_s=0.0)
     gateway.open(id="cut")
@@ -141,8 +140,7 @@ async def test_a_stream_that_is_cut_ends_with_an_error_event(
                     gateway.process.send_signal(signal.SIGINT)
     assert events[-1]["error"]["code"] == "stopping"
     assert await anyio.to_thread.run_sync(gateway.process.wait) == 0
-    async with Broker.connect(nats_config) as broker:
-        recorded = await exchanges(broker, "cut")
+    recorded = await exchanges(broker, "cut")
     assert {(e.seq, e.status) for e in recorded} == {(0, "failed")}
 
 

@@ -12,7 +12,6 @@ import httpx
 import openai
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
 from tests.rollout_gateway.conftest import StartGateway
@@ -24,7 +23,7 @@ LONG: Any = {**ASK, "max_tokens": 240, "extra_body": {"ignore_eos": True}}
 
 
 async def test_a_call_past_its_deadline_is_a_504_and_stops_the_server(
-    start_gateway: StartGateway, nats_config: NatsConfig, vllm_server: VllmServer
+    start_gateway: StartGateway, broker: Broker, vllm_server: VllmServer
 ) -> None:
     httpx.post(f"{vllm_server.url}/v1/completions", json={"model": "tictactoe@0", "prompt": "a"}, timeout=120)
     gateway = start_gateway(**{"replicas.timeout_s": 0.2})
@@ -37,8 +36,7 @@ async def test_a_call_past_its_deadline_is_a_504_and_stops_the_server(
     with pytest.raises(openai.APIError) as broken:
         list(client.chat.completions.create(**slow, stream=True))
     assert broken.value.code == "upstream_timeout"
-    async with Broker.connect(nats_config) as broker:
-        events = await exchanges(broker, "slow")
+    events = await exchanges(broker, "slow")
     assert {(e.seq, e.status, e.policy_version) for e in events} == {
         (seq, "failed", "tictactoe@0") for seq in (0, 1)
     }

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from pipeline.streams import ADAPTERS_BUCKET
 from rollout_gateway.sampler.adapter_files import AdapterError, AdapterFiles
@@ -18,31 +17,28 @@ pytestmark = pytest.mark.anyio
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights" * 1000}
 
 
-async def test_an_adapter_whose_folder_was_changed_is_unpacked_again(
-    nats_config: NatsConfig, tmp_path: Path
-) -> None:
+async def test_an_adapter_whose_folder_was_changed_is_unpacked_again(broker: Broker, tmp_path: Path) -> None:
     tar = pack(FILES)
     digest = hashlib.sha256(tar).hexdigest()
     names = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
-    async with Broker.connect(nats_config) as broker:
-        await broker.put_object(ADAPTERS_BUCKET, digest, tar)
-        files = AdapterFiles(tmp_path, broker)
+    await broker.put_object(ADAPTERS_BUCKET, digest, tar)
+    files = AdapterFiles(tmp_path, broker)
 
-        async def unpacked() -> dict[str, bytes]:
-            folder = await files.ensure("m@1", digest, digest, names)
-            assert not [f for f in folder.iterdir() if f.stat().st_mode & 0o077]
-            return {f.name: f.read_bytes() for f in folder.iterdir()}
+    async def unpacked() -> dict[str, bytes]:
+        folder = await files.ensure("m@1", digest, digest, names)
+        assert not [f for f in folder.iterdir() if f.stat().st_mode & 0o077]
+        return {f.name: f.read_bytes() for f in folder.iterdir()}
 
-        assert await unpacked() == FILES
-        (folder,) = tmp_path.iterdir()
-        before = folder.stat().st_ino
-        assert await unpacked() == FILES
-        assert folder.stat().st_ino == before  # nothing was done again
-        (folder / "adapter_model.safetensors").write_bytes(b"other weights")
-        assert await unpacked() == FILES
-        (folder / "added.py").write_bytes(b"import os")
-        assert await unpacked() == FILES
-        (folder / "adapter_config.json").unlink()
-        assert await unpacked() == FILES
-        with pytest.raises(AdapterError, match="SHA-256"):
-            await files.ensure("m@2", digest, "0" * 64, names)
+    assert await unpacked() == FILES
+    (folder,) = tmp_path.iterdir()
+    before = folder.stat().st_ino
+    assert await unpacked() == FILES
+    assert folder.stat().st_ino == before  # nothing was done again
+    (folder / "adapter_model.safetensors").write_bytes(b"other weights")
+    assert await unpacked() == FILES
+    (folder / "added.py").write_bytes(b"import os")
+    assert await unpacked() == FILES
+    (folder / "adapter_config.json").unlink()
+    assert await unpacked() == FILES
+    with pytest.raises(AdapterError, match="SHA-256"):
+        await files.ensure("m@2", digest, "0" * 64, names)

@@ -11,7 +11,6 @@ import httpx
 import openai
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.events import PolicyLoaded
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
@@ -32,15 +31,14 @@ async def loads(broker: Broker) -> list[PolicyLoaded]:
 
 
 async def test_a_checkpoint_is_loaded_proved_and_then_routed_to(
-    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer
+    gateway: GatewayProcess, broker: Broker, vllm_server: VllmServer
 ) -> None:
     client = gateway.client()
     greedy: Any = {**ASK, "temperature": 0, "extra_body": {"return_token_ids": True}}
     base = client.chat.completions.create(**greedy)
-    async with Broker.connect(nats_config) as broker:
-        await publish_adapter(broker, 1)
-        await serves(gateway, "tictactoe@1")
-        (event,) = await loads(broker)
+    await publish_adapter(broker, 1)
+    await serves(gateway, "tictactoe@1")
+    (event,) = await loads(broker)
     assert (event.version, event.step) == ("tictactoe@1", 1)
     assert event.probe_delta > 1e-4
     assert event.server_start
@@ -56,116 +54,109 @@ def ids(reply: Any) -> list[int]:
     return list(reply.model_dump()["choices"][0]["token_ids"])
 
 
-async def test_what_must_not_serve_is_refused_and_says_why(
-    gateway: GatewayProcess, nats_config: NatsConfig
-) -> None:
+async def test_what_must_not_serve_is_refused_and_says_why(gateway: GatewayProcess, broker: Broker) -> None:
     client = gateway.client(max_retries=0)
-    async with Broker.connect(nats_config) as broker:
-        await publish_adapter(broker, 1)
-        await publish_adapter(broker, 2, scale=0.0)
-        await publish_adapter(broker, 3, sha256="0" * 64)
-        await publish_adapter(broker, 4)
-        await serves(gateway, "tictactoe@4")
-        for version, why in (("tictactoe@2", "changes nothing"), ("tictactoe@3", "SHA-256")):
-            with pytest.raises(openai.ConflictError, match=why):
-                client.chat.completions.create(**{**ASK, "model": version})
-        assert {e.version for e in await loads(broker)} <= {"tictactoe@1", "tictactoe@4"}
+    await publish_adapter(broker, 1)
+    await publish_adapter(broker, 2, scale=0.0)
+    await publish_adapter(broker, 3, sha256="0" * 64)
+    await publish_adapter(broker, 4)
+    await serves(gateway, "tictactoe@4")
+    for version, why in (("tictactoe@2", "changes nothing"), ("tictactoe@3", "SHA-256")):
+        with pytest.raises(openai.ConflictError, match=why):
+            client.chat.completions.create(**{**ASK, "model": version})
+    assert {e.version for e in await loads(broker)} <= {"tictactoe@1", "tictactoe@4"}
 
 
 async def test_old_versions_make_room_and_come_back_when_asked_for(
-    start_gateway: StartGateway, nats_config: NatsConfig, vllm_server: VllmServer
+    start_gateway: StartGateway, broker: Broker, vllm_server: VllmServer
 ) -> None:
     gateway = start_gateway(max_loras=2)
     client = gateway.client()
-    async with Broker.connect(nats_config) as broker:
-        for step in (1, 2, 3):
-            await publish_adapter(broker, step)
-            await serves(gateway, f"tictactoe@{step}")
-        assert held(vllm_server) == {"tictactoe@2", "tictactoe@3"}
-        assert client.chat.completions.create(**{**ASK, "model": "tictactoe@1"}).model == "tictactoe@1"
-        assert held(vllm_server) == {"tictactoe@1", "tictactoe@3"}
-        assert client.chat.completions.create(**ASK).model == "tictactoe@3"
+    for step in (1, 2, 3):
+        await publish_adapter(broker, step)
+        await serves(gateway, f"tictactoe@{step}")
+    assert held(vllm_server) == {"tictactoe@2", "tictactoe@3"}
+    assert client.chat.completions.create(**{**ASK, "model": "tictactoe@1"}).model == "tictactoe@1"
+    assert held(vllm_server) == {"tictactoe@1", "tictactoe@3"}
+    assert client.chat.completions.create(**ASK).model == "tictactoe@3"
 
 
 async def test_swaps_under_load_fail_no_call_and_label_each(
-    start_gateway: StartGateway, nats_config: NatsConfig
+    start_gateway: StartGateway, broker: Broker
 ) -> None:
     gateway = start_gateway(max_loras=2)
     opened = gateway.open(id="load")
     labels: set[str] = set()
     labelled = anyio.Event()
-    async with Broker.connect(nats_config) as broker:
-        async with openai.AsyncOpenAI(
-            base_url=opened["base_url"], api_key=opened["api_key"], max_retries=0
-        ) as client:
+    async with openai.AsyncOpenAI(
+        base_url=opened["base_url"], api_key=opened["api_key"], max_retries=0
+    ) as client:
 
-            async def keep_calling(stream: bool) -> None:
-                nonlocal labelled
-                while True:
-                    body: Any = {**ASK, "stream": stream}
-                    reply = await client.chat.completions.create(**body)
-                    seen = {chunk.model async for chunk in reply} if stream else {reply.model}
-                    assert len(seen) == 1
-                    labels.update(seen)
-                    labelled.set()
-                    labelled = anyio.Event()
+        async def keep_calling(stream: bool) -> None:
+            nonlocal labelled
+            while True:
+                body: Any = {**ASK, "stream": stream}
+                reply = await client.chat.completions.create(**body)
+                seen = {chunk.model async for chunk in reply} if stream else {reply.model}
+                assert len(seen) == 1
+                labels.update(seen)
+                labelled.set()
+                labelled = anyio.Event()
 
-            async with anyio.create_task_group() as tg:
-                for number in range(4):
-                    tg.start_soon(keep_calling, bool(number % 2))
-                with anyio.fail_after(90):
-                    for step in range(1, 7):
-                        version = await publish_adapter(broker, step)
-                        while version not in labels:
-                            await labelled.wait()
-                tg.cancel_scope.cancel()
-        recorded = [e for e in await exchanges(broker, "load") if e.status == "complete"]
+        async with anyio.create_task_group() as tg:
+            for number in range(4):
+                tg.start_soon(keep_calling, bool(number % 2))
+            with anyio.fail_after(90):
+                for step in range(1, 7):
+                    version = await publish_adapter(broker, step)
+                    while version not in labels:
+                        await labelled.wait()
+            tg.cancel_scope.cancel()
+    recorded = [e for e in await exchanges(broker, "load") if e.status == "complete"]
     assert {e.policy_version for e in recorded} >= labels >= {f"tictactoe@{step}" for step in range(1, 7)}
 
 
 async def test_a_restarted_gateway_takes_over_what_the_server_holds(
-    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer
+    gateway: GatewayProcess, broker: Broker, vllm_server: VllmServer
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish_adapter(broker, 1)
-        await serves(gateway, "tictactoe@1")
-        await anyio.to_thread.run_sync(gateway.kill)
-        await publish_adapter(broker, 2)
-        await anyio.to_thread.run_sync(gateway.start)
-        await serves(gateway, "tictactoe@2")
-        assert held(vllm_server) == {"tictactoe@1", "tictactoe@2"}
-        # One life of the server, one proof a version: taking over is not loading again.
-        assert sorted(e.version for e in await loads(broker)) == ["tictactoe@1", "tictactoe@2"]
+    await publish_adapter(broker, 1)
+    await serves(gateway, "tictactoe@1")
+    await anyio.to_thread.run_sync(gateway.kill)
+    await publish_adapter(broker, 2)
+    await anyio.to_thread.run_sync(gateway.start)
+    await serves(gateway, "tictactoe@2")
+    assert held(vllm_server) == {"tictactoe@1", "tictactoe@2"}
+    # One life of the server, one proof a version: taking over is not loading again.
+    assert sorted(e.version for e in await loads(broker)) == ["tictactoe@1", "tictactoe@2"]
 
 
 async def test_a_killed_inference_server_is_a_delay_and_not_a_failure(
-    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer
+    gateway: GatewayProcess, broker: Broker, vllm_server: VllmServer
 ) -> None:
     if vllm_server.process is None:
         pytest.skip("the inference server was given and is not ours to kill")
     opened = gateway.open(id="patient")
-    async with Broker.connect(nats_config) as broker:
-        await publish_adapter(broker, 1)
-        await serves(gateway, "tictactoe@1")
-        async with openai.AsyncOpenAI(
-            base_url=opened["base_url"], api_key=opened["api_key"], max_retries=0, timeout=300
-        ) as client:
-            long: Any = {**ASK, "max_tokens": 240, "n": 128, "extra_body": {"ignore_eos": True}}
-            before = counted(vllm_server, "generation_tokens_total")
-            call = asyncio.ensure_future(client.chat.completions.create(**long))
-            with anyio.fail_after(60):  # until the server has begun to answer
-                while (sampled := await _sampled(vllm_server)) == before:
-                    await anyio.sleep(0.01)
-            await anyio.to_thread.run_sync(vllm_server.kill)
-            assert sampled - before < 128 * 240
-            later = asyncio.ensure_future(client.chat.completions.create(**ASK))
-            await anyio.to_thread.run_sync(vllm_server.start)
-            assert (await call).model == (await later).model == "tictactoe@1"
-            # The server's second life answered both: its first one died in the middle of the long one.
-            assert counted(vllm_server, "generation_tokens_total") >= 128 * 240
-        lives = {e.server_start for e in await loads(broker)}
-        assert len(lives) == 2
-        assert len(await exchanges(broker, "patient")) == 128 + 1
+    await publish_adapter(broker, 1)
+    await serves(gateway, "tictactoe@1")
+    async with openai.AsyncOpenAI(
+        base_url=opened["base_url"], api_key=opened["api_key"], max_retries=0, timeout=300
+    ) as client:
+        long: Any = {**ASK, "max_tokens": 240, "n": 128, "extra_body": {"ignore_eos": True}}
+        before = counted(vllm_server, "generation_tokens_total")
+        call = asyncio.ensure_future(client.chat.completions.create(**long))
+        with anyio.fail_after(60):  # until the server has begun to answer
+            while (sampled := await _sampled(vllm_server)) == before:
+                await anyio.sleep(0.01)
+        await anyio.to_thread.run_sync(vllm_server.kill)
+        assert sampled - before < 128 * 240
+        later = asyncio.ensure_future(client.chat.completions.create(**ASK))
+        await anyio.to_thread.run_sync(vllm_server.start)
+        assert (await call).model == (await later).model == "tictactoe@1"
+        # The server's second life answered both: its first one died in the middle of the long one.
+        assert counted(vllm_server, "generation_tokens_total") >= 128 * 240
+    lives = {e.server_start for e in await loads(broker)}
+    assert len(lives) == 2
+    assert len(await exchanges(broker, "patient")) == 128 + 1
 
 
 async def _sampled(server: VllmServer) -> float:

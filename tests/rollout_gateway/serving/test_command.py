@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.events import PolicyPromoted
 from pipeline.log.broker import Broker
 from pipeline.running.state import STATE
@@ -28,34 +27,33 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.inference
 async def test_decisions_are_taken_and_shown_with_their_reasons(
-    gateway: GatewayProcess, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
+    gateway: GatewayProcess, broker: Broker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def policy(*arguments: str) -> str:
         assert main([*arguments, "--url", gateway.url]) == 0
         return capsys.readouterr().out
 
-    async with Broker.connect(nats_config) as broker:
-        for step in (1, 2):
-            await publish_adapter(broker, step)
-            await serves(gateway, f"tictactoe@{step}")
-        assert policy("list").splitlines() == [
-            "tictactoe: tictactoe@2",
-            "  why: it follows the newest version that enough servers hold; there was no decision",
-            "  newest tictactoe@2, loaded tictactoe@1, tictactoe@2",
-        ]
-        pinned = policy("pin", "tictactoe@1", "--reason", "better on held-out tasks", "--by", "me")
-        assert pinned.startswith("tictactoe: tictactoe@1\n  why: pinned by me at 2")
-        assert " UTC: better on held-out tasks\n" in pinned
-        taken_back = policy("rollback", "tictactoe")
-        assert taken_back.startswith("tictactoe: tictactoe@2\n  why: the decision after it was taken back at")
-        split = policy("split", "tictactoe@2", "tictactoe@1", "--percent", "20")
-        assert split.startswith("tictactoe: 20 % tictactoe@2, 80 % tictactoe@1\n  why: split at")
-        policy("promote", "tictactoe@2")
-        assert policy("rollback", "tictactoe").startswith("tictactoe: 20 % tictactoe@2, 80 % tictactoe@1\n")
-        assert json.loads(policy("promote", "tictactoe@1", "--json"))["version"] == "tictactoe@1"
-        followed = policy("follow", "tictactoe", "--reason", "enough")
-        assert followed.startswith("tictactoe: tictactoe@2\n  why: follows the newest at")
-        events = [r.event for r in await broker.read(PolicyPromoted)]
+    for step in (1, 2):
+        await publish_adapter(broker, step)
+        await serves(gateway, f"tictactoe@{step}")
+    assert policy("list").splitlines() == [
+        "tictactoe: tictactoe@2",
+        "  why: it follows the newest version that enough servers hold; there was no decision",
+        "  newest tictactoe@2, loaded tictactoe@1, tictactoe@2",
+    ]
+    pinned = policy("pin", "tictactoe@1", "--reason", "better on held-out tasks", "--by", "me")
+    assert pinned.startswith("tictactoe: tictactoe@1\n  why: pinned by me at 2")
+    assert " UTC: better on held-out tasks\n" in pinned
+    taken_back = policy("rollback", "tictactoe")
+    assert taken_back.startswith("tictactoe: tictactoe@2\n  why: the decision after it was taken back at")
+    split = policy("split", "tictactoe@2", "tictactoe@1", "--percent", "20")
+    assert split.startswith("tictactoe: 20 % tictactoe@2, 80 % tictactoe@1\n  why: split at")
+    policy("promote", "tictactoe@2")
+    assert policy("rollback", "tictactoe").startswith("tictactoe: 20 % tictactoe@2, 80 % tictactoe@1\n")
+    assert json.loads(policy("promote", "tictactoe@1", "--json"))["version"] == "tictactoe@1"
+    followed = policy("follow", "tictactoe", "--reason", "enough")
+    assert followed.startswith("tictactoe: tictactoe@2\n  why: follows the newest at")
+    events = [r.event for r in await broker.read(PolicyPromoted)]
     assert [e.action for e in events] == [
         "pin",
         "rollback",

@@ -62,12 +62,11 @@ async def test_a_step_that_is_no_canonical_number_is_an_unknown_version(
 
 
 async def test_what_an_older_gateway_recorded_under_such_a_name_harms_nobody(
-    nats_config: NatsConfig, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tmp_path: Path
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(
-            PolicyPromoted(project=PROJECT, model="tictactoe", version="tictactoe@00", action="promote")
-        )
+    await broker.publish(
+        PolicyPromoted(project=PROJECT, model="tictactoe", version="tictactoe@00", action="promote")
+    )
     async with parts(nats_config, tmp_path, [FakeVllm()]) as gateway:
         opened = TrajectoryOpened(
             project=PROJECT, trajectory="t", model="tictactoe", group="g", pinned="tictactoe@00"

@@ -21,11 +21,10 @@ pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 SWAPS, STREAMS = 20, 64
 
 
-async def test_swaps_under_64_streams(start_gateway: StartGateway, nats_config: NatsConfig) -> None:
+async def test_swaps_under_64_streams(start_gateway: StartGateway, broker: Broker) -> None:
     gateway = start_gateway(max_loras=3)
-    async with Broker.connect(nats_config) as broker:
-        seen, streams = await measure(gateway, broker, swaps=SWAPS, streams=STREAMS, calm_s=5)
-        labels = await check_labels(broker, streams, STREAMS)
+    seen, streams = await measure(gateway, broker, swaps=SWAPS, streams=STREAMS, calm_s=5)
+    labels = await check_labels(broker, streams, STREAMS)
     assert streams.failures == []
     assert (labels["mislabelled"], labels["versions"]) == (0, SWAPS + 1)
     assert labels["exchanges"] == seen["requests"] >= STREAMS

@@ -38,95 +38,86 @@ async def test_an_alarm_is_one_event_when_it_begins_and_one_when_it_ends(
         assert rows == [("kl_rise", False, True)]
 
 
-async def test_a_restart_raises_nothing_twice(nats_config: NatsConfig, running_store: StoreProcess) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, letters(1))
-        async with running_store(OFTEN):
-            (began,) = await changes(broker, 1)
-        assert (began.alarm, began.about) == ("dead_letters", "judge")
-        await publish(broker, letters(1, consumer="trainer"))
-        async with running_store(OFTEN):
-            again = await changes(broker, 2)
+async def test_a_restart_raises_nothing_twice(broker: Broker, running_store: StoreProcess) -> None:
+    await publish(broker, letters(1))
+    async with running_store(OFTEN):
+        (began,) = await changes(broker, 1)
+    assert (began.alarm, began.about) == ("dead_letters", "judge")
+    await publish(broker, letters(1, consumer="trainer"))
+    async with running_store(OFTEN):
+        again = await changes(broker, 2)
     assert [e.about for e in again] == ["judge", "trainer"]
 
 
-async def test_a_log_near_its_limit_is_an_alarm(nats_config: NatsConfig, running_store: StoreProcess) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await broker.provision()
-        config = (await broker.js.stream_info("DEAD")).config
-        await publish(broker, letters(20))
-        held = (await broker.js.stream_info("DEAD")).state.bytes
-        config.max_bytes = held + held // 8
-        await broker.js.update_stream(config)
-        async with running_store(OFTEN):
-            found = {e.alarm: e for e in await changes(broker, 2)}
+async def test_a_log_near_its_limit_is_an_alarm(broker: Broker, running_store: StoreProcess) -> None:
+    await broker.provision()
+    config = (await broker.js.stream_info("DEAD")).config
+    await publish(broker, letters(20))
+    held = (await broker.js.stream_info("DEAD")).state.bytes
+    config.max_bytes = held + held // 8
+    await broker.js.update_stream(config)
+    async with running_store(OFTEN):
+        found = {e.alarm: e for e in await changes(broker, 2)}
     assert found["log_full"].about == "DEAD"
     assert 0.8 < found["log_full"].value < 0.9
 
 
-async def test_what_could_not_be_checked_neither_begins_nor_ends(
-    nats_config: NatsConfig, tmp_path: Path
-) -> None:
+async def test_what_could_not_be_checked_neither_begins_nor_ends(broker: Broker, tmp_path: Path) -> None:
     told: list[AlarmChanged] = []
-    async with Broker.connect(nats_config) as broker:
-        checker = Checker(Config(run_dir=str(tmp_path)), broker, told.append)
-        await checker._catch_up()
-        found = [Condition("kl_rise", "p", "m", "", 3.0, 2.0, "far")]
-        await checker._apply(found, set())
-        for _ in range(3):
-            await checker._apply([], {"kl_rise"})
-        assert [e.state for e in told] == ["raised"]
-        await checker._apply([], set())
-        await checker._apply(found, set())
-        await checker._apply([], set())
-        assert [e.state for e in told] == ["raised"], "one check without it is not its end"
-        await checker._apply([], set())
+    checker = Checker(Config(run_dir=str(tmp_path)), broker, told.append)
+    await checker._catch_up()
+    found = [Condition("kl_rise", "p", "m", "", 3.0, 2.0, "far")]
+    await checker._apply(found, set())
+    for _ in range(3):
+        await checker._apply([], {"kl_rise"})
+    assert [e.state for e in told] == ["raised"]
+    await checker._apply([], set())
+    await checker._apply(found, set())
+    await checker._apply([], set())
+    assert [e.state for e in told] == ["raised"], "one check without it is not its end"
+    await checker._apply([], set())
     assert [e.state for e in told] == ["raised", "cleared"]
 
 
-async def test_two_stores_raise_and_end_an_alarm_once(nats_config: NatsConfig, tmp_path: Path) -> None:
+async def test_two_stores_raise_and_end_an_alarm_once(broker: Broker, tmp_path: Path) -> None:
     """Both look at the same moment, each with a run directory of its own."""
     told: list[AlarmChanged] = []
     found = [Condition("kl_rise", "p", "m", "", 3.0, 2.0, "far")]
-    async with Broker.connect(nats_config) as broker:
-        checkers = [Checker(Config(run_dir=str(tmp_path / name)), broker, told.append) for name in "ab"]
+    checkers = [Checker(Config(run_dir=str(tmp_path / name)), broker, told.append) for name in "ab"]
 
-        async def at_once(present: list[Condition]) -> list[str]:
+    async def at_once(present: list[Condition]) -> list[str]:
+        for checker in checkers:
+            await checker._catch_up()
+        async with anyio.create_task_group() as tg:
             for checker in checkers:
-                await checker._catch_up()
-            async with anyio.create_task_group() as tg:
-                for checker in checkers:
-                    tg.start_soon(checker._apply, present, set())
-            return [r.event.state for r in await broker.read(AlarmChanged)]
+                tg.start_soon(checker._apply, present, set())
+        return [r.event.state for r in await broker.read(AlarmChanged)]
 
-        for _ in range(3):
-            assert await at_once(found) == ["raised"]
-        for _ in range(4):
-            states = await at_once([])
-        assert states == ["raised", "cleared"]
-        assert await at_once(found) == ["raised", "cleared", "raised"]
+    for _ in range(3):
+        assert await at_once(found) == ["raised"]
+    for _ in range(4):
+        states = await at_once([])
+    assert states == ["raised", "cleared"]
+    assert await at_once(found) == ["raised", "cleared", "raised"]
     assert [e.state for e in told] == ["raised", "cleared", "raised"]
 
 
-async def test_a_store_leaves_an_alarm_that_only_another_store_finds(
-    nats_config: NatsConfig, tmp_path: Path
-) -> None:
+async def test_a_store_leaves_an_alarm_that_only_another_store_finds(broker: Broker, tmp_path: Path) -> None:
     """Such as that of the other one's disk."""
     told: list[AlarmChanged] = []
     found = [Condition("log_full", "p", "", "disk", 0.95, 0.9, "full")]
-    async with Broker.connect(nats_config) as broker:
-        here, there = (Checker(Config(run_dir=str(tmp_path)), broker, told.append) for _ in range(2))
-        await here._catch_up()
+    here, there = (Checker(Config(run_dir=str(tmp_path)), broker, told.append) for _ in range(2))
+    await here._catch_up()
+    await there._catch_up()
+    await here._apply(found, set())
+    for _ in range(3):
         await there._catch_up()
-        await here._apply(found, set())
-        for _ in range(3):
-            await there._catch_up()
-            await there._apply([], set())
-        assert [e.state for e in told] == ["raised"]
-        after = Checker(Config(run_dir=str(tmp_path)), broker, told.append)
-        await after._catch_up()
-        for _ in range(2):
-            await after._apply([], set())
+        await there._apply([], set())
+    assert [e.state for e in told] == ["raised"]
+    after = Checker(Config(run_dir=str(tmp_path)), broker, told.append)
+    await after._catch_up()
+    for _ in range(2):
+        await after._apply([], set())
     assert [e.state for e in told] == ["raised", "cleared"], "the store that found it may be gone for good"
 
 

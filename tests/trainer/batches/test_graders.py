@@ -242,17 +242,16 @@ def test_the_gradient_moves_by_the_same_factor(tiny_base: str, tmp_path: Path) -
 
 @pytest.mark.anyio
 async def test_a_step_says_which_share_a_key_would_have_had(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     """The alarm `feedback_share` reads this metric."""
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=2)
     config = msgspec.structs.replace(config, feedback=msgspec.structs.replace(config.feedback, max_share=0.2))
-    async with Broker.connect(nats_config) as broker:
-        await kit.publish_group(broker, "own", [0.0, 1.0], seed=1)
-        graded = kit.group("graded", [0.0, 1.0])
-        fans = tuple(msgspec.structs.replace(m, graders=(fan(),)) for m in graded.members)
-        await kit.publish_group(broker, "graded", [0.0, 1.0], seed=2, members=fans)
-        async with running(config):
-            (event,) = await steps_reach(broker, 1)
+    await kit.publish_group(broker, "own", [0.0, 1.0], seed=1)
+    graded = kit.group("graded", [0.0, 1.0])
+    fans = tuple(msgspec.structs.replace(m, graders=(fan(),)) for m in graded.members)
+    await kit.publish_group(broker, "graded", [0.0, 1.0], seed=2, members=fans)
+    async with running(config):
+        (event,) = await steps_reach(broker, 1)
     assert event.metrics["graders_limited"] == 1
     assert event.metrics["grader_share"] == pytest.approx(0.5)

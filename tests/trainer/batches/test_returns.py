@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline.config import LossConfig, NatsConfig, TrainerConfig
+from pipeline.config import LossConfig, TrainerConfig
 from pipeline.events import GroupScored, Hint, Member
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
@@ -206,7 +206,7 @@ CONFIG_OF_CALLS = TrainerConfig(loss=LossConfig(turn_discount=0.5, advantage_sca
 
 @pytest.mark.anyio
 async def test_calls_that_nothing_judged_are_context_in_a_run_of_which_only_calls_are_judged(
-    nats_config: NatsConfig,
+    broker: Broker,
 ) -> None:
     """Two of four calls are judged in a, one of three in b, whose second call has a hint. By the formula, positions 0
     and 1 are compared; b has returned what its first call gave by its second."""
@@ -218,15 +218,14 @@ async def test_calls_that_nothing_judged_are_context_in_a_run_of_which_only_call
         ),
     )  # fmt: skip
     scored = GroupScored(project="p", group="g", model="tiny", judge="j", members=judged)
-    async with Broker.connect(nats_config) as broker:
-        for member in judged:
-            prompt: list[int] = []
-            for call in range(member.exchanges):
-                prompt = [*prompt, 5]
-                await broker.publish(exchange(member.trajectory, call, prompt, [7, 8], group="g"))
-                prompt = [*prompt, 7, 8]
-        group = TrainingGroup(scored, Place(1, 0))
-        assert await Histories(broker, Defaults(), mask_truncated=False).read(group) is None
+    for member in judged:
+        prompt: list[int] = []
+        for call in range(member.exchanges):
+            prompt = [*prompt, 5]
+            await broker.publish(exchange(member.trajectory, call, prompt, [7, 8], group="g"))
+            prompt = [*prompt, 7, 8]
+    group = TrainingGroup(scored, Place(1, 0))
+    assert await Histories(broker, Defaults(), mask_truncated=False).read(group) is None
     assert [s.trained_tokens for s in group.sequences or ()] == [4, 4]
     assert group.unjudged_tokens == 4 + 2
     found = of_tokens([group], advantage_scaling="none")

@@ -64,129 +64,119 @@ def loaded(version: str, replica: str = "r", server_start: str = "1") -> PolicyL
 
 
 async def test_versions_that_are_needed_are_kept(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = retained(kit.settings(tiny_base, tmp_path, nats_config, max_staleness=0), adapters=2)
     learners = service.make_learners(config, tmp_path)
-    async with Broker.connect(nats_config) as broker:
-        for step in range(1, 13):
-            await publish(broker, step)
-        await publish(broker, 1, branch="other")
-        learners["tiny"].validation.best = Best(2, 0.9, 8)
-        await broker.publish(
-            PolicyPromoted(
-                project="p", model="tiny", version=V[5], action="split", other=V[7], percent=50, request="1"
-            )
+    for step in range(1, 13):
+        await publish(broker, step)
+    await publish(broker, 1, branch="other")
+    learners["tiny"].validation.best = Best(2, 0.9, 8)
+    await broker.publish(
+        PolicyPromoted(
+            project="p", model="tiny", version=V[5], action="split", other=V[7], percent=50, request="1"
         )
-        await broker.publish(
-            PolicyPromoted(project="p", model="tiny", version=V[6], action="pin", request="1b")
-        )
-        opened = TrajectoryOpened(project="p", trajectory="run", model="tiny", group="g", pinned=V[9])
-        await broker.publish(opened)
-        await broker.publish(loaded(V[1], "old life", "1"))
-        await broker.publish(loaded(V[10], "old life", "2"))  # it started anew and holds nothing of before
-        await broker.publish(loaded(V[3], "r"))
-        await broker.publish(loaded(V[8], "r"))
-        await broker.publish(
-            PolicyUnloaded(project="p", model="tiny", version=V[8], replica="r", server_start="1")
-        )
-        retention = Retention(config, broker, learners)
-        await retention.run_once()
-        retired = {r.event.version for r in await broker.read(PolicyRetired)}
-        assert retired == {V[1], V[4], V[8]}
-        assert await present(broker) == set(V[1:])  # told first, removed later
-        await retention.run_once()
-        # 2 best, 3 held, 6 decided after the split of 5 and 7, 9 pinned, 10 held, 11 and 12 newest.
-        assert await present(broker) == {V[i] for i in (2, 3, 5, 6, 7, 9, 10, 11, 12)}
-        assert await present(broker, "other") == {V[1]}  # another trainer's
+    )
+    await broker.publish(PolicyPromoted(project="p", model="tiny", version=V[6], action="pin", request="1b"))
+    opened = TrajectoryOpened(project="p", trajectory="run", model="tiny", group="g", pinned=V[9])
+    await broker.publish(opened)
+    await broker.publish(loaded(V[1], "old life", "1"))
+    await broker.publish(loaded(V[10], "old life", "2"))  # it started anew and holds nothing of before
+    await broker.publish(loaded(V[3], "r"))
+    await broker.publish(loaded(V[8], "r"))
+    await broker.publish(
+        PolicyUnloaded(project="p", model="tiny", version=V[8], replica="r", server_start="1")
+    )
+    retention = Retention(config, broker, learners)
+    await retention.run_once()
+    retired = {r.event.version for r in await broker.read(PolicyRetired)}
+    assert retired == {V[1], V[4], V[8]}
+    assert await present(broker) == set(V[1:])  # told first, removed later
+    await retention.run_once()
+    # 2 best, 3 held, 6 decided after the split of 5 and 7, 9 pinned, 10 held, 11 and 12 newest.
+    assert await present(broker) == {V[i] for i in (2, 3, 5, 6, 7, 9, 10, 11, 12)}
+    assert await present(broker, "other") == {V[1]}  # another trainer's
 
-        # The run ends, the split ends, the server lets go.
-        await broker.publish(
-            TrajectoryCompleted(project="p", trajectory="run", model="tiny", group="g", outcome="masked")
-        )
-        await broker.publish(
-            PolicyPromoted(project="p", model="tiny", version="", action="follow", request="2")
-        )
-        await broker.publish(
-            PolicyUnloaded(project="p", model="tiny", version=V[3], replica="r", server_start="1")
-        )
-        await retention.run_once()
-        await retention.run_once()
-        assert await present(broker) == {V[2], V[6], V[10], V[11], V[12]}
+    # The run ends, the split ends, the server lets go.
+    await broker.publish(
+        TrajectoryCompleted(project="p", trajectory="run", model="tiny", group="g", outcome="masked")
+    )
+    await broker.publish(PolicyPromoted(project="p", model="tiny", version="", action="follow", request="2"))
+    await broker.publish(
+        PolicyUnloaded(project="p", model="tiny", version=V[3], replica="r", server_start="1")
+    )
+    await retention.run_once()
+    await retention.run_once()
+    assert await present(broker) == {V[2], V[6], V[10], V[11], V[12]}
 
 
 async def test_a_retired_version_that_is_needed_again_is_kept(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = retained(
         kit.settings(tiny_base, tmp_path, nats_config, max_staleness=0), adapters=2, grace_s=3600.0
     )
     learners = service.make_learners(config, tmp_path)
-    async with Broker.connect(nats_config) as broker:
-        for step in range(1, 6):
-            await publish(broker, step)
-        retention = Retention(config, broker, learners)
-        await retention.run_once()
-        await retention.run_once()
-        assert await present(broker) == set(V[1:6])  # the time of grace runs
-        await broker.publish(loaded(V[1]))
-        await retention.run_once()
-        history = await read_stream(broker, "POLICY")
-        policies = Policies("p", ["tiny"])
-        for recorded in history:
-            policies.apply(recorded)
-        assert policies.offered(V[1])
-        assert policies.knows(V[2])  # it serves where it serves
-        assert not policies.offered(V[2])
-        assert V[2] not in policies.names()
+    for step in range(1, 6):
+        await publish(broker, step)
+    retention = Retention(config, broker, learners)
+    await retention.run_once()
+    await retention.run_once()
+    assert await present(broker) == set(V[1:6])  # the time of grace runs
+    await broker.publish(loaded(V[1]))
+    await retention.run_once()
+    history = await read_stream(broker, "POLICY")
+    policies = Policies("p", ["tiny"])
+    for recorded in history:
+        policies.apply(recorded)
+    assert policies.offered(V[1])
+    assert policies.knows(V[2])  # it serves where it serves
+    assert not policies.offered(V[2])
+    assert V[2] not in policies.names()
 
 
 async def test_old_policy_events_of_removed_versions_are_deleted(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = retained(kit.settings(tiny_base, tmp_path, nats_config, max_staleness=0), adapters=2)
     learners = service.make_learners(config, tmp_path)
-    async with Broker.connect(nats_config) as broker:
-        for step in range(1, 5):
-            await publish(broker, step)
-            await broker.publish(loaded(V[step], server_start=str(step)))
-        for request in ("1", "2"):
-            await broker.publish(
-                PolicyPromoted(project="p", model="tiny", version="", action="follow", request=request)
-            )
-        retention = Retention(config, broker, learners)
-        for _ in range(2):
-            await retention.run_once()
-
-        async def left() -> list[Recorded]:
-            return await read_stream(broker, "POLICY")
-
-        before = len(await left())
-        assert await retention.delete_old_events(0) == 0
-        assert len(await left()) == before
-        assert await retention.delete_old_events(2**62) > 0
-        events = [r.event for r in await left()]
-        assert {e.version for e in events if isinstance(e, CheckpointPublished)} == {V[3], V[4]}
-        assert {e.version for e in events if isinstance(e, PolicyLoaded)} == {V[3], V[4]}
-        assert [e.request for e in events if isinstance(e, PolicyPromoted)] == ["1", "2"], (
-            "a rollback needs them"
+    for step in range(1, 5):
+        await publish(broker, step)
+        await broker.publish(loaded(V[step], server_start=str(step)))
+    for request in ("1", "2"):
+        await broker.publish(
+            PolicyPromoted(project="p", model="tiny", version="", action="follow", request=request)
         )
-        assert not [e for e in events if isinstance(e, PolicyRetired)]
-        await broker.delete("POLICY", 1)  # an attempt whose answer was lost is repeated
+    retention = Retention(config, broker, learners)
+    for _ in range(2):
+        await retention.run_once()
+
+    async def left() -> list[Recorded]:
+        return await read_stream(broker, "POLICY")
+
+    before = len(await left())
+    assert await retention.delete_old_events(0) == 0
+    assert len(await left()) == before
+    assert await retention.delete_old_events(2**62) > 0
+    events = [r.event for r in await left()]
+    assert {e.version for e in events if isinstance(e, CheckpointPublished)} == {V[3], V[4]}
+    assert {e.version for e in events if isinstance(e, PolicyLoaded)} == {V[3], V[4]}
+    assert [e.request for e in events if isinstance(e, PolicyPromoted)] == ["1", "2"], "a rollback needs them"
+    assert not [e for e in events if isinstance(e, PolicyRetired)]
+    await broker.delete("POLICY", 1)  # an attempt whose answer was lost is repeated
 
 
-async def test_parts_of_an_interrupted_upload_are_removed(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await broker.put_object("ADAPTERS", "kept", b"k" * 300_000)
-        await broker.put_object("ADAPTERS", "kept", b"n" * 300_000)  # replaced: the chunks of before are gone
-        for _ in range(3):
-            await broker.js.publish("$O.ADAPTERS.C.orphan", b"x" * 1000)
-        subjects = await broker.subjects("OBJ_ADAPTERS", "$O.ADAPTERS.C.*")
-        assert len(subjects) == 2
-        assert await objects.sweep(broker, "ADAPTERS", 0) == 0  # as young as an upload under way
-        assert await objects.sweep(broker, "ADAPTERS", 2**62) == 1
-        assert await broker.get_object("ADAPTERS", "kept") == b"n" * 300_000
-        assert "$O.ADAPTERS.C.orphan" not in await broker.subjects("OBJ_ADAPTERS", "$O.ADAPTERS.C.*")
+async def test_parts_of_an_interrupted_upload_are_removed(broker: Broker) -> None:
+    await broker.put_object("ADAPTERS", "kept", b"k" * 300_000)
+    await broker.put_object("ADAPTERS", "kept", b"n" * 300_000)  # replaced: the chunks of before are gone
+    for _ in range(3):
+        await broker.js.publish("$O.ADAPTERS.C.orphan", b"x" * 1000)
+    subjects = await broker.subjects("OBJ_ADAPTERS", "$O.ADAPTERS.C.*")
+    assert len(subjects) == 2
+    assert await objects.sweep(broker, "ADAPTERS", 0) == 0  # as young as an upload under way
+    assert await objects.sweep(broker, "ADAPTERS", 2**62) == 1
+    assert await broker.get_object("ADAPTERS", "kept") == b"n" * 300_000
+    assert "$O.ADAPTERS.C.orphan" not in await broker.subjects("OBJ_ADAPTERS", "$O.ADAPTERS.C.*")
 
 
 async def test_the_trainer_removes_old_versions_while_it_trains(

@@ -152,25 +152,24 @@ async def test_validation_groups_are_scored_and_never_trained(
 
 
 async def test_two_models_share_a_process_and_take_turns(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
     other = ModelConfig(name="other", base=tiny_base)
     config = msgspec.structs.replace(config, models=(*config.models, other))
-    async with Broker.connect(nats_config) as broker:
-        for i in range(4):
-            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
-        for i in range(2):
-            scored = kit.group(f"o{i}", [0.0, 1.0], model="other")
-            for m, member in enumerate(scored.members):
-                for event in kit.turns(member.trajectory, 70 + 10 * i + m):
-                    await broker.publish(event)
-            await broker.publish(scored)
-        async with running(config):
-            events = await steps_reach(broker, 5)
-        # A flood of one model's groups does not hold the other back.
-        assert [e.version for e in events[:4]] == ["tiny@1", "other@1", "tiny@2", "other@2"]
-        assert events[0].adapter_sha256 != events[1].adapter_sha256
+    for i in range(4):
+        await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+    for i in range(2):
+        scored = kit.group(f"o{i}", [0.0, 1.0], model="other")
+        for m, member in enumerate(scored.members):
+            for event in kit.turns(member.trajectory, 70 + 10 * i + m):
+                await broker.publish(event)
+        await broker.publish(scored)
+    async with running(config):
+        events = await steps_reach(broker, 5)
+    # A flood of one model's groups does not hold the other back.
+    assert [e.version for e in events[:4]] == ["tiny@1", "other@1", "tiny@2", "other@2"]
+    assert events[0].adapter_sha256 != events[1].adapter_sha256
 
 
 async def test_a_batch_that_can_not_be_trained_goes_to_the_dead_letters(

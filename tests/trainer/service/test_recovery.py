@@ -58,22 +58,21 @@ async def test_a_restarted_trainer_trains_a_group_with_a_too_large_trajectory(
 
 @pytest.mark.usefixtures("quick_redelivery")
 async def test_a_restart_resumes_and_skips_what_was_consumed(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=2)
-    async with Broker.connect(nats_config) as broker:
-        for i in range(3):
-            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
-        async with running(config):
-            await steps_reach(broker, 2)
-        assert len(await checkpoints(broker)) == 2
-        more = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=3)
-        async with running(more) as facts:
-            assert facts == {"step": 2}
-            events = await steps_reach(broker, 3)
-            await all_acked(broker)
-        assert [e.groups for e in events] == [("g0",), ("g1",), ("g2",)]
-        assert [e.parent for e in events] == ["tiny@0", "tiny@1", "tiny@2"]
+    for i in range(3):
+        await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+    async with running(config):
+        await steps_reach(broker, 2)
+    assert len(await checkpoints(broker)) == 2
+    more = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=3)
+    async with running(more) as facts:
+        assert facts == {"step": 2}
+        events = await steps_reach(broker, 3)
+        await all_acked(broker)
+    assert [e.groups for e in events] == [("g0",), ("g1",), ("g2",)]
+    assert [e.parent for e in events] == ["tiny@0", "tiny@1", "tiny@2"]
 
 
 async def test_the_last_step_after_a_restart_acknowledges_a_group_that_the_server_delivers_again_later(
@@ -103,19 +102,18 @@ async def test_the_last_step_after_a_restart_acknowledges_a_group_that_the_serve
 
 
 async def test_a_lost_disk_is_rebuilt_from_the_log(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path / "a", nats_config, groups_per_step=1)
     elsewhere = kit.settings(tiny_base, tmp_path / "b", nats_config, groups_per_step=1)
-    async with Broker.connect(nats_config) as broker:
-        async with running(config):
-            await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
-            await steps_reach(broker, 1)
-        async with running(elsewhere) as facts:
-            assert facts == {"step": 1}
-            await kit.publish_group(broker, "g1", [0.0, 1.0], seed=2, step=1)
-            events = await steps_reach(broker, 2)
-        assert events[1].parent == "tiny@1"
+    async with running(config):
+        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+        await steps_reach(broker, 1)
+    async with running(elsewhere) as facts:
+        assert facts == {"step": 1}
+        await kit.publish_group(broker, "g1", [0.0, 1.0], seed=2, step=1)
+        events = await steps_reach(broker, 2)
+    assert events[1].parent == "tiny@1"
 
 
 async def test_another_logs_checkpoints_are_refused(
@@ -132,21 +130,20 @@ async def test_another_logs_checkpoints_are_refused(
 
 
 async def test_a_second_trainer_on_the_same_model_is_an_error(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
-    async with Broker.connect(nats_config) as broker:
-        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
-        learners = service.make_learners(config, tmp_path)
-        trainer = service.Trainer(config, broker, learners)
-        event = kit.checkpoint_event(1)
-        manifest = checkpoint.Manifest(event=event, config={})
-        files = dict.fromkeys(checkpoint.ADAPTER_FILES, b"x")
-        await trainer.commits.publish(manifest, files)
-        await trainer.commits.publish(manifest, files)  # a retry of the same
-        another = msgspec.structs.replace(event, adapter_sha256="2")
-        with pytest.raises(TrainerError, match="second trainer"):
-            await trainer.commits.publish(checkpoint.Manifest(event=another, config={}), files)
+    await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
+    learners = service.make_learners(config, tmp_path)
+    trainer = service.Trainer(config, broker, learners)
+    event = kit.checkpoint_event(1)
+    manifest = checkpoint.Manifest(event=event, config={})
+    files = dict.fromkeys(checkpoint.ADAPTER_FILES, b"x")
+    await trainer.commits.publish(manifest, files)
+    await trainer.commits.publish(manifest, files)  # a retry of the same
+    another = msgspec.structs.replace(event, adapter_sha256="2")
+    with pytest.raises(TrainerError, match="second trainer"):
+        await trainer.commits.publish(checkpoint.Manifest(event=another, config={}), files)
 
 
 async def test_training_continues_after_the_log_was_unavailable(
@@ -164,29 +161,28 @@ async def test_training_continues_after_the_log_was_unavailable(
 
 
 async def test_a_restart_keeps_the_best_checkpoints_statistics(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     """Regression: eight more rewards of the best checkpoint replaced its hundred, and a worse one became the best."""
     config = kit.settings(tiny_base, tmp_path, nats_config)
     folder = checkpoint.Checkpoints.of(config, kit.MODEL)
-    async with Broker.connect(nats_config) as broker:
 
-        async def validate(name: str, rewards: list[float], step: int) -> checkpoint.Best | None:
-            scored = kit.group(name, rewards, step=step, split="val")
-            members = tuple(msgspec.structs.replace(m, split="val") for m in scored.members)
-            await broker.publish(msgspec.structs.replace(scored, members=members))
+    async def validate(name: str, rewards: list[float], step: int) -> checkpoint.Best | None:
+        scored = kit.group(name, rewards, step=step, split="val")
+        members = tuple(msgspec.structs.replace(m, split="val") for m in scored.members)
+        await broker.publish(msgspec.structs.replace(scored, members=members))
 
-            async def discarded() -> bool:
-                return name in {d.group for d in await discards(broker)}
+        async def discarded() -> bool:
+            return name in {d.group for d in await discards(broker)}
 
-            await until(discarded)
-            return folder.best()
+        await until(discarded)
+        return folder.best()
 
-        async with running(config):
-            before = await validate("hundred", [0.5, 1.0] * 50, 1)
-        async with running(config):
-            after = await validate("eight", [0.0] * 8, 1)
-            worse = await validate("worse", [0.5] * 8, 2)
+    async with running(config):
+        before = await validate("hundred", [0.5, 1.0] * 50, 1)
+    async with running(config):
+        after = await validate("eight", [0.0] * 8, 1)
+        worse = await validate("worse", [0.5] * 8, 2)
     assert before is not None
     assert after is not None
     assert worse is not None
@@ -197,15 +193,14 @@ async def test_a_restart_keeps_the_best_checkpoints_statistics(
 
 
 async def test_two_projects_in_one_run_directory_have_checkpoints_of_their_own(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
-    async with Broker.connect(nats_config) as broker:
-        async with running(config):
-            await kit.publish_group(broker, "g", [0.0, 1.0], seed=1)
-            await steps_reach(broker, 1)
-        async with running(msgspec.structs.replace(config, project="other")) as facts:
-            assert facts == {"step": 0}
+    async with running(config):
+        await kit.publish_group(broker, "g", [0.0, 1.0], seed=1)
+        await steps_reach(broker, 1)
+    async with running(msgspec.structs.replace(config, project="other")) as facts:
+        assert facts == {"step": 0}
 
 
 @pytest.mark.parametrize("disk_lost", [False, True])
@@ -246,42 +241,38 @@ async def test_a_resumed_adapter_keeps_its_scale_rank_and_targets(
 
 
 async def test_a_lost_checkpoint_folder_does_not_restart_the_learning_rates_schedule(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(
         tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=4, **{"optimizer.schedule": "linear"}
     )
-    async with Broker.connect(nats_config) as broker:
-        async with running(config):
-            for i in range(2):
-                await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
-            await steps_reach(broker, 2)
-        shutil.rmtree(tmp_path / "checkpoints")
-        async with running(config):
-            await kit.publish_group(broker, "g2", [0.0, 1.0], seed=2, step=2)
-            events = await steps_reach(broker, 3)
+    async with running(config):
+        for i in range(2):
+            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
+        await steps_reach(broker, 2)
+    shutil.rmtree(tmp_path / "checkpoints")
+    async with running(config):
+        await kit.publish_group(broker, "g2", [0.0, 1.0], seed=2, step=2)
+        events = await steps_reach(broker, 3)
     assert [e.metrics["learning_rate"] for e in events] == pytest.approx([1e-2, 0.75e-2, 0.5e-2])
 
 
 async def test_a_group_that_was_discarded_trains_under_another_verdict_set_after_a_death(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     """Regression: a trainer that started again took the discard under the first judge for one of the waiting group."""
     config = kit.settings(tiny_base, tmp_path, nats_config)
-    async with Broker.connect(nats_config) as broker:
-        async with kit.running(config):
-            await kit.publish_group(broker, "equal", [0.5, 0.5])
-            await kit.until(lambda: kit.discards(broker))
-            await broker.publish(
-                kit.group("equal", [0.0, 1.0], judge="labels", offline=True, origin="main/1")
-            )
+    async with kit.running(config):
+        await kit.publish_group(broker, "equal", [0.5, 0.5])
+        await kit.until(lambda: kit.discards(broker))
+        await broker.publish(kit.group("equal", [0.0, 1.0], judge="labels", offline=True, origin="main/1"))
 
-            async def waits() -> bool:
-                info = await broker.js.consumer_info("GROUPS", "trainer")
-                return info.num_ack_pending == 1 and not info.num_pending
+        async def waits() -> bool:
+            info = await broker.js.consumer_info("GROUPS", "trainer")
+            return info.num_ack_pending == 1 and not info.num_pending
 
-            await kit.until(waits)
-        async with kit.running(config):
-            await kit.publish_group(broker, "other", [0.0, 1.0], seed=1)
-            (event,) = await kit.steps_reach(broker, 1)
-            assert event.groups == ("equal", "other")
+        await kit.until(waits)
+    async with kit.running(config):
+        await kit.publish_group(broker, "other", [0.0, 1.0], seed=1)
+        (event,) = await kit.steps_reach(broker, 1)
+        assert event.groups == ("equal", "other")

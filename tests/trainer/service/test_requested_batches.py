@@ -38,27 +38,26 @@ def batch_request(*groups: str, rate: float | None = None) -> TrainingBatch:
 
 @pytest.mark.usefixtures("quick_redelivery")
 async def test_a_requested_batch_is_a_step_of_its_own(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     """However many groups a step takes otherwise; with its own learning rate; and after a restart."""
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=3)
     request = batch_request("b0", "equal", "b1", rate=0.125)
-    async with Broker.connect(nats_config) as broker:
-        async with running(config):
-            await kit.publish_group(broker, "plain0", [0.0, 1.0], seed=1)
-            await kit.publish_group(broker, "b0", [0.0, 1.0], seed=2, batch=request)
-            await kit.publish_group(broker, "equal", [0.5, 0.5], seed=3, batch=request)
-            await until(partial(discards, broker))
-            assert await checkpoints(broker) == []
-        async with running(config):
-            await kit.publish_group(broker, "b1", [0.0, 1.0], seed=4, batch=request)
-            (first,) = await steps_reach(broker, 1)
-            assert first.groups == ("b0", "b1")
-            assert first.metrics["learning_rate"] == 0.125
-            for n in (1, 2):
-                await kit.publish_group(broker, f"plain{n}", [0.0, 1.0], seed=4 + n)
-            second = (await steps_reach(broker, 2))[1]
-            await all_acked(broker)
+    async with running(config):
+        await kit.publish_group(broker, "plain0", [0.0, 1.0], seed=1)
+        await kit.publish_group(broker, "b0", [0.0, 1.0], seed=2, batch=request)
+        await kit.publish_group(broker, "equal", [0.5, 0.5], seed=3, batch=request)
+        await until(partial(discards, broker))
+        assert await checkpoints(broker) == []
+    async with running(config):
+        await kit.publish_group(broker, "b1", [0.0, 1.0], seed=4, batch=request)
+        (first,) = await steps_reach(broker, 1)
+        assert first.groups == ("b0", "b1")
+        assert first.metrics["learning_rate"] == 0.125
+        for n in (1, 2):
+            await kit.publish_group(broker, f"plain{n}", [0.0, 1.0], seed=4 + n)
+        second = (await steps_reach(broker, 2))[1]
+        await all_acked(broker)
     assert second.groups == ("plain0", "plain1", "plain2")
     assert second.metrics["learning_rate"] == config.trainer.optimizer.learning_rate
     assert first.config_hash != second.config_hash

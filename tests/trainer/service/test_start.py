@@ -218,22 +218,21 @@ async def test_a_damaged_version_and_another_base_are_refused(
 
 
 async def test_only_the_newest_training_states_stay_in_the_object_store(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
     config = msgspec.structs.replace(
         config, retention=msgspec.structs.replace(config.retention, grace_s=0.0, every_s=0.1, adapters=0)
     )
-    async with Broker.connect(nats_config) as broker:
-        for i in range(4):
-            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=i)
-        async with running(config):
-            events = await steps_reach(broker, 4)
-            with anyio.fail_after(20):
-                for gone in events[:2]:
-                    while await objects.exists(broker, streams.ADAPTERS_BUCKET, gone.state):
-                        await anyio.sleep(0.05)
-        for kept in events[2:]:
-            assert await broker.get_object(streams.ADAPTERS_BUCKET, kept.state)
-        for event in events:
-            assert await broker.get_object(streams.ADAPTERS_BUCKET, event.adapter)
+    for i in range(4):
+        await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=i)
+    async with running(config):
+        events = await steps_reach(broker, 4)
+        with anyio.fail_after(20):
+            for gone in events[:2]:
+                while await objects.exists(broker, streams.ADAPTERS_BUCKET, gone.state):
+                    await anyio.sleep(0.05)
+    for kept in events[2:]:
+        assert await broker.get_object(streams.ADAPTERS_BUCKET, kept.state)
+    for event in events:
+        assert await broker.get_object(streams.ADAPTERS_BUCKET, event.adapter)

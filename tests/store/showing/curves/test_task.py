@@ -52,12 +52,11 @@ async def test_each_step_is_one_point_through_restarts(nats_config: NatsConfig, 
 
 @pytest.mark.parametrize("cut", [1, 40, 200])
 async def test_a_line_that_a_kill_cut_off_is_written_again(
-    nats_config: NatsConfig, tmp_path: Path, cut: int
+    broker: Broker, nats_config: NatsConfig, tmp_path: Path, cut: int
 ) -> None:
     config = Config(project="p", run_dir=str(tmp_path), nats=nats_config)
-    async with Broker.connect(nats_config) as broker:
-        for step in (1, 2, 3):
-            await broker.publish(checkpoint(step))
+    for step in (1, 2, 3):
+        await broker.publish(checkpoint(step))
     await run_until(config, lambda: len(lines(tmp_path)) >= 3)
     before = lines(tmp_path)
     file = tmp_path / "curves" / NAME
@@ -66,11 +65,12 @@ async def test_a_line_that_a_kill_cut_off_is_written_again(
     assert lines(tmp_path) == before
 
 
-async def test_branches_and_models_have_curves_of_their_own(nats_config: NatsConfig, tmp_path: Path) -> None:
+async def test_branches_and_models_have_curves_of_their_own(
+    broker: Broker, nats_config: NatsConfig, tmp_path: Path
+) -> None:
     config = Config(project="p", run_dir=str(tmp_path), nats=nats_config)
-    async with Broker.connect(nats_config) as broker:
-        for event in (checkpoint(1), checkpoint(1, branch="try"), checkpoint(1, model="n")):
-            await broker.publish(event)
+    for event in (checkpoint(1), checkpoint(1, branch="try"), checkpoint(1, model="n")):
+        await broker.publish(event)
     await run_until(config, lambda: len(lines(tmp_path)) >= 3)
     assert [(row["model"], row["branch"]) for row in lines(tmp_path)] == [
         ("m", "main"),
@@ -80,19 +80,18 @@ async def test_branches_and_models_have_curves_of_their_own(nats_config: NatsCon
 
 
 async def test_evaluations_of_versions_are_points_at_their_step(
-    nats_config: NatsConfig, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, tmp_path: Path
 ) -> None:
     config = Config(project="p", run_dir=str(tmp_path), nats=nats_config)
-    async with Broker.connect(nats_config) as broker:
-        for event in (
-            checkpoint(1),
-            evaluation("m@1", 0.75),
-            evaluation("gpt", 0.5, name="other", kind="external"),
-            evaluation("", 0.5, name="moving"),  # the version changed meanwhile
-            checkpoint(2),
-            evaluation("m@1", 0.5, name="again"),
-        ):
-            await broker.publish(event)
+    for event in (
+        checkpoint(1),
+        evaluation("m@1", 0.75),
+        evaluation("gpt", 0.5, name="other", kind="external"),
+        evaluation("", 0.5, name="moving"),  # the version changed meanwhile
+        checkpoint(2),
+        evaluation("m@1", 0.5, name="again"),
+    ):
+        await broker.publish(event)
     await run_until(config, lambda: len(lines(tmp_path)) >= 4)
     found = lines(tmp_path)
     assert [(row["step"], row.get("evaluation")) for row in found] == [
