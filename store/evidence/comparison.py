@@ -113,6 +113,7 @@ def gather(
     control = parse_version(begun.control)[1]
     metrics = (plan.metric, *plan.guards)
     columns = ", ".join(f"CAST(({metric.sql}) AS DOUBLE)" for metric in metrics)
+    _check(connection, columns, len(metrics))
     values = {
         "project": project, "model": model, "since": begun.since, "until": until, "candidate": step,
         "control": control,
@@ -128,6 +129,24 @@ def gather(
         findings.append(_compared(metric, ours, theirs, begun.percent, plan.alpha))
     found = msgspec.structs.replace(begun, plan=plan, until=until, findings=tuple(findings))
     return msgspec.structs.replace(found, verdict=verdict(plan, found.findings))
+
+
+def _check(connection: duckdb.DuckDBPyConnection, columns: str, count: int) -> None:
+    """Raise `ConfigError` unless `columns` are `count` expressions over a run. They come from an event, and run with
+    the rights of the caller: a query within them could read any file, or send what it read elsewhere."""
+    (text,) = connection.execute("SELECT json_serialize_sql(?)", [f"SELECT {columns}"]).fetchall()[0]
+    parsed = msgspec.json.decode(text)
+    statements = parsed.get("statements", ())
+    if (
+        len(statements) != 1
+        or statements[0]["node"]["from_table"]["type"] != "EMPTY"
+        or len(statements[0]["node"]["select_list"]) != count
+        or any(word in text for word in ('"SUBQUERY"', '"WINDOW"'))
+    ):
+        raise ConfigError(
+            f"the metrics {columns} can't be computed: each is one expression over a run, without a query or a window. "
+            f"{parsed.get('error_message', '')}"
+        )
 
 
 def _compared(

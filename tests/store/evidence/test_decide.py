@@ -62,7 +62,8 @@ def decision(here: Living) -> dict[str, Any]:
     return dict(httpx.get(f"{here.gateway.url}/v1/policies").json()["data"][0]["decision"])
 
 
-BEGIN = ("begin", CANDIDATE, CONTROL, "--percent", "50", "--metric", "reward")
+_OF = ("begin", CANDIDATE, CONTROL, "--percent", "50", "--metric")
+BEGIN = (*_OF, "reward")
 
 
 @pytest.mark.inference
@@ -135,7 +136,11 @@ def test_what_can_t_be_compared_begins_nothing(found: Living, capsys: pytest.Cap
             "two versions of one model",
         ),
         (("begin", CANDIDATE, CONTROL, "--percent", "100", "--metric", "reward"), "both versions need runs"),
-        (("begin", CANDIDATE, CONTROL, "--percent", "50", "--metric", "rewrd"), "can't be computed"),
+        ((*_OF, "rewrd"), "can't be computed"),
+        ((*_OF, "(SELECT count(*) FROM read_text('/etc/hostname'))"), "without a query"),
+        ((*_OF, "reward) AS DOUBLE), CAST((reward"), "without a query"),
+        ((*_OF, "reward; SELECT 1"), "can't be computed"),
+        ((*_OF, "sum(reward) OVER ()"), "or a window"),
         ((*BEGIN, "--range", "1", "1"), "low < high"),
         ((*BEGIN, "--guard", "sampled_tokens:0:20"), "is not SQL:LOW:HIGH"),
     ):
