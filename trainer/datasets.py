@@ -29,6 +29,7 @@ from trainer.checkpoints.commits import Commits, TrainerError
 from trainer.engine.trl_source import plain_logprobs, trl_imports
 from trainer.learner import Learner, PendingStep, make_learners
 from trainer.recovery import catch_up
+from trainer.service import user_of
 
 with trl_imports():
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
@@ -67,7 +68,7 @@ async def train_on(config: Config, step: DatasetStep, ready: Callable[[str], Non
     with TemporaryDirectory() as scratch:
         learners = await run_sync(make_learners, config, Path(scratch))
         learner = learners[config.models[0].name]
-        async with Broker.connect(config.nats) as broker:
+        async with Broker.connect(config.nats, name=user_of(config)) as broker:
             commits = Commits(broker, config)
             await catch_up(commits, learner)
             pending = await run_sync(compute, learner, step, Path(scratch))

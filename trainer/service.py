@@ -434,16 +434,20 @@ def _trace_of(batch: Sequence[TrainingGroup]) -> dict[str, str]:
     return {}
 
 
+def user_of(config: Config) -> str:
+    """Return the NATS user that may publish checkpoints of the configured branch."""
+    return "trainer" if config.trainer.branch == "main" else "experiment"
+
+
 async def train(config: Config, ready: Ready, process_group: ProcessGroup | None = None) -> None:
     """Train until every model has reached `trainer.max_steps`, or until cancelled if that is 0.
 
     `ready` is called once recovery is complete. `process_group` connects to the other processes that share the passes
     of a step. Raises `TrainerError` if disk and log do not belong together; `LogShrankError`, in a group."""
     scratch = config.path(config.trainer.checkpoints)
-    user = "trainer" if config.trainer.branch == "main" else "experiment"
     remembered = min(config.nats.exchange_memory_bytes, _EXCHANGE_MEMORY_BYTES)
     nats = msgspec.structs.replace(config.nats, exchange_memory_bytes=remembered)
-    async with Broker.connect(nats, name=user) as broker:
+    async with Broker.connect(nats, name=user_of(config)) as broker:
         learners = await run_sync(make_learners, config, scratch, process_group)
         trainer = Trainer(config, broker, learners)
         spec = streams.trainer_consumer(config.trainer.branch)

@@ -33,7 +33,8 @@ async def play(args: argparse.Namespace, data: Path, up: Installation) -> dict[s
     async with AsyncJourneywork(await up.ready()) as client:
         train = [
             JOURNEYWORK, "train", "--run-dir", str(up.run_dir), "--on", str(data), "--as", "dpo",
-            "--learning-rate", str(args.learning_rate), "--batch-size", "32", "--max-length", "256",
+            "--learning-rate", str(args.learning_rate), "--epochs", str(args.epochs), "--batch-size", "64",
+            "--max-length", "256",
         ]  # fmt: skip
         await anyio.run_process(train, stdout=None, stderr=None)
         while await newest_version(client, MODEL) != f"{MODEL}@1":
@@ -60,7 +61,8 @@ def main() -> None:
     )
     parser.add_argument("--run-dir", type=Path, default=Path("runs/preferences"))
     parser.add_argument("--held-out", type=int, default=held_out.GAMES, help="number of held-out games")
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--epochs", type=int, default=4)
     args = parser.parse_args()
     run_dir = args.run_dir.absolute()
     make_room(run_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,8 @@ from pipeline import crash
 from pipeline.config import Config, NatsConfig
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
+from pipeline.security import users
+from tests.conftest import NatsServer
 from tests.trainer import kit
 from trainer import datasets
 from trainer.checkpoints.commits import TrainerError
@@ -127,6 +130,19 @@ async def test_a_step_that_is_killed_is_on_the_log_once_or_not_at_all(
         events = await published(broker)
     assert [e.step for e in events] == ([1, 2] if begun else [1])
     assert versions == [events[-1].version]
+
+
+async def test_the_command_has_the_rights_of_the_trainer_where_services_have_users(
+    start_nats: Callable[..., NatsServer], tmp_path: Path
+) -> None:
+    keys = tmp_path / "run" / "keys"
+    nats = NatsConfig(url=start_nats(extra=users.authorization(keys)).url, users=str(keys))
+    async with Broker.connect(nats, name="supervisor"):  # makes the streams
+        pass
+    config = settings(tmp_path, msgspec.structs.replace(nats, provision=False, publish_deadline_s=10))
+    versions: list[str] = []
+    await train_on(config, DatasetStep(data(tmp_path, "sft"), "sft"), versions.append)
+    assert versions == [f"{kit.MODEL}@1"]
 
 
 async def test_a_folder_of_another_format_is_an_error(nats_config: NatsConfig, tmp_path: Path) -> None:
