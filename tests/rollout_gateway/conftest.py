@@ -294,9 +294,18 @@ async def publish_adapter(
             adapter=name,
             adapter_sha256=sha256 or digest,
             adapter_bytes=len(data),
+            files=_digests(data),
         )
     )
     return version
+
+
+def _digests(data: bytes) -> dict[str, str]:
+    """SHA-256 of each file of an adapter: without them, a sampler agent takes a folder that another server loads from
+    for one that was changed, and replaces it."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        unpacked = {member.name: archive.extractfile(member) for member in archive.getmembers()}
+        return {name: hashlib.sha256(file.read()).hexdigest() for name, file in unpacked.items() if file}
 
 
 def copy_base(folder: Path) -> Path:
