@@ -237,6 +237,9 @@ class Matrix:
             "concurrency": plan.concurrency,
             "calls": calls,
             "calls_lost_in_deaths": lost,
+            "least_calls_of_a_group": min(
+                sum(n for (_, asked), n in self.server.asked.items() if asked == group) for group in at
+            ),
             "times_ideal_calls": (calls - lost) / (len(scored) * plan.passes),
             "times_ideal_calls_with_lost": calls / (len(scored) * plan.passes),
         }

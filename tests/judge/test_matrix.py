@@ -22,4 +22,4 @@ async def test_three_judges_that_are_killed_and_stopped_score_each_group_once(
     report = await play(nats_config, tmp_path, plan)
     assert report["scored_once"] > plan.groups / 2
     assert report["kills"] > 0
-    assert report["times_ideal_calls"] >= 1.0  # no group was scored without the judge model
+    assert report["least_calls_of_a_group"] >= plan.passes  # none was scored without the judge model
