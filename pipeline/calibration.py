@@ -48,7 +48,7 @@ def fit(pairs: Sequence[tuple[float, float]]) -> Calibration:
     for _, same in groupby(sorted(pairs), key=lambda pair: pair[0]):
         equal = list(same)
         pool = (sum(s for s, _ in equal), sum(y for _, y in equal), len(equal))
-        while pools and pools[-1][1] / pools[-1][2] >= pool[1] / pool[2]:
+        while pools and pools[-1][1] / pools[-1][2] >= pool[1] / pool[2] - 1e-12:  # equal but for rounding
             before = pools.pop()
             pool = (before[0] + pool[0], before[1] + pool[1], before[2] + pool[2])
         pools.append(pool)
