@@ -21,27 +21,34 @@ Verdict = Literal["promote", "rollback", "hold", "continue"]
 
 _RUNS = """
 WITH judged AS (
-  SELECT trajectory, arg_min(reward, scored_at) AS reward, epoch_us(min(scored_at)) AS since
+  SELECT trajectory, arg_min(reward, scored_at) AS judged, epoch_us(min(scored_at)) AS since
   FROM rewards WHERE branch = 'main' AND outcome = 'scored' GROUP BY trajectory
 ), said AS (
   SELECT trajectory, name, arg_min(value, given_at) AS value, epoch_us(min(given_at)) AS since
-  FROM signals WHERE kind = 'number' AND "call" < 0 GROUP BY trajectory, name
-), feedback AS (
-  SELECT trajectory, map(list(name ORDER BY name), list(value ORDER BY name)) AS feedback, max(since) AS since
-  FROM said GROUP BY trajectory
+  FROM signals WHERE kind = 'number' AND "call" < 0 AND contains($expressions, name) GROUP BY trajectory, name
 ), runs AS (
-  SELECT t.*, judged.reward AS judged, feedback.feedback, t.last_step AS step,
-    greatest(epoch_us(t.completed_at), judged.since, feedback.since) AS known_at
-  FROM trajectories t LEFT JOIN judged USING (trajectory) LEFT JOIN feedback USING (trajectory)
-  WHERE t.project = $project AND t.model = $model AND t.outcome <> 'open' AND t.first_step = t.last_step
-    AND epoch_us(t.opened_at) > $since AND t.trajectory NOT IN (
+  SELECT *, last_step AS step, epoch_us(completed_at) AS ended FROM trajectories
+  WHERE project = $project AND model = $model AND outcome <> 'open' AND first_step = last_step
+    AND last_step IN ($candidate, $control) AND epoch_us(opened_at) > $since AND trajectory NOT IN (
       SELECT trajectory FROM rollout_opened WHERE project = $project AND pinned <> ''
     )
-)
-SELECT step, {columns} FROM runs
-WHERE step IN ($candidate, $control) AND known_at <= $until ORDER BY known_at, trajectory
+), moments AS (
+  SELECT trajectory, ended AS moment FROM runs
+  UNION SELECT trajectory, greatest(ended, since) FROM judged JOIN runs USING (trajectory)
+  UNION SELECT trajectory, greatest(ended, since) FROM said JOIN runs USING (trajectory)
+), told AS (
+  SELECT trajectory, moment, map(list(name ORDER BY name), list(value ORDER BY name)) AS feedback
+  FROM moments JOIN said USING (trajectory) WHERE since <= moment GROUP BY trajectory, moment
+), known AS (
+  SELECT runs.*, moments.moment, judged, feedback FROM runs JOIN moments USING (trajectory)
+  LEFT JOIN judged ON judged.trajectory = runs.trajectory AND since <= moment
+  LEFT JOIN told ON told.trajectory = runs.trajectory AND told.moment = moments.moment
+  WHERE moments.moment <= $until
+), numbers AS (SELECT trajectory, step, moment, {columns} FROM known)
+SELECT step, trajectory, {firsts} FROM numbers GROUP BY trajectory, step
 """
-"""A run counts with the first number that is known of it: what is said later can't change what was seen at a look."""
+"""Of each run and metric, the first moment at which the metric is a number by what was known then, and that number.
+What is said later changes neither, so it can't change what was seen at an earlier look, nor which runs are a pair."""
 
 
 class Metric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,8 +56,8 @@ class Metric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     sql: str
     """An expression over the columns of the view `trajectories`, and `judged` (the reward that training got) and
-    `feedback` (by name): `reward`, `judged`, `feedback['stars']`, `metrics['won']`, `sampled_tokens`, `calls_s`. A run
-    for which it is null does not count."""
+    `feedback` (by name, each written out): `reward`, `judged`, `feedback['stars']`, `metrics['won']`, `sampled_tokens`,
+    `calls_s`. A run counts once it is not null, with the number that it is then."""
     low: float = 0.0
     high: float = 1.0
 
@@ -112,20 +119,29 @@ def gather(
     model, step = parse_version(begun.candidate)
     control = parse_version(begun.control)[1]
     metrics = (plan.metric, *plan.guards)
-    columns = ", ".join(f"CAST(({metric.sql}) AS DOUBLE)" for metric in metrics)
-    _check(connection, columns, len(metrics))
+    columns = [f"CAST(({metric.sql}) AS DOUBLE)" for metric in metrics]
+    expressions = ", ".join(columns)
+    _check(connection, expressions, len(metrics))
+    query = _RUNS.format(
+        columns=", ".join(f"{column} AS n{i}" for i, column in enumerate(columns)),
+        firsts=", ".join(
+            f"min(moment) FILTER (n{i} IS NOT NULL), arg_min(n{i}, moment)" for i in range(len(columns))
+        ),
+    )
     values = {
         "project": project, "model": model, "since": begun.since, "until": until, "candidate": step,
-        "control": control,
+        "control": control, "expressions": expressions,
     }  # fmt: skip
     try:
-        rows = connection.execute(_RUNS.format(columns=columns), values).fetchall()
+        rows = connection.execute(query, values).fetchall()
     except duckdb.Error as error:
-        raise ConfigError(f"the metrics {columns} can't be computed: {error}") from error
+        raise ConfigError(f"the metrics {expressions} can't be computed: {error}") from error
     findings = []
-    for number, metric in enumerate(metrics, 1):
-        cut = [(r[0], min(max(r[number], metric.low), metric.high)) for r in rows if r[number] is not None]
-        ours, theirs = ([value for at, value in cut if at == side] for side in (step, control))
+    for number, metric in enumerate(metrics):
+        at = 2 + 2 * number
+        counted = sorted((r[at], r[1], r[0], r[at + 1]) for r in rows if r[at] is not None)
+        cut = [(of, min(max(value, metric.low), metric.high)) for _, _, of, value in counted]
+        ours, theirs = ([value for of, value in cut if of == side] for side in (step, control))
         findings.append(_compared(metric, ours, theirs, begun.percent, plan.alpha))
     found = msgspec.structs.replace(begun, plan=plan, until=until, findings=tuple(findings))
     return msgspec.structs.replace(found, verdict=verdict(plan, found.findings))

@@ -99,6 +99,18 @@ def test_the_better_version_gets_all_runs(
     capsys.readouterr()
     assert run(found, "check") == 0
     assert f"{verdict} of {CANDIDATE}: equal" in capsys.readouterr().out
+    for number in range(3):  # what is said later changes nothing
+        about = f"{found.gateway.url}/v1/trajectories/{verdict}-{number}/feedback"
+        assert httpx.post(about, json={"name": "late", "value": 1.0}).status_code == 201
+    found.until("overview.json", lambda data: _said_late(found, verdict) == 3)
+    assert run(found, "check") == 0
+    assert f"{verdict} of {CANDIDATE}: equal" in capsys.readouterr().out
+
+
+def _said_late(here: Living, name: str) -> int:
+    query = f"SELECT count(*) FROM signals WHERE name = 'late' AND trajectory LIKE '{name}-%'"
+    (row,) = sql.connect(here.gateway.config).execute(query).fetchall()
+    return int(row[0])
 
 
 def _recorded(here: Living, request: str) -> bool:
