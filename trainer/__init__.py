@@ -10,7 +10,7 @@
 | `engine` | model, adapter, optimizer, losses: from a batch to gradients |
 | `distillation` | what a teacher is asked, and the divergence from it |
 | `checkpoints` | checkpoints on disk, the commit protocol, retention |
-| `datasets` | a step on a data set, by TRL's supervised and preference trainers |
+| `datasets` | a step on a data set, by TRL's trainers; a step that adopts another branch's version |
 | `commands` | `journeywork train`, `export`, `check-model` |
 | `first` | what has to be imported before everything else |
 """

@@ -1,5 +1,5 @@
-"""Steps on a data set by TRL's supervised and preference trainers, on the adapter that reinforcement learning goes on
-with.
+"""Steps over something else than scored groups, on the adapter that reinforcement learning goes on with: a data set, by
+TRL's supervised and preference trainers, or a version of another branch.
 
 Such a step is one checkpoint, like one of reinforcement learning: it has the version before it as its parent, goes
 through the commit protocol, and names the data set's hash as its source. The state of the policy's own optimizer stays
@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
@@ -26,6 +27,7 @@ from pipeline.events.base import now_us
 from pipeline.log.broker import Broker
 from pipeline.telemetry.logs import get_logger
 from trainer.checkpoints.commits import Commits, TrainerError
+from trainer.checkpoints.start import read_start
 from trainer.engine.trl_source import plain_logprobs, trl_imports
 from trainer.learner import Learner, PendingStep, make_learners
 from trainer.recovery import catch_up
@@ -61,23 +63,40 @@ class DatasetStep(NamedTuple):
 
 
 async def train_on(config: Config, step: DatasetStep, ready: Callable[[str], None]) -> None:
-    """Take the step with the first model of the settings and publish its checkpoint. `ready` is called with the name of
-    the new version.
+    """Take the step with the first model of the settings, as `take_step` does.
 
     Raises `TrainerError` for a data set without the format's columns, and where another trainer took the step."""
+    await take_step(config, partial(compute, step=step), ready)
+
+
+async def adopt(config: Config, version: str, ready: Callable[[str], None]) -> None:
+    """Let training go on from `version`, written as `models.0.start` is: it becomes the next version of the first model
+    of the settings. Raises `TrainerError` where another trainer took the step, `ConfigError` for another shape."""
+
+    def begin_with(learner: Learner, scratch: Path) -> PendingStep:
+        return learner.adopt(read_start(version, config))
+
+    await take_step(config, begin_with, ready)
+
+
+async def take_step(
+    config: Config, make: Callable[[Learner, Path], PendingStep], ready: Callable[[str], None]
+) -> None:
+    """Publish the checkpoint that `make` writes, given the learner of the first model at its newest step and a scratch
+    folder. `ready` is called with the name of the new version."""
     with TemporaryDirectory() as scratch:
         learners = await run_sync(make_learners, config, Path(scratch))
         learner = learners[config.models[0].name]
         async with Broker.connect(config.nats, name=user_of(config)) as broker:
             commits = Commits(broker, config)
             await catch_up(commits, learner)
-            pending = await run_sync(compute, learner, step, Path(scratch))
+            pending = await run_sync(make, learner, Path(scratch))
             await commits.publish(pending.manifest, pending.files)
             await run_sync(learner.commit, pending)
     ready(learner.version)
 
 
-def compute(learner: Learner, step: DatasetStep, scratch: Path) -> PendingStep:
+def compute(learner: Learner, scratch: Path, step: DatasetStep) -> PendingStep:
     """Train and write the checkpoint to disk. Blocks."""
     began, started_at = time.perf_counter(), now_us()
     file = step.folder / "train.parquet"

@@ -173,6 +173,14 @@ class Learner:
             raise ConfigError(f"models.start: {start.source}: {error}") from error
         return self._write(state, (), self.settings, source=start.source)
 
+    def adopt(self, start: Start) -> PendingStep:
+        """Write the next checkpoint with a version of another branch or lake, optimizer included: training goes on from
+        it. Raises `ConfigError` as `resume` does."""
+        require_compatible(start.event, start.files, self.base_digest, self.engine.model.lora, start.source)
+        theirs, step = self._state_of(self.state.step + 1, start.files), self.state.step + 1
+        state = dataclasses.replace(theirs, history=self.state.history | {step: theirs.weights})
+        return self.write_step(state, source=start.source, started_at=now_us())
+
     # -- groups --------------------------------------------------------------------------------------------------
 
     def record_discarded(self, rewards: Sequence[float], *, equal: bool) -> None:

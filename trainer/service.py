@@ -51,6 +51,8 @@ log = get_logger("trainer")
 _RECONNECT_CHECK_S = 1.0
 _EXCHANGE_MEMORY_BYTES = 32 * 1024 * 1024
 """A trajectory's exchanges are read one after the other, and once: more of them need not be remembered."""
+_LOOK_S = 0.5
+"""Seconds between two looks at whether a trainer that is to end has all groups."""
 _CONSUMED_KEPT = 10_000
 """With more places of consumed groups in memory, those that the server has acknowledged are dropped."""
 
@@ -92,8 +94,12 @@ class Trainer:
         """Bring every model to its newest committed step, and queue the groups that wait for the next ones."""
         state = (await self.broker.stream_info(self._consumer.stream)).state
         for name, queue in self.queues.items():
-            for event in await catch_up(self.commits, queue.learner):
+            published = await catch_up(self.commits, queue.learner)
+            for event in published:
                 self._consumed.add_checkpoint(event, state.first_seq)
+            if self.config.trainer.branch != "main":
+                first = min(published, key=lambda event: event.step, default=None)
+                queue.histories.shared_until = first.step if first is not None and "#" in first.source else 0
             scored = await self.broker.read(
                 GroupScored, project=self.config.project, model=name, branch=self.config.trainer.branch, split="val"
             )  # fmt: skip
@@ -270,17 +276,26 @@ class Trainer:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    async def run_steps(self) -> None:
-        """Train until every model has reached `max_steps`. Of the models with enough groups, the one with the fewest
-        steps is next."""
+    async def run_steps(self, until_empty: bool = False) -> None:
+        """Train until every model has reached `max_steps`; with `until_empty`, also until no group on the log is left
+        that makes a step full. Of the models with enough groups, the one with the fewest steps is next."""
         while not all(q.finished for q in self.queues.values()):
             queue = self._next_queue()
             if queue is None:
                 self._group_queued = anyio.Event()
-                await self._group_queued.wait()
+                if until_empty and await self._has_all_groups():
+                    return
+                with anyio.move_on_after(_LOOK_S if until_empty else None):
+                    await self._group_queued.wait()
                 continue
             if await self._fill_batch(queue):
                 await self._step(queue)
+
+    async def _has_all_groups(self) -> bool:
+        """Whether the groups that wait here are all that the log has to deliver."""
+        info = await self.broker.consumer_info(self._consumer)
+        held = sum(1 for queue in self.queues.values() for _ in queue.groups())
+        return not info.num_pending and int(info.num_ack_pending or 0) <= held
 
     def _next_queue(self) -> ModelQueue | None:
         ready = [q for q in self.queues.values() if q.full and not q.finished]
@@ -439,8 +454,11 @@ def user_of(config: Config) -> str:
     return "trainer" if config.trainer.branch == "main" else "experiment"
 
 
-async def train(config: Config, ready: Ready, process_group: ProcessGroup | None = None) -> None:
-    """Train until every model has reached `trainer.max_steps`, or until cancelled if that is 0.
+async def train(
+    config: Config, ready: Ready, process_group: ProcessGroup | None = None, *, until_empty: bool = False
+) -> None:
+    """Train until every model has reached `trainer.max_steps`, or until cancelled if that is 0. With `until_empty`, end
+    too once the log has no more groups for a full step.
 
     `ready` is called once recovery is complete. `process_group` connects to the other processes that share the passes
     of a step. Raises `TrainerError` if disk and log do not belong together; `LogShrankError`, in a group."""
@@ -459,7 +477,7 @@ async def train(config: Config, ready: Ready, process_group: ProcessGroup | None
                 tg.start_soon(trainer.intake, consumption)
                 tg.start_soon(trainer.watch_log)
                 tg.start_soon(Retention(config, broker, learners).run)
-                await trainer.run_steps()
+                await trainer.run_steps(until_empty)
                 await trainer.until_redelivered(2 * spec.ack_wait_s)
                 tg.cancel_scope.cancel()
         except* LogShrankError:

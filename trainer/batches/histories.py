@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import anyio
+import numpy as np
 
 from pipeline.events import ExchangeRecorded, Hint, Member, TeacherAnswered
 from pipeline.gather import gather
@@ -15,7 +17,7 @@ from pipeline.sampling import Defaults
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Refusal, TrainingGroup
 from trainer.batches.returns import NO_ROLES, reached
-from trainer.batches.sequences import TokenSequence, build
+from trainer.batches.sequences import OTHER_BRANCH, TokenSequence, build
 from trainer.distillation.lessons import Answer, answers_of
 from trainer.distillation.prompts import HintedPrompts, HintUnusableError, best_run, is_better, transcript
 
@@ -48,6 +50,8 @@ class Histories:
         self._discount = turn_discount
         self._prompts, self._asks_outside = prompts, asks_outside
         self._limit = anyio.CapacityLimiter(_CONCURRENT_READS)
+        self.shared_until: int | None = None
+        """The step up to which the versions of the trained branch are those of `main`; `None` on `main`."""
 
     async def read_all(self, groups: Sequence[TrainingGroup]) -> dict[Place, Refusal]:
         """Set `sequences` of the groups that lack them. Returns, by place, the groups whose exchanges the log no
@@ -80,13 +84,24 @@ class Histories:
                 mask_truncated=self._mask_truncated,
                 left_out=group.left_out,
             )
-            sequences += [self._without_unjudged(group, member, sequence) for sequence in built]
+            sequences += [
+                self._with_own_versions(group, self._without_unjudged(group, member, sequence))
+                for sequence in built
+            ]
             if self._asks_outside and member.teacher:
                 group.answers[member.trajectory] = await self._answers(group.event.project, member, exchanges)
         if self._prompts is not None:
             self._render_hints(group, self._prompts, runs)
         group.sequences = sequences
         return None
+
+    def _with_own_versions(self, group: TrainingGroup, sequence: TokenSequence) -> TokenSequence:
+        """The sequence with the steps of another branch's versions marked. A replay's later versions have the numbers
+        of this branch's, and are others: their logprobs are not to be compared with these."""
+        if self.shared_until is None or not group.event.offline:
+            return sequence
+        steps = np.where(sequence.steps > self.shared_until, OTHER_BRANCH, sequence.steps)
+        return replace(sequence, steps=steps.astype(np.int32))
 
     def _without_unjudged(
         self, group: TrainingGroup, member: Member, sequence: TokenSequence

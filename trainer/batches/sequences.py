@@ -18,6 +18,9 @@ import numpy.typing as npt
 from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs, unpack_mask
 from pipeline.sampling import NO_DEFAULTS, Defaults, Sampling, loss_mask, sampling_of, untrained_reason
 
+OTHER_BRANCH = 2**30
+"""Step of a token that a version of another branch sampled, which this branch does not have. It is later than every
+step, as that of a replay's later version is."""
 _UNCUT = np.array([0, 1, 0], np.float32)
 
 
@@ -32,7 +35,7 @@ class TokenSequence:
     logprobs: npt.NDArray[np.float32]
     """Logprobs of the sampler in nats; NaN where the token was not sampled or its logprob is unknown."""
     steps: npt.NDArray[np.int32]
-    """Policy step that sampled each token; -1 for context."""
+    """Policy step that sampled each token; -1 for context, `OTHER_BRANCH` where this branch lacks the version."""
     temperatures: npt.NDArray[np.float32]
     """Sampling temperature; 1 for context."""
     cuts: npt.NDArray[np.float32] | None = None

@@ -2,6 +2,8 @@
 
     journeywork train --config settings.toml --set nats.url=nats://host:4222
     journeywork train --run-dir runs/x --on data/good --as sft     one step on a data set, on the run's adapter
+    journeywork train --run-dir runs/x --adopt 'runs/x#stricter/support@40'     go on from another branch's version
+    journeywork train --run-dir runs/x --set trainer.branch=stricter --until-empty     what the branch holds
 
 Every start resumes from the newest committed step. Several GPUs: the same under
 `accelerate launch -m trainer.commands.train`. Ctrl-C stops it between steps.
@@ -19,6 +21,7 @@ import msgspec
 
 from pipeline.config import ConfigError
 from pipeline.log.broker import BrokerError
+from pipeline.running.runs import run_settings
 from pipeline.running.service import until_signalled
 from pipeline.running.state import read_state
 from pipeline.telemetry import logs as log
@@ -30,6 +33,12 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="journeywork train", description="Run the trainer alone.")
     cli.add_run_arguments(made)
     made.add_argument("--dry-run", action="store_true", help="print the resolved settings and stop")
+    made.add_argument(
+        "--until-empty", action="store_true", help="end once the log holds no more groups for a full step"
+    )
+    made.add_argument(
+        "--adopt", metavar="LAKE#BRANCH/MODEL@STEP", help="make this version the next one, and end"
+    )
     data = made.add_argument_group("one step on a data set, by TRL's trainer, instead of groups")
     data.add_argument("--on", type=Path, help="folder that `journeywork dataset` wrote")
     data.add_argument("--as", choices=("sft", "dpo", "kto"), dest="kind", help="its format; needed with --on")
@@ -47,6 +56,8 @@ def main(argv: list[str] | None = None) -> None:
     def command() -> None:
         if (args.on is None) != (args.kind is None):
             raise cli.UsageError("--on and --as belong together: name a data set and its format")
+        if args.on is not None and args.adopt:
+            raise cli.UsageError("--on and --adopt are two steps: take one after the other")
         config = cli.run_config(args)
         if args.dry_run:
             print(msgspec.json.format(msgspec.json.encode(config), indent=2).decode())  # noqa: T201 - the output
@@ -54,7 +65,11 @@ def main(argv: list[str] | None = None) -> None:
         if not config.nats.url:
             raise ConfigError("nats.url: name the log with --nats-url")
         state = read_state(Path(config.run_dir))
-        if state is not None and (pid := state.running_pid("trainer")):
+        if (
+            state is not None
+            and (pid := state.running_pid("trainer"))
+            and run_settings(config.run_dir).trainer.branch == config.trainer.branch
+        ):
             raise ConfigError(
                 f"{config.run_dir}: `journeywork up` trains there already, as process {pid}: stop it, or start it "
                 "with --services and without the service trainer"
@@ -64,7 +79,13 @@ def main(argv: list[str] | None = None) -> None:
         from trainer.checkpoints.commits import TrainerError
         from trainer.service import train
 
-        work = partial(until_signalled, train, config, lambda **_: None)
+        work = partial(
+            until_signalled, partial(train, until_empty=args.until_empty), config, lambda **_: None
+        )
+        if args.adopt:
+            from trainer.datasets import adopt
+
+            work = partial(adopt, config, args.adopt, lambda version: print(f"adopted as {version}"))  # noqa: T201
         if args.on is not None:
             from trainer.datasets import DatasetStep, train_on
 

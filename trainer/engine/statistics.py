@@ -8,7 +8,7 @@
 | `kl_sampler` | KL of the sampler from the trainer, nats per token (k3 estimate) |
 | `on_policy_logprob_diff`, `_max` | recorded against computed logprob, tokens of the present version: mean, largest |
 | `clip_share` | share of tokens whose ratio exceeds the bound of the sampler correction |
-| `staleness_mean`, `staleness_max` | steps between a token's sampling and its training |
+| `staleness_mean`, `staleness_max` | steps between a token's sampling and its training; 0 if another branch did all |
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.batches.sequences import TokenSequence
+from trainer.batches.sequences import OTHER_BRANCH, TokenSequence
 from trainer.engine.state import Logprobs
 
 
@@ -35,7 +35,9 @@ def sampler_metrics(
     raw = np.concatenate(by_sequence)
     differences = np.nan_to_num(raw.astype(np.float64))
     ratios = np.exp(differences)
-    lags = step - np.concatenate([s.steps[s.loss_mask] for s in sequences])
+    steps = np.concatenate([s.steps[s.loss_mask] for s in sequences])
+    lags = step - steps
+    own = lags[steps != OTHER_BRANCH] if (steps != OTHER_BRANCH).any() else np.zeros(1)
     # NaN of the sampler: no logprob was recorded. A NaN of the trainer stays in: it makes the mean NaN, and the step
     # is refused.
     compared = np.abs(raw[(lags == 0) & ~np.isnan(np.concatenate(sampled))])
@@ -53,6 +55,6 @@ def sampler_metrics(
         "ratio_sequence_max": float(np.exp(min(longest, 700.0))),
         "kl_sampler": float((ratios - 1 - differences).mean()),
         "clip_share": float((ratios > largest_ratio).mean()),
-        "staleness_mean": float(lags.mean()),
-        "staleness_max": float(lags.max()),
+        "staleness_mean": float(own.mean()),
+        "staleness_max": float(own.max()),
     }

@@ -82,8 +82,8 @@ async def test_the_last_step_after_a_restart_acknowledges_a_group_that_the_serve
     stepped = anyio.Event()
     run_steps, batch = service.Trainer.run_steps, Consumption.batch
 
-    async def then_say(self: service.Trainer) -> None:
-        await run_steps(self)
+    async def then_say(self: service.Trainer, until_empty: bool) -> None:
+        await run_steps(self, until_empty)
         stepped.set()
 
     async def after_the_last_step(self: Consumption, limit: int, wait_s: float = 1.0) -> list[Delivery]:
