@@ -216,6 +216,47 @@ async def test_what_a_step_cannot_choose_is_refused(model: Any, options: dict[st
         await model.backend().train(model, [], **options)
 
 
+async def test_two_callers_train_at_once_each_with_its_own_loss(up: Up, tmp_path: Path) -> None:
+    """Two programs on one installation: each step is of one of them, with the loss that this one asked for."""
+    asked: dict[str, dict[str, Any]] = {
+        "dapo": {"loss_fn": "ppo", "epsilon": 0.1, "learning_rate": 0.003},
+        "cispo": {"epsilon_high": 2.0, "advantage_balance": 0.25, "learning_rate": 0.002},
+    }
+    best = {"dapo": 1.0, "cispo": 0.5}
+    """By loss, the reward that tells a caller's groups from the other's."""
+
+    async def caller(name: str) -> list[int]:
+        made = art.TrainableModel(
+            name=MODEL, project="p", base_model=str(BASE), base_path=str(tmp_path / name)
+        )
+        backend = art.RemoteBackend(up.wait())
+        await made.register(backend)
+        steps = []
+        for _ in range(2):
+            result = await backend.train(made, [await group(made, 0, best[name])], **asked[name])
+            assert result.artifact_name == f"{MODEL}@{result.step}", "the batch was trained"
+            steps.append(result.step)
+        await backend.close()
+        return steps
+
+    steps = dict(zip(asked, await asyncio.gather(*map(caller, asked)), strict=True))
+    assert len({step for taken in steps.values() for step in taken}) == 4
+    for name, taken in steps.items():
+        for step in taken:
+            found = up.run_dir / f"checkpoints/default/main/{MODEL}/step-{step:08}/manifest.json"
+            config = json.loads(found.read_text())["config"]
+            loss = config["loss"]
+            assert loss["type"] == name
+            assert config["optimizer"]["learning_rate"] == asked[name]["learning_rate"]
+            assert loss["advantage_balance"] == asked[name].get("advantage_balance", 0.0)
+            assert loss["epsilon_high"] == {"dapo": 0.1, "cispo": 3.0}[name]
+            rewards = (
+                "SELECT max(reward) AS best FROM rewards, (SELECT unnest(groups) AS g FROM checkpoints "
+                f"WHERE step = {step}) WHERE group_id = g"
+            )
+            assert up.sql(rewards) == [{"best": best[name]}]
+
+
 async def test_options_that_change_nothing_are_taken(model: Any) -> None:
     before = await model.get_step()
     result = await model.backend().train(

@@ -60,6 +60,12 @@ def art_loss(
     high = options.get("epsilon_high", low if ppo else 4.0)
     total, place = torch.zeros((), dtype=torch.float64), 0
     for row, recorded in zip(new, old, strict=True):
+        truncated = torch.ones_like(row)
+        if limit := options.get(
+            "truncated_importance_sampling"
+        ):  # as ART has it with `precalculate_logprobs`
+            truncated = (row.detach() - torch.from_numpy(recorded)).exp().clamp(max=limit)
+            recorded = row.detach().numpy()
         difference = row - torch.from_numpy(recorded)
         ratios = difference.exp()
         if options.get("importance_sampling_level") == "sequence":
@@ -72,7 +78,7 @@ def art_loss(
             clipped = ratio.clamp(1 - low, 1 + high)
             cispo = -clipped.detach() * advantage * row[t]
             term = -torch.min(ratio * advantage, clipped * advantage) if ppo else cispo
-            total = total + term * weights[place]
+            total = total + term * truncated[t] * weights[place]
             place += 1
     return total / place
 
@@ -85,6 +91,7 @@ def art_loss(
         {"loss_fn": "ppo", "max_negative_advantage_importance_sampling_weight": 1.4}, {"advantage_balance": 0.4},
         {"advantage_balance": -0.4}, {"kl_penalty_coef": 0.3}, {"loss_fn": "ppo", "kl_penalty_coef": 0.3},
         {"importance_sampling_level": "sequence"}, {"loss_fn": "ppo", "importance_sampling_level": "sequence"},
+        {"truncated_importance_sampling": 1.2}, {"loss_fn": "ppo", "truncated_importance_sampling": 1.2},
     ],
     ids=str,
 )  # fmt: skip
