@@ -67,6 +67,12 @@ def version_name(model: str, step: int) -> str:
     return f"{model}@{step}"
 
 
+def branch_model(model: str, branch: str) -> str:
+    """Return the name under which the gateway serves what was trained on another branch than `main`: the versions of
+    `support` on branch `stricter` are `support+stricter@1` and so on."""
+    return f"{model}+{branch}"
+
+
 def parse_version(version: str) -> tuple[str, int]:
     """Return model and step of a policy version: `("m", 7)` of `"m@7"`.
 

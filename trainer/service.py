@@ -31,6 +31,7 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.log.messages import Place
+from pipeline.names import branch_model
 from pipeline.running.service import Ready
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Refusal, TrainingGroup, trainable_members
@@ -172,8 +173,10 @@ class Trainer:
                 "trainer again: it reads the log anew"
             )
         self._newest = max(self._newest, place)
-        # Groups of other branches wait for a trainer of their own.
-        if place in self._consumed or event.branch != self.config.trainer.branch:
+        # Groups of other branches wait for a trainer of their own. Runs of a branch's versions, which evaluations play,
+        # are trained by none.
+        of_branch = any(event.model.startswith(branch_model(name, "")) for name in self.queues)
+        if place in self._consumed or event.branch != self.config.trainer.branch or of_branch:
             if delivery is not None:
                 await delivery.ack()
             return

@@ -257,7 +257,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Seed of the adapter's initial weights."""
     branch: str = "main"
     """Branch of the log to train from. `journeywork replay` and `rejudge` make branches. Training on another branch
-    than `main` begins at the base model; its checkpoints are its own, and the gateway does not serve them."""
+    than `main` begins at the base model; its checkpoints are its own, and served as `<model>+<branch>@<step>`."""
     batch_settings: tuple[str, ...] = ("loss", "optimizer")
     """What a requested batch may choose for its own step, by names below `trainer`: single settings, or whole tables.
     It takes an operator's key."""

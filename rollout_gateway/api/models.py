@@ -35,7 +35,7 @@ async def get_models(request: ControlRequest) -> dict[str, Any]:
 async def get_model(request: ControlRequest) -> dict[str, Any]:
     """One of them. A model that the key does not permit is a 404, like one that does not exist."""
     gateway, access, name = request.gateway, request.access, request.values[0]
-    known = name in gateway.policies.models or gateway.policies.knows(name)
+    known = gateway.policies.state(name) is not None or gateway.policies.knows(name)
     if not (known and access.sees(gateway.router.name(name))):
         raise unknown_model(name, _visible_names(gateway, access))
     return _model(name)

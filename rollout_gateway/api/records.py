@@ -29,7 +29,7 @@ async def record_evaluation(request: ControlRequest) -> dict[str, Any]:
     for measure in event.measures:
         check_name(measure.name)
     if event.kind == "policy":
-        if event.model not in gateway.policies.models:
+        if gateway.policies.state(event.model) is None:
             raise gateway.unknown_model(event.model, access)
         access.check_model(event.model)
         _check_version(gateway, event)

@@ -47,9 +47,9 @@ async def open_trajectory(request: ControlRequest) -> dict[str, Any]:
 def _check_model(gateway: Gateway, opening: Opening, access: Access) -> None:
     """Raises a 404 `ApiError` if `model` is not a model's name, or `pinned` not one of its versions."""
     model, pinned, policies = opening.model, opening.pinned, gateway.policies
-    if model not in policies.models:
+    if policies.state(model) is None:
         name = gateway.router.name(model)
-        if name not in policies.models:
+        if policies.state(name) is None:
             raise gateway.unknown_model(model, access)
         message = (
             f"{model!r} is a version, not a model. Open with the model {name!r} and `pinned`: {model!r}."

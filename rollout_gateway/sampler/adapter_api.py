@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from pipeline.names import version_name
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.upstream import Upstream
 from rollout_gateway.sampler.adapter_files import AdapterError
@@ -80,18 +79,18 @@ class Probe:
 
     def __init__(self) -> None:
         self._base: dict[tuple[str, str, str], list[dict[str, float]]] = {}
-        """Logprobs of base models after the probe prompts, by server URL, process and model."""
+        """Logprobs of base versions after the probe prompts, by server URL, process and version."""
 
     async def max_logprob_difference(
-        self, server: Upstream, server_start: str, model: str, version: str
+        self, server: Upstream, server_start: str, base: str, version: str
     ) -> float:
         """Return the largest absolute difference, after the probe prompts, between a token's logprob under `version`
-        and under the base model of `model`; 0 if the adapter changes nothing.
+        and under the base version `base`; 0 if the adapter changes nothing.
 
         `server_start` identifies the server's process. Raises `AdapterError`, `UpstreamError`."""
-        key = server.url, server_start, model
+        key = server.url, server_start, base
         if key not in self._base:
-            self._base[key] = await next_logprobs(server, version_name(model, 0))
+            self._base[key] = await next_logprobs(server, base)
         adapted = await next_logprobs(server, version)
         return max(_difference(a, b) for a, b in zip(self._base[key], adapted, strict=True))
 

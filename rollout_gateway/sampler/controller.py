@@ -150,8 +150,8 @@ class ServerController:
     async def _register(self) -> None:
         """Write the server's record if it has changed."""
         record = SamplerRecord(
-            url=self._advertised, models=tuple(self._policies.models), server_start=self._server_start,
-            refused=self._refusals(),
+            url=self._advertised, models=(*self._policies.models, *self._policies.branches),
+            server_start=self._server_start, refused=self._refusals(),
         )  # fmt: skip
         if record != self._record:
             if self._record is None:
@@ -241,7 +241,7 @@ class ServerController:
             model, _ = parse_version(version)
         except InvalidNameError:
             return
-        if model not in self._policies.models:
+        if self._policies.state(model) is None:
             return
         checkpoint = self._policies.checkpoint(version)
         if checkpoint is not None and self._context.files.is_published(checkpoint.event, folder):
@@ -371,7 +371,7 @@ class ServerController:
         version = checkpoint.event.version
         model, step = parse_version(version)
         delta = await self._context.probe.max_logprob_difference(
-            self._server, self._server_start, model, version
+            self._server, self._server_start, checkpoint.base, version
         )
         if delta == 0.0:
             message = "the adapter changes nothing: its logprobs equal those of the base model"

@@ -86,7 +86,9 @@ class Pacing:
         Returns the seconds between the group's first refusal by this process and its admission; 0 for its further
         trajectories. Raises a 429 `ApiError` if too many groups are ahead, and `BrokerError` if the log does not
         answer."""
-        if not self._limit or split != "train":
+        if (
+            not self._limit or split != "train" or model not in self._models
+        ):  # a branch's runs are not trained
             return 0.0
         state = self._models[model]
         while not self._is_ahead(state, group):

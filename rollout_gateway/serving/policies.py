@@ -1,5 +1,8 @@
 """The policy versions that exist, decisions about them, and the servers that have loaded them.
 
+What was trained on another branch than `main` is served under a name of its own, `<model>+<branch>`. It is loaded when
+a call names it, and no decision can be made about it.
+
 All of it is built from the events of the stream POLICY. Every gateway and every sampler agent reads the whole stream
 when it starts, so a restart loses nothing.
 """
@@ -9,6 +12,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
+
+import msgspec
 
 from pipeline.config import SigningConfig
 from pipeline.events import (
@@ -24,7 +29,7 @@ from pipeline.events import (
 from pipeline.log.broker import Broker, Recorded
 from pipeline.log.follow import follow_events
 from pipeline.log.messages import Place
-from pipeline.names import is_version, version_name
+from pipeline.names import branch_model, is_name, is_version, version_name
 from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
 
@@ -35,10 +40,14 @@ _FOLLOWED = (CheckpointPublished, PolicyPromoted, PolicyRetired, PolicyLoaded, P
 
 @dataclass(eq=False)
 class Checkpoint:
-    """A published version: its event, and the W3C `traceparent` of the training step; empty if there is none."""
+    """A published version."""
 
     event: CheckpointPublished
+    """With the names of a branch's model and version under which they are served."""
+    base: str
+    """Name of the base version."""
     traceparent: str = ""
+    """W3C `traceparent` of the training step; empty if there is none."""
 
 
 @dataclass(eq=False)
@@ -53,14 +62,14 @@ class ModelState:
     decided: PolicyPromoted | None = None
     """The last decision, of any kind."""
     decided_seq: int = 0
-    _main: list[tuple[int, str]] = field(default_factory=list)
+    _in_order: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, checkpoint: Checkpoint) -> None:
         event = checkpoint.event
         known = event.version in self.checkpoints
         self.checkpoints[event.version] = checkpoint
-        if event.branch == "main" and not known:
-            bisect.insort(self._main, (event.step, event.version))
+        if not known:
+            bisect.insort(self._in_order, (event.step, event.version))
 
     def decide(self, event: PolicyPromoted, seq: int) -> bool:
         """Apply a decision, which is message `seq` of the log. Return false if it or a later one was applied
@@ -72,8 +81,8 @@ class ModelState:
         return True
 
     def newest_first(self) -> Iterator[str]:
-        """Yield the versions of the main branch, the newest first, without the base version."""
-        return (version for _, version in reversed(self._main))
+        """Yield the versions, the newest first, without the base version."""
+        return (version for _, version in reversed(self._in_order))
 
 
 class LoadedAdapters:
@@ -116,6 +125,8 @@ class Policies:
         self._unsigned: list[tuple[Recorded[Event], str]] = []
         """Checkpoints without a valid signature that are not reported yet, each with the reason."""
         self.models = {name: ModelState(name) for name in models}
+        self.branches: dict[str, ModelState] = {}
+        """What was trained on other branches, by the name under which it is served."""
         self.loads = LoadedAdapters()
         self.loads_seq = 0
         """Sequence of the last `policy.loaded` or `policy.unloaded` event that was applied."""
@@ -131,15 +142,24 @@ class Policies:
         """Return whether a new trajectory or a decision may name `version`."""
         return self.knows(version) and version not in self.retired
 
+    def state(self, model: str) -> ModelState | None:
+        """Return the model or branch that is served as `model`; `None` if there is none."""
+        return self.models.get(model) or self.branches.get(model)
+
     def knows(self, version: str) -> bool:
-        """Return whether `version` is a base version or a published checkpoint of a model served here."""
-        model = self.models.get(version.rpartition("@")[0])
-        return model is not None and (version == version_name(model.name, 0) or version in model.checkpoints)
+        """Return whether `version` is a base version or a published checkpoint of a model served here. A branch has no
+        base version of its own."""
+        model = self.state(version.rpartition("@")[0])
+        if model is None:
+            return False
+        return version in model.checkpoints or (
+            version == version_name(model.name, 0) and model.name in self.models
+        )
 
     def checkpoint(self, version: str) -> Checkpoint | None:
         """Return the published checkpoint of `version`; `None` for a base version, which has no adapter, and for an
         unknown one."""
-        model = self.models.get(version.rpartition("@")[0])
+        model = self.state(version.rpartition("@")[0])
         return model.checkpoints.get(version) if model is not None else None
 
     def published(self, version: str, sha256: str) -> bool:
@@ -153,57 +173,65 @@ class Policies:
         return {version: sha256 for version, sha256 in loads.items() if self.published(version, sha256)}
 
     def newest(self, model: str, refused: Container[str] | None = None) -> str:
-        """Return the newest version of the main branch that is not refused; the base version if there is none.
+        """Return the newest version that is not refused; the base version if there is none. `model`: that of a branch
+        too.
 
         `refused`: versions to skip instead of `self.refused`."""
-        refused = self.refused if refused is None else refused
-        for version in self.models[model].newest_first():
+        refused, state = self.refused if refused is None else refused, self.state(model)
+        for version in state.newest_first() if state is not None else ():
             if version not in refused:
                 return version
         return version_name(model, 0)
 
     def newest_loaded(self, model: str) -> str:
-        """Return the newest version of the main branch that any server has loaded; empty if there is none."""
+        """Return the newest version of the model that any server has loaded; empty if there is none."""
         loaded = {version for version, sha256 in self.loads.anywhere() if self.published(version, sha256)}
         return next((version for version in self.models[model].newest_first() if version in loaded), "")
 
     def names(self, only: str = "") -> list[str]:
         """Return every name that a client may put into `model`. `only`: a model, to return its names only."""
         out: list[str] = []
-        for model in [self.models[only]] if only else self.models.values():
-            versions = (v for v in model.checkpoints if v not in self.retired)
-            out += [model.name, version_name(model.name, 0), *versions]
+        for model in (*self.models.values(), *self.branches.values()):
+            if only in ("", model.name):
+                base = [version_name(model.name, 0)] if model.name in self.models else []
+                out += [model.name, *base, *(v for v in model.checkpoints if v not in self.retired)]
         return out
 
     def apply(self, recorded: Recorded[Event]) -> bool:
         """Apply an event. Return whether it changes the versions, decisions or loaded adapters of these models."""
         event = recorded.event
         self.next_seq, self._last = recorded.seq + 1, recorded.place
-        if not isinstance(event, _FOLLOWED) or event.model not in self.models:
+        if not isinstance(event, _FOLLOWED) or self.state(event.model) is None:
             return False
         if isinstance(event, PolicyLoaded | PolicyUnloaded):
             self.loads.apply(event)
             self.loads_seq = recorded.seq
             return True
-        if isinstance(event, CheckpointPublished | PolicyRetired) and event.branch != "main":
-            return False  # other branches use the same version names as the main branch
+        if event.model not in self.models:
+            return False
         named = (event.version, event.other) if isinstance(event, PolicyPromoted) else (event.version,)
         if not all(is_version(name) for name in named if name):
             log.error("event ignored: it names no policy version", versions=named, seq=recorded.seq)
             return False
-        if isinstance(event, PolicyRetired):
-            (self.retired.discard if event.withdrawn else self.retired.add)(event.version)
-            return False
-        model = self.models[event.model]
         if isinstance(event, PolicyPromoted):
-            return model.decide(event, recorded.seq)
-        before = model.checkpoints.get(event.version)
+            return self.models[event.model].decide(event, recorded.seq)
+        name = event.model if event.branch == "main" else branch_model(event.model, event.branch)
+        version = f"{name}@{event.version.rpartition('@')[2]}"
+        if event.branch != "main" and (name in self.models or not is_name(version)):
+            return False  # a model has this name, or it would be too long: such a branch is not served
+        if isinstance(event, PolicyRetired):
+            (self.retired.discard if event.withdrawn else self.retired.add)(version)
+            return False
+        model = self.state(name) or self.branches.setdefault(name, ModelState(name))
+        before = model.checkpoints.get(version)
         if before is not None and before.event.adapter_sha256 == event.adapter_sha256:
             return False
         if objection := self._trust.objection(event):
             self._unsigned.append((recorded, objection))
             return False
-        model.add(Checkpoint(event, recorded.headers.get("traceparent", "")))
+        served = msgspec.structs.replace(event, model=name, version=version)
+        base, traceparent = version_name(event.model, 0), recorded.headers.get("traceparent", "")
+        model.add(Checkpoint(served, base, traceparent))
         return True
 
     async def rebuild(self, broker: Broker) -> None:

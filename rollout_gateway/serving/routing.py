@@ -17,7 +17,8 @@ class VersionRouter:
 
     An exact version resolves to itself; a model name to its promoted version, or else to the newest version that enough
     replicas hold (`Fleet.available`). Without a decision it never goes back to an older version: if no replica holds
-    the version any more, calls wait until one does."""
+    the version any more, calls wait until one does. The name of a branch resolves to its newest version, which is
+    loaded when a call asks for it."""
 
     def __init__(self, policies: Policies, fleet: Fleet, bases: Mapping[str, str] | None = None) -> None:
         """`policies` has read the log: a model name begins at the newest version that any server has loaded, which
@@ -34,7 +35,7 @@ class VersionRouter:
     def name(self, model: str) -> str:
         """Return the model name of `model`, which is a model name, an exact version or a base."""
         model = self._bases.get(model, model)
-        return model if model in self._policies.models else model.rpartition("@")[0]
+        return model if self._policies.state(model) is not None else model.rpartition("@")[0]
 
     def check(self, model: str, opening: TrajectoryOpened | None) -> None:
         """Check that `model` is a known model name or version, and belongs to the model of the trajectory.
@@ -42,7 +43,7 @@ class VersionRouter:
         `opening`: the opening event of the trajectory that the call belongs to, if any. Raises a 404 `ApiError` for an
         unknown name, and a 400 `ApiError` if the trajectory was opened for another model."""
         model = self._bases.get(model, model)
-        if model not in self._policies.models and not self._policies.knows(model):
+        if self._policies.state(model) is None and not self._policies.knows(model):
             raise unknown_model(model, self._policies.names(opening.model if opening else ""))
         if opening is not None and self.name(model) != opening.model:
             message = f"This trajectory was opened for the model {opening.model!r}, not {self.name(model)!r}."
@@ -71,7 +72,7 @@ class VersionRouter:
         elif model in self._policies.models:
             version = self.current(model, opening.trajectory if opening else "")
         else:
-            version = model
+            version = self._policies.newest(model, ()) if model in self._policies.branches else model
         if version in self._policies.refused:
             message = f"{version} is not served because its adapter failed a check: {self._policies.refused[version]}."
             raise ApiError(409, "version_refused", message, param="model")

@@ -274,6 +274,7 @@ async def publish_adapter(
     sha256: str = "",
     seed: int | None = None,
     groups: tuple[str, ...] = (),
+    branch: str = "main",
 ) -> str:
     """Put a checkpoint on the log as a trainer does; its version."""
     data = make_adapter(step if seed is None else seed, scale)
@@ -295,6 +296,7 @@ async def publish_adapter(
             adapter_sha256=sha256 or digest,
             adapter_bytes=len(data),
             files=_digests(data),
+            branch=branch,
         )
     )
     return version

@@ -105,3 +105,33 @@ async def test_an_unexpected_error_while_one_version_loads_refuses_that_version(
         await publish_adapter(gateway.broker, 2)
         await gateway.until(lambda: gateway.router.current("tictactoe") == "tictactoe@2")
         assert set(server.loaded) == {"tictactoe@2"}
+
+
+async def test_a_branch_is_served_beside_main_under_a_name_of_its_own(
+    nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    server = FakeVllm()
+    async with parts(nats_config, tmp_path, [server]) as gateway:
+        main, branch = gateway.policies.models["tictactoe"], "tictactoe+stricter"
+        await publish_adapter(gateway.broker, 1)
+        await gateway.until(lambda: gateway.router.current("tictactoe") == "tictactoe@1")
+        for step in (1, 2):
+            await publish_adapter(gateway.broker, step, seed=10 + step, branch="stricter")
+        await gateway.until(lambda: gateway.policies.knows(f"{branch}@2"))
+
+        assert set(server.loaded) == {"tictactoe@1"}  # nobody has asked for the branch
+        assert gateway.policies.names(branch) == [branch, f"{branch}@1", f"{branch}@2"]
+        for name, version in ((branch, f"{branch}@2"), (f"{branch}@1", f"{branch}@1")):
+            opened = TrajectoryOpened(
+                project=PROJECT, trajectory=version, model=branch, group=version, split="val"
+            )
+            await gateway.registry.open(opened, "")
+            assert (await gateway.call(version, model=name))[0] == 200
+            assert version in server.loaded
+        assert server.loaded["tictactoe@1"] != server.loaded[f"{branch}@1"]
+
+        assert gateway.router.current("tictactoe") == "tictactoe@1"  # main has no version 2
+        assert list(main.checkpoints) == ["tictactoe@1"]
+        for nothing in (f"{branch}@0", f"{branch}@3", "tictactoe+other@1"):
+            with pytest.raises(ApiError, match="does not exist"):
+                gateway.router.resolve(nothing, None)

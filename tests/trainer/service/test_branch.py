@@ -70,6 +70,7 @@ async def test_main_goes_on_from_the_version_that_it_adopts(
     await kit.publish_group(broker, "m0", [0.0, 1.0], seed=1)
     for number in range(3):
         await replayed(broker, f"g{number}", tiny_base, [7, 8 + number], step=0)
+    await broker.publish(kit.group("e0", [0.0, 1.0], model=f"{kit.MODEL}+{BRANCH}"))  # evaluates the branch
     for branch in (config, on_branch(config)):
         await train(branch, lambda **_: None, until_empty=True)
     lake = open_lake(config)
@@ -90,3 +91,4 @@ async def test_main_goes_on_from_the_version_that_it_adopts(
     assert main[1].adapter_sha256 == last.adapter_sha256
     mine, theirs = (Checkpoints.of(c, kit.MODEL).read(s)[1] for c, s in ((config, 2), (on_branch(config), 3)))
     assert mine["state.pt"] == theirs["state.pt"]  # the optimizer goes on, too
+    assert [letter async for letter in kit.dead_letters(broker)] == []
