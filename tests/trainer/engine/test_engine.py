@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,9 +17,11 @@ from pipeline.config import (
     ModelConfig,
     OptimizerConfig,
     TrainerConfig,
+    with_values,
 )
+from pipeline.config.trainer import LossType
 from tests.trainer.engine.kit import batch
-from tests.trainer.kit import VOCAB, backward, exactly, settings
+from tests.trainer.kit import VOCAB, backward, exactly, settings, stir
 from trainer.batches.groups import Example
 from trainer.engine.engine import Engine
 from trainer.engine.state import TrainState, UntrainableError
@@ -71,19 +75,36 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_not_taken(engine: Engine) 
         engine.step(state, examples, [0] * 6)
 
 
+@pytest.mark.parametrize("loss", [*get_args(LossType), "sft"])
+@pytest.mark.parametrize("sampled", ["plainly", "with cuts"])
 def test_logits_of_large_vocabularies_are_computed_in_chunks(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, loss: str, sampled: str
 ) -> None:
+    """Loss, KL term and entropy bonus are those of all logits at once, for every loss."""
     examples = batch(engine, engine.initial_state())
+    if sampled == "with cuts":
+        cuts = np.tile(np.array([20, 0.95, 0.0], np.float32), (len(examples[0].sequence.ids), 1))
+        examples = [
+            dataclasses.replace(e, sequence=dataclasses.replace(e.sequence, cuts=cuts)) for e in examples
+        ]
+    before = engine.config
+    engine.configure(with_values(before, {"loss.type": loss, "loss.beta": 0.1, "loss.entropy_coef": 0.05}))
+    stir(engine)
 
-    def gradient() -> list[torch.Tensor]:
+    def results() -> tuple[dict[str, float], list[torch.Tensor]]:
         engine.model.peft.zero_grad()
-        backward(engine, examples, [0] * 6, 0)
-        return [p.grad.clone() for p in engine.model.parameters]
+        metrics = backward(engine, examples, [0] * 6, 0)
+        return metrics, [p.grad.clone() for p in engine.model.parameters]
 
-    whole = gradient()
-    monkeypatch.setattr("trainer.engine.model._MAX_LOGITS", 4 * VOCAB)
-    for mine, other in zip(gradient(), whole, strict=True):
+    try:
+        metrics, whole = results()
+        monkeypatch.setattr("trainer.engine.model._MAX_LOGITS", 4 * VOCAB)
+        chunked_metrics, chunked = results()
+    finally:
+        engine.configure(before)
+    assert chunked_metrics == pytest.approx(metrics, rel=1e-9, nan_ok=True)
+    assert any(bool(g.any()) for g in whole)
+    for mine, other in zip(chunked, whole, strict=True):
         torch.testing.assert_close(mine, other)
 
 

@@ -1,0 +1,168 @@
+"""The formulas of docs/training.md for the memory of a pass, against what PyTorch allocates, and a real process.
+
+`python -m tests.trainer.engine.test_pass_memory FOLDER` makes one pass over a vocabulary of 151,936 tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.trainer.kit import settings
+from trainer.batches.groups import Example
+from trainer.batches.sequences import TokenSequence
+from trainer.engine.engine import Engine
+
+pytestmark = pytest.mark.timeout(300)
+
+LARGE = 151_936
+GB = 1_000_000_000
+LOGITS = 32_000_000
+"""Largest number of logits at once (docs/training.md)."""
+RANK = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A Qwen3. Letters as in docs/training.md: V vocabulary, D hidden size, I inner size of the MLP, A query heads
+    times their size, K the same of the key heads, L layers; T tokens of a pass, N trained ones."""
+
+    V: int = 1000
+    D: int = 256
+    I: int = 768  # noqa: E741 - as in the docs
+    A: int = 256
+    K: int = 128
+    L: int = 4
+    T: int = 512
+    N: int = 16
+
+    def engine(self, folder: Path, **trainer: object) -> Engine:
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            vocab_size=self.V, hidden_size=self.D, intermediate_size=self.I, num_hidden_layers=self.L,
+            num_attention_heads=self.A // 64, num_key_value_heads=self.K // 64, head_dim=64,
+            max_position_embeddings=32_768, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        )  # fmt: skip
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+        fixed: dict[str, object] = {
+            "lora.rank": RANK,
+            "memory.packing": "padded",
+            "memory.tokens_per_batch": self.T,
+        }
+        return Engine(str(folder), settings(str(folder), folder, **fixed | trainer).trainer, folder)
+
+    def make_pass(self, engine: Engine, *, cuts: bool = False) -> None:
+        """One forward and backward pass."""
+        sequence = TokenSequence.made_up("t", np.random.default_rng(0).integers(2, self.V, self.T), self.N)
+        if cuts:
+            of_each = np.tile(np.array([50, 0.9, 0.0], np.float32), (self.T, 1))
+            sequence = dataclasses.replace(sequence, cuts=of_each)
+        engine.passes.own_gradients([Example(sequence, 1.0)], [0], self.T)
+
+    def peak(self, dtype: str, checkpointing: bool, logit_bytes: int) -> float:
+        """The bytes of a pass, by the formulas of docs/training.md."""
+        D, I, A, K, T = self.D, self.I, self.A, self.K, self.T  # noqa: E741 - as in the docs
+        if dtype == "float32":
+            width, layer, working = 4, 4 * (4 * D + 4 * I + 3 * A + 3 * K + 7 * RANK), 8 * I
+        else:
+            width, layer, working = 2, 28 * D + 10 * I + 12 * A + 8 * K + 28 * RANK, 12 * D + 4 * I
+        saved = T * self.L * (width * D if checkpointing else layer)
+        recomputed = T * (working + (layer if checkpointing else 0))
+        return saved + max(logit_bytes * min(self.N * self.V, LOGITS), recomputed)
+
+
+class Allocated(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
+    """Counts the bytes of the storages that operations return while they are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given and storage._cdata not in self._alive:
+                self._alive[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._free, storage._cdata)
+        return out
+
+    def _free(self, storage: int) -> None:
+        self.now -= self._alive.pop(storage)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(), Shape(L=8), Shape(D=512), Shape(I=1536), Shape(A=512, K=256), Shape(V=50_000, T=256, N=255),
+     Shape(V=150_000, T=320, N=300)],
+    ids=["small", "deep", "wide", "large MLP", "many heads", "logits at once", "logits in chunks"],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", ["off", "on"])
+def test_a_pass_takes_the_memory_of_the_formula(
+    shape: Shape, dtype: str, checkpointing: str, tmp_path: Path
+) -> None:
+    engine = shape.engine(tmp_path, dtype=dtype, **{"memory.gradient_checkpointing": checkpointing})
+    with Allocated() as allocated:
+        shape.make_pass(engine)
+    assert allocated.peak == pytest.approx(shape.peak(dtype, checkpointing == "on", 16), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "cuts", "logit_bytes"),
+    [({"loss.entropy_coef": 0.1}, False, 20), ({}, True, 28)],
+    ids=["trained entropy", "top_k and top_p"],
+)
+def test_a_logit_takes_the_bytes_of_the_formula(
+    trainer: dict[str, object], cuts: bool, logit_bytes: int, tmp_path: Path
+) -> None:
+    shape = Shape(V=50_000, T=256, N=255)
+    engine = shape.engine(tmp_path, dtype="float32", **trainer)
+    with Allocated() as allocated:
+        shape.make_pass(engine, cuts=cuts)
+    assert allocated.peak == pytest.approx(shape.peak("float32", False, logit_bytes), rel=0.1)
+
+
+@pytest.mark.slow
+def test_logits_of_a_large_vocabulary_take_less_than_two_gigabytes(tmp_path: Path) -> None:
+    """The whole process. With all logits at once it takes 10.4 GB."""
+    child = [sys.executable, "-m", __name__, str(tmp_path)]
+    done = subprocess.run(child, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert 16 * int(done.stdout.split()[-2]) * LARGE > 9.9 * GB
+    assert int(done.stdout.split()[-1]) < 2 * GB
+
+
+def _resident_peak() -> int:
+    """The largest resident memory of this process so far, in bytes."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(fields["VmHWM"].split()[0])
+
+
+def _main(folder: Path, say: Callable[[str], object]) -> None:
+    shape = Shape(V=LARGE, D=64, I=128, A=128, K=64, L=2, T=4096, N=4095)
+    shape.make_pass(shape.engine(folder, dtype="float32"))
+    say(f"{shape.N} {_resident_peak()}\n")
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), sys.stdout.write)
