@@ -10,7 +10,7 @@ from pipeline.config import ConfigError, LossConfig, TrainerConfig
 from pipeline.config.checks import check_trainer
 from pipeline.events import GroupScored
 from tests.trainer.kit import exchange, group, training_group
-from trainer.batches.groups import Refusal, TrainingGroup, examples, trainable_members
+from trainer.batches.groups import TrainingGroup, examples, trainable_members
 from trainer.batches.sequences import build
 from trainer.batches.tasks import WINDOW, Earlier, EarlierRuns, task_baselines
 
@@ -25,50 +25,9 @@ def prepared(rewards: list[float]) -> TrainingGroup:
     return made(group("g", rewards))
 
 
-def refusal(scored: GroupScored, step: int = 0, **settings: object) -> Refusal | None:
-    return training_group(scored, []).refuse(step, TrainerConfig(**settings))  # type: ignore[arg-type]
-
-
 def advantages(rewards: list[float], **loss: object) -> list[float]:
     config = TrainerConfig(loss=LossConfig(**loss))  # type: ignore[arg-type]
     return [e.advantage for e in examples([prepared(rewards)], config)]
-
-
-def test_a_reward_above_the_group_mean_has_a_positive_advantage() -> None:
-    low, middle, high = advantages([0.0, 0.5, 1.0])
-    assert low < 0 < high
-    assert middle == 0
-
-
-def test_group_scaling_is_trls() -> None:
-    rewards = [0.0, 0.25, 1.0]
-    expected = (np.array(rewards) - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-4)
-    np.testing.assert_allclose(advantages(rewards), expected)
-
-
-def test_advantages_without_scaling_are_differences() -> None:
-    np.testing.assert_allclose(advantages([0.0, 1.0], advantage_scaling="none"), [-0.5, 0.5])
-
-
-def test_batch_scaling_divides_every_group_by_the_same_deviation() -> None:
-    config = TrainerConfig(loss=LossConfig(advantage_scaling="batch"))
-    out = examples([prepared([0.0, 1.0]), prepared([0.4, 0.6])], config)
-    std = np.std([0.0, 1.0, 0.4, 0.6], ddof=1) + 1e-4
-    np.testing.assert_allclose([e.advantage for e in out], np.array([-0.5, 0.5, -0.1, 0.1]) / std)
-
-
-@pytest.mark.parametrize("rewards", [[0.1] * 8, [0.1 + 0.2, 0.3], [1.0, 1.0 - 5e-7]])
-def test_equal_rewards_train_nothing(rewards: list[float]) -> None:
-    """Eight times 0.1 has a spread of 1e-17 in floating point: that is no signal."""
-    refused = refusal(group("g", rewards))
-    assert refused is not None
-    assert refused.reason == "no_variance"
-
-
-def test_a_single_member_has_nothing_to_compare_with() -> None:
-    refused = refusal(group("g", [1.0]))
-    assert refused is not None
-    assert refused.reason == "too_small"
 
 
 def test_the_batch_is_the_baseline_of_runs_without_a_group() -> None:
@@ -142,35 +101,29 @@ def test_only_scored_members_of_the_training_split_count() -> None:
     assert {e.sequence.trajectory: e.advantage for e in out} == {"g-0": -0.5, "g-1": 0.5}
 
 
-def test_a_group_of_failures_and_one_score_is_too_small() -> None:
-    scored = with_members(group("g", [0.0, 1.0]), outcome={0: "no_result"})
-    refused = refusal(scored)
-    assert refused is not None
-    assert refused.reason == "too_small"
-
-
-def test_validation_groups_are_never_trained() -> None:
-    scored = with_members(group("g", [0.0, 1.0]), split={0: "val", 1: "val"})
-    refused = refusal(scored)
-    assert refused is not None
-    assert refused.reason == "validation"
-
-
 def test_a_member_whose_reward_is_nan_is_not_trained() -> None:
     assert advantages([0.0, 1.0, float("nan")], advantage_scaling="none") == [-0.5, 0.5]
 
 
-def test_staleness_counts_from_the_newest_token() -> None:
-    scored = group("g", [0.0, 1.0], step=3)
-    assert refusal(scored, 5, max_staleness=2) is None
-    refused = refusal(scored, 6, max_staleness=2)
-    assert refused is not None
-    assert refused.reason == "stale"
-
-
-def test_an_offline_group_is_never_stale() -> None:
-    scored = group("g", [0.0, 1.0], step=3, offline=True)
-    assert refusal(scored, 600) is None
+@pytest.mark.parametrize(
+    ("scored", "step", "reason"),
+    [
+        (group("g", [0.1] * 8), 0, "no_variance"),  # a spread of 1e-17 in floating point: that is no signal
+        (group("g", [0.1 + 0.2, 0.3]), 0, "no_variance"),
+        (group("g", [1.0, 1.0 - 5e-7]), 0, "no_variance"),
+        (group("g", [1.0]), 0, "too_small"),
+        (with_members(group("g", [0.0, 1.0]), outcome={0: "no_result"}), 0, "too_small"),
+        (with_members(group("g", [0.0, 1.0]), split={0: "val", 1: "val"}), 0, "validation"),
+        (group("g", [0.0, 1.0], step=3), 5, None),
+        (group("g", [0.0, 1.0], step=3), 6, "stale"),
+        (group("g", [0.0, 1.0], step=3, offline=True), 600, None),
+    ],
+)
+def test_a_group_that_can_not_train_is_refused_with_the_reason(
+    scored: GroupScored, step: int, reason: str | None
+) -> None:
+    refused = training_group(scored, []).refuse(step, TrainerConfig(max_staleness=2))
+    assert (refused and refused.reason) == reason
 
 
 def test_old_tokens_of_a_long_trajectory_become_context() -> None:

@@ -181,13 +181,6 @@ def test_rewards_of_calls_that_were_not_captured_count_for_the_calls_before_them
     assert returns_of(member, 3, 0.5).tolist() == [0.375, 0.75, 1.5]
 
 
-def test_a_batch_compares_a_run_without_rewards_of_calls_at_each_position_too() -> None:
-    """Also without a discount: the others have returned less by their second call."""
-    batch = [made("g", {"a": (0.5, {0: 1.0}, 2)}), made("h", {"b": (0.25, {}, 2)})]
-    found = of_tokens(batch, baseline="batch", advantage_scaling="none")
-    assert found == {"a": [0.625, 0.625, 0.125, 0.125], "b": [-0.625, -0.625, -0.125, -0.125]}
-
-
 def test_a_discount_counts_the_calls_of_the_run_and_not_those_that_are_left_to_train() -> None:
     batch = made("g", {"a": (1.0, {}, 3), "b": (0.0, {}, 3)})
     (whole,) = (e for e in examples([batch], CONFIG_OF_CALLS) if e.sequence.trajectory == "a")

@@ -2,26 +2,60 @@
 
 from __future__ import annotations
 
-import numpy as np
+from functools import partial
 
-from pipeline.events import pack_logprobs
+import numpy as np
+import pytest
+
+from pipeline.events import ExchangeRecorded, pack_logprobs
 from pipeline.sampling import Defaults
 from tests.trainer.kit import exchange
 from trainer.batches.sequences import TokenSequence, build
-
-
-def tokens(sequence: TokenSequence) -> list[tuple[int, bool]]:
-    return list(zip(sequence.ids.tolist(), sequence.loss_mask.tolist(), strict=True))
 
 
 def trained(sequence: TokenSequence) -> list[int]:
     return sequence.ids[sequence.loss_mask].tolist()
 
 
-def test_a_prompt_that_extends_the_conversation_continues_its_sequence() -> None:
-    (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 1]), exchange("t", 1, [5, 6, 7, 1, 8, 9], [3, 1])])
-    assert sequence.ids.tolist() == [5, 6, 7, 1, 8, 9, 3, 1]
-    assert trained(sequence) == [7, 1, 3, 1]
+call = partial(exchange, "t")
+CASES: dict[str, tuple[list[ExchangeRecorded], list[tuple[list[int], list[int]]]]] = {
+    "a prompt that extends the conversation continues its sequence": (
+        [call(0, [5, 6], [7, 1]), call(1, [5, 6, 7, 1, 8, 9], [3, 1])], [([5, 6, 7, 1, 8, 9, 3, 1], [7, 1, 3, 1])]
+    ),
+    # An agent that drops its own reasoning from the history: nothing is trained twice, nothing is lost.
+    "a rewritten history begins a sequence of its own": (
+        [call(0, [5, 6], [7, 8]), call(1, [5, 6, 8, 9], [3])], [([5, 6, 7, 8], [7, 8]), ([5, 6, 8, 9, 3], [3])]
+    ),
+    "two conversations, turn about": (
+        [call(0, [5], [7]), call(1, [6], [8]), call(2, [5, 7, 10], [11]), call(3, [6, 8, 12], [13])],
+        [([5, 7, 10, 11], [7, 11]), ([6, 8, 12, 13], [8, 13])],
+    ),
+    "choices of one call are sequences, and the chosen one continues": (
+        [call(0, [5], [7], choice=0), call(0, [5], [8], choice=1), call(1, [5, 8, 9], [3])],
+        [([5, 7], [7]), ([5, 8, 9, 3], [8, 3])],
+    ),
+    "tokens forced by a grammar are context": ([call(0, [5], [7, 8, 9], forced=[1, 0, 1])], [([5, 7, 8, 9], [8])]),
+    "a side call": ([call(0, [5], [7], side_call=True)], []),
+    "a cancelled call": ([call(0, [5], [7], status="cancelled")], []),
+    "a failed call": ([call(0, [5], [7], status="failed")], []),
+    "a call without a reply": ([call(0, [5], [])], []),
+    # At temperature 0 nothing was sampled, so there is no probability to push.
+    "greedy replies are context": (
+        [call(0, [5], [7], request=b'{"temperature":0}'), call(1, [5, 7, 6], [8])], [([5, 7, 6, 8], [8])]
+    ),
+    "an exchange delivered twice counts once": ([call(0, [5], [7]), call(0, [5], [7])], [([5, 7], [7])]),
+    "the order on the log does not matter": (
+        [call(1, [5, 7, 6], [8]), call(0, [5], [7])], [([5, 7, 6, 8], [7, 8])]
+    ),
+    "a token without anything before it": ([call(0, [], [7, 8])], [([7, 8], [8])]),
+}  # fmt: skip
+"""Exchanges of a run, and for each of its sequences the tokens and those of them that train."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_run_trains(case: str) -> None:
+    exchanges, expected = CASES[case]
+    assert [(s.ids.tolist(), trained(s)) for s in build("t", exchanges)] == expected
 
 
 def test_tool_and_user_turns_are_context() -> None:
@@ -35,61 +69,6 @@ def test_tool_and_user_turns_are_context() -> None:
     assert (sequence.steps[~sequence.loss_mask] == -1).all()
     assert sequence.calls is not None
     assert sequence.calls.tolist() == [-1, 0, -1, -1, -1, 1, -1, 2]
-
-
-def test_a_rewritten_history_begins_a_sequence_of_its_own() -> None:
-    """An agent that drops its own reasoning from the history: nothing is trained twice, nothing is lost."""
-    first, second = build("t", [exchange("t", 0, [5, 6], [7, 8]), exchange("t", 1, [5, 6, 8, 9], [3])])
-    assert (first.ids.tolist(), trained(first)) == ([5, 6, 7, 8], [7, 8])
-    assert (second.ids.tolist(), trained(second)) == ([5, 6, 8, 9, 3], [3])
-
-
-def test_interleaved_histories_continue_their_own_sequences() -> None:
-    """Two conversations of one agent, turn about."""
-    a, b = build(
-        "t",
-        [
-            exchange("t", 0, [5], [7]),
-            exchange("t", 1, [6], [8]),
-            exchange("t", 2, [5, 7, 10], [11]),
-            exchange("t", 3, [6, 8, 12], [13]),
-        ],
-    )
-    assert a.ids.tolist() == [5, 7, 10, 11]
-    assert b.ids.tolist() == [6, 8, 12, 13]
-
-
-def test_choices_of_one_call_are_sequences_and_the_chosen_one_continues() -> None:
-    one, two = build(
-        "t",
-        [
-            exchange("t", 0, [5], [7], choice=0),
-            exchange("t", 0, [5], [8], choice=1),
-            exchange("t", 1, [5, 8, 9], [3]),
-        ],
-    )
-    assert one.ids.tolist() == [5, 7]
-    assert two.ids.tolist() == [5, 8, 9, 3]
-
-
-def test_tokens_forced_by_a_grammar_are_context() -> None:
-    (sequence,) = build("t", [exchange("t", 0, [5], [7, 8, 9], forced=[1, 0, 1])])
-    assert tokens(sequence) == [(5, False), (7, False), (8, True), (9, False)]
-
-
-def test_side_calls_and_broken_calls_train_nothing() -> None:
-    assert build("t", [exchange("t", 0, [5], [7], side_call=True)]) == []
-    assert build("t", [exchange("t", 0, [5], [7], status="cancelled")]) == []
-    assert build("t", [exchange("t", 0, [5], [7], status="failed")]) == []
-    assert build("t", [exchange("t", 0, [5], [])]) == []
-
-
-def test_greedy_replies_are_context() -> None:
-    """At temperature 0 nothing was sampled, so there is no probability to push."""
-    (sequence,) = build(
-        "t", [exchange("t", 0, [5], [7], request=b'{"temperature":0}'), exchange("t", 1, [5, 7, 6], [8])]
-    )
-    assert trained(sequence) == [8]
 
 
 def test_temperature_is_the_requests_or_the_servers() -> None:
@@ -122,23 +101,6 @@ def test_logprobs_that_do_not_match_the_tokens_are_unknown() -> None:
     (sequence,) = build("t", [exchange("t", 0, [5], [7, 8], logprobs=[-1.0])])
     assert np.isnan(sequence.logprobs).all()
     assert trained(sequence) == [7, 8]
-
-
-def test_an_exchange_delivered_twice_counts_once() -> None:
-    once = exchange("t", 0, [5], [7])
-    again = exchange("t", 0, [5], [7])
-    assert [s.ids.tolist() for s in build("t", [once, again])] == [[5, 7]]
-
-
-def test_order_on_the_log_does_not_matter() -> None:
-    first, second = exchange("t", 0, [5], [7]), exchange("t", 1, [5, 7, 6], [8])
-    (sequence,) = build("t", [second, first])
-    assert sequence.ids.tolist() == [5, 7, 6, 8]
-
-
-def test_a_token_without_anything_before_it_is_not_trained() -> None:
-    (sequence,) = build("t", [exchange("t", 0, [], [7, 8])])
-    assert trained(sequence) == [8]
 
 
 def test_logprobs_are_those_recorded() -> None:

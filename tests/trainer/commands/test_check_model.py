@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pipeline.cli import SUBCOMMANDS
 from tests.trainer.families import make
 from trainer.commands import check_model
-from trainer.engine.forward import Forward
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -47,21 +45,6 @@ def test_a_model_with_a_state_is_trained_in_rows(tmp_path: Path, capsys: pytest.
     assert code == 1
     assert "carry a state" in found["refused"]
     assert found["padded_difference"] < 1e-4
-
-
-def test_a_model_whose_logprobs_differ_is_refused_with_the_difference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def bare(self: Forward, hidden_nD: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.model.get_output_embeddings()(hidden_nD)
-        return out
-
-    monkeypatch.setattr(Forward, "logits", bare)
-    code, out = asked(capsys, make("granite", tmp_path), "--json")
-    found = json.loads(out)
-    assert code == 1
-    assert found["padded_difference"] > 1
-    assert "differ from the model's own" in found["refused"]
 
 
 def test_a_model_that_can_not_be_loaded_is_refused_without_a_traceback(

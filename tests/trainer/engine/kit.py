@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -11,6 +14,9 @@ from trainer.batches.packing import padded
 from trainer.batches.sequences import TokenSequence, build
 from trainer.engine.engine import Engine
 from trainer.engine.state import TrainState
+
+Configure = Callable[[dict[str, Any]], None]
+"""Set these settings of an engine."""
 
 
 def sampled_by(

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig, with_values
-from tests.trainer.engine.kit import batch, sampled_by
-from tests.trainer.kit import exactly, sequence
+from tests.trainer.engine.kit import Configure, batch, sampled_by
+from tests.trainer.kit import sequence
 from trainer.batches.groups import Example
 from trainer.batches.packing import Layout, Packing, micro_batches
 from trainer.engine import checks
@@ -22,29 +21,11 @@ from trainer.engine.engine import Engine
 from trainer.engine.model import PolicyModel
 from trainer.engine.state import SamplerMismatchError, TrainState
 
-Configure = Callable[[dict[str, Any]], None]
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    config = TrainerConfig(
-        dtype="float64", lora=LoraConfig(rank=4), optimizer=OptimizerConfig(learning_rate=1e-2)
-    )
-    return exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
-
 
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks are made in every step."""
     monkeypatch.setattr(checks, "EVERY", 1)
-
-
-@pytest.fixture
-def configured(engine: Engine) -> Iterator[Configure]:
-    """Set settings of the engine for one test."""
-    before = engine.config
-    yield lambda values: engine.configure(with_values(before, values))
-    engine.configure(before)
 
 
 def sampled(engine: Engine, policy: TrainState, seed: int, count: int, step: int) -> list[Example]:
@@ -271,20 +252,6 @@ def test_every_token_of_the_current_version_is_compared_with_the_sampler(
         SamplerMismatchError, match=r"differ by 0\.01 nats on average of tokens sampled by this"
     ):
         engine.step(state, examples, [0] * 6)
-
-
-def test_the_check_uses_the_layout_of_the_step(
-    engine: Engine, configured: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: the check looked at padded rows while prefix trees were trained."""
-    first, state = after(engine, 1)
-    examples = sampled(engine, first, 0, 6, 0)
-    shift_masks(monkeypatch)
-    configured({"memory.packing": "prefix"})
-    with pytest.raises(SamplerMismatchError, match="at the earlier versions that sampled"):
-        engine.step(state, examples, [0] * 6)
-    configured({"memory.packing": "padded"})
-    engine.step(state, examples, [0] * 6)
 
 
 def test_a_nan_of_the_trainer_fails_the_comparison_with_the_sampler(

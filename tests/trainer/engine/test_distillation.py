@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,35 +61,43 @@ def logprobs(engine: Engine, prompt: Any, reply: list[int], temperature: float =
     return (logits / temperature).log_softmax(-1)
 
 
-def literal_loss(engine: Engine, advantage: float, divergence: str, top_k: int) -> torch.Tensor:
-    """The loss of `examples` of on-policy tokens, token by token. An importance weight is a ratio to the recorded
-    logprob of -2."""
-    taught = [
-        ([*PROMPT, 7, 8, 4], [3, 2, 11], advantage, 1.0, True, [0, 1, 2]),
-        (PROMPT, [7, 8], advantage, 1.0, False, [0, 1]),
-        (PROMPT, [12, 13, 14], -advantage, 0.5, True, [0, 2]),
-    ]
+def literal_terms(
+    policy: torch.Tensor, teacher: torch.Tensor | None, reply: list[int], own: float, trained: list[int], *,
+    divergence: str, top_k: int,
+) -> list[torch.Tensor]:  # fmt: skip
+    """What each trained token of a reply adds to the loss. `policy` and `teacher` are the logprobs of all tokens at its
+    places, `own` is its advantage. An importance weight is a ratio to the recorded logprob of -2."""
     terms = []
-    for prompt, reply, own, temperature, hinted, trained in taught:
-        policy = logprobs(engine, prompt, reply, temperature)
-        with torch.no_grad():
-            teacher = logprobs(engine, HINTED, reply, temperature)
-        for t in trained:
-            p, q = policy[t][reply[t]], teacher[t][reply[t]]
-            weight = min(float((p.detach() + 2.0).exp()), 3.0)
-            total = own
-            if hinted and divergence == "sampled":
-                total += WEIGHT * float(q - p.detach())
-            term = -weight * total * p
-            if hinted and divergence == "reverse_kl":
-                best = teacher[t].argsort(descending=True)[:top_k]
-                mine, its = policy[t][best].exp(), teacher[t][best].exp()
-                kl = (mine * (mine / its).log()).sum()
-                if top_k < VOCAB:
-                    kl = kl + (1 - mine.sum()) * ((1 - mine.sum()) / (1 - its.sum())).log()
-                term = term + WEIGHT * weight * kl
-            terms.append(term)
-    return sum(terms[1:], terms[0]) / len(terms)
+    for t in trained:
+        p = policy[t][reply[t]]
+        weight, total = min(float((p.detach() + 2.0).exp()), 3.0), own
+        if teacher is not None and divergence == "sampled":
+            total += WEIGHT * float(teacher[t][reply[t]] - p.detach())
+        term = -weight * total * p
+        if teacher is not None and divergence == "reverse_kl":
+            best = teacher[t].argsort(descending=True)[:top_k]
+            mine, its = policy[t][best].exp(), teacher[t][best].exp()
+            kl = (mine * (mine / its).log()).sum()
+            if top_k < VOCAB:
+                kl = kl + (1 - mine.sum()) * ((1 - mine.sum()) / (1 - its.sum())).log()
+            term = term + WEIGHT * weight * kl
+        terms.append(term)
+    return terms
+
+
+def assert_gradient(engine: Engine, batch: list[Example], terms: Callable[[], list[torch.Tensor]]) -> None:
+    """The gradient of the engine's loss of `batch` is that of the mean of `terms`."""
+    found = []
+    for literal in (False, True):
+        engine.model.peft.zero_grad(set_to_none=True)
+        if literal:
+            torch.stack(terms()).mean().backward()  # type: ignore[no-untyped-call]
+        else:
+            engine.passes.gradients(engine._taught(engine.initial_state(), batch, [0, 0]), [0, 0])
+        found.append([p.grad.clone() for p in engine.model.parameters if p.grad is not None])
+    assert found[0]
+    for mine, its in zip(*found, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-10, rtol=1e-7)
 
 
 @pytest.mark.parametrize("packing", ["prefix", "padded"])
@@ -101,17 +110,22 @@ def test_the_gradient_is_that_of_the_literal_formula(
     engine.configure(with_values(TrainerConfig(), SETTINGS | {
         "distill.divergence": divergence, "distill.top_k": top_k, "memory.packing": packing,
     }))  # fmt: skip
-    state = engine.initial_state()
-    batch = engine._taught(state, examples(advantage), [0, 0])
-    engine.model.peft.zero_grad(set_to_none=True)
-    engine.passes.gradients(batch, [0, 0])
-    ours = [p.grad.clone() for p in engine.model.parameters if p.grad is not None]
-    engine.model.peft.zero_grad(set_to_none=True)
-    literal_loss(engine, advantage, divergence, min(top_k, VOCAB)).backward()  # type: ignore[no-untyped-call]
-    theirs = [p.grad.clone() for p in engine.model.parameters if p.grad is not None]
-    assert ours
-    for mine, its in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, its, atol=1e-10, rtol=1e-7)
+
+    def terms() -> list[torch.Tensor]:
+        out = []
+        for prompt, reply, own, temperature, hinted, trained in (
+            ([*PROMPT, 7, 8, 4], [3, 2, 11], advantage, 1.0, True, [0, 1, 2]),
+            (PROMPT, [7, 8], advantage, 1.0, False, [0, 1]),
+            (PROMPT, [12, 13, 14], -advantage, 0.5, True, [0, 2]),
+        ):
+            policy = logprobs(engine, prompt, reply, temperature)
+            with torch.no_grad():
+                teacher = logprobs(engine, HINTED, reply, temperature) if hinted else None
+            k = min(top_k, VOCAB)
+            out += literal_terms(policy, teacher, reply, own, trained, divergence=divergence, top_k=k)
+        return out
+
+    assert_gradient(engine, examples(advantage), terms)
 
 
 @pytest.mark.parametrize(("divergence", "top_k"), [("sampled", 0), ("reverse_kl", 5), ("reverse_kl", VOCAB)])
@@ -142,34 +156,18 @@ def test_the_answers_of_a_teacher_from_outside_have_the_gradient_of_the_literal_
         Example(s, advantage, teaching=teaching_of(s, [answer]))
         for s, advantage, answer in zip(sequences(), (0.4, -0.4), answers, strict=True)
     ]
-    engine.model.peft.zero_grad(set_to_none=True)
-    engine.passes.gradients(engine._taught(engine.initial_state(), batch, [0, 0]), [0, 0])
-    ours = [p.grad.clone() for p in engine.model.parameters if p.grad is not None]
-    engine.model.peft.zero_grad(set_to_none=True)
-    terms = []
-    for (call, own, temperature, trained), its in zip(
-        calls, (distributions[0], None, distributions[1]), strict=True
-    ):
-        reply = unpack_ids(call.sampled_ids).tolist()
-        policy = logprobs(engine, unpack_ids(call.prompt_ids), reply, temperature)
-        for t in trained:
-            p = policy[t][reply[t]]
-            weight, total = min(float((p.detach() + 2.0).exp()), 3.0), own
-            if its is not None and divergence == "sampled":
-                total += WEIGHT * float(its[t][reply[t]] - p.detach())
-            terms.append(-weight * total * p)
-            if its is not None and divergence == "reverse_kl":
-                best = its[t].argsort(descending=True)[:top_k]
-                mine, other = policy[t][best].exp(), its[t][best].exp()
-                kl = (mine * (mine / other).log()).sum()
-                if top_k < VOCAB:
-                    kl = kl + (1 - mine.sum()) * ((1 - mine.sum()) / (1 - other.sum())).log()
-                terms[-1] = terms[-1] + WEIGHT * weight * kl
-    (sum(terms[1:], terms[0]) / len(terms)).backward()  # type: ignore[no-untyped-call]
-    theirs = [p.grad.clone() for p in engine.model.parameters if p.grad is not None]
-    assert ours
-    for mine, its in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, its, atol=1e-10, rtol=1e-7)
+
+    def terms() -> list[torch.Tensor]:
+        out = []
+        for (call, own, temperature, trained), its in zip(
+            calls, (distributions[0], None, distributions[1]), strict=True
+        ):
+            reply = unpack_ids(call.sampled_ids).tolist()
+            policy = logprobs(engine, unpack_ids(call.prompt_ids), reply, temperature)
+            out += literal_terms(policy, its, reply, own, trained, divergence=divergence, top_k=top_k)
+        return out
+
+    assert_gradient(engine, batch, terms)
 
 
 def test_without_a_weight_hints_change_nothing(engine: Engine) -> None:

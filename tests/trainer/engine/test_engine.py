@@ -15,25 +15,16 @@ from pipeline.config import (
     ConfigError,
     LoraConfig,
     ModelConfig,
-    OptimizerConfig,
     TrainerConfig,
     with_values,
 )
 from pipeline.config.trainer import LossType
 from tests.trainer.engine.kit import batch
-from tests.trainer.kit import VOCAB, backward, exactly, settings, stir
+from tests.trainer.kit import VOCAB, backward, settings, stir
 from trainer.batches.groups import Example
 from trainer.engine.engine import Engine
 from trainer.engine.state import TrainState, UntrainableError
 from trainer.learner import _shape
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    config = TrainerConfig(
-        dtype="float64", lora=LoraConfig(rank=4), optimizer=OptimizerConfig(learning_rate=1e-2)
-    )
-    return exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
 
 
 def test_an_abandoned_step_does_not_change_the_state(engine: Engine) -> None:

@@ -161,11 +161,6 @@ def test_a_mask_without_the_models_window_is_not_used(
         Engine(base, TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(packing="prefix")), tmp_path)
 
 
-def test_prefix_packing_is_refused_for_a_model_with_a_recurrent_state(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="carry a state from token to token; use `padded` or `auto`"):
-        engine_of("qwen3_next", tmp_path, **{"memory.packing": "prefix"})
-
-
 def test_a_model_with_a_recurrent_state_trains_in_padded_rows(tmp_path: Path) -> None:
     engine = engine_of(
         "qwen3_next", tmp_path, logprob_bound=1e9, **{"optimizer.learning_rate": 1e-2}

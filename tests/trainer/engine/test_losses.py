@@ -18,9 +18,10 @@ import pytest
 import torch
 from datasets import Dataset
 
-from pipeline.config import ConfigError, LoraConfig, LossConfig, OptimizerConfig, TrainerConfig, with_values
+from pipeline.config import ConfigError, LoraConfig, OptimizerConfig, TrainerConfig, with_values
 from pipeline.config.trainer import LossType
-from tests.trainer.kit import VOCAB, backward, exactly, exchange, stir
+from tests.trainer.engine.kit import Configure
+from tests.trainer.kit import VOCAB, backward, exchange, stir
 from trainer.batches.groups import Example
 from trainer.batches.sequences import TokenSequence, build
 from trainer.engine import losses as grpo
@@ -38,6 +39,12 @@ class PaddedGRPOTrainer(grpo.GRPOTrainer):
         logprobs = torch.log_softmax(logits[:, :-1].double(), -1)[:, -logits_to_keep:]
         chosen = logprobs.gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
         return chosen, -(logprobs.exp() * logprobs).sum(-1), None
+
+
+@pytest.fixture(autouse=True)
+def _stirred(engine: Engine, configured: Configure) -> None:
+    """Random weights, and after each test the settings of before."""
+    stir(engine)
 
 
 def batch(seed: int = 0) -> list[Example]:
@@ -166,7 +173,7 @@ OFF: dict[str, Any] = {"loss_type": "dapo", "vllm_importance_sampling_correction
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("loss_type", get_args(LossType))
 def test_loss_equals_trl_s_own_computation(
-    engines: dict[str, Engine], tmp_path: Path, loss_type: str, correction: str, beta: float
+    engine: Engine, tmp_path: Path, loss_type: str, correction: str, beta: float
 ) -> None:
     if loss_type == "vespo" and correction.startswith("sequence"):
         pytest.skip("TRL's VESPO takes token corrections only")
@@ -181,7 +188,7 @@ def test_loss_equals_trl_s_own_computation(
         "loss.beta": beta,
         "loss.importance_level": level,
     }
-    assert_parity(engines["tiny"], settings, theirs, tmp_path)
+    assert_parity(engine, settings, theirs, tmp_path)
 
 
 PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -246,10 +253,9 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("options", "theirs"), PAIRS, ids=lambda v: str(v)[:60])
 def test_loss_equals_trl_s_own_computation_with_options(
-    engines: dict[str, Engine], tmp_path: Path, options: dict[str, Any], theirs: dict[str, Any]
+    engine: Engine, tmp_path: Path, options: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     """Each option, mapped as spelled out, and each makes a difference."""
-    engine = engines["tiny"]
     gradients = assert_parity(engine, options, theirs, tmp_path)
     kept = ("loss.type", "loss.beta", "loss.importance_sampling")
     engine.configure(with_values(TrainerConfig(), BATCH | {k: v for k, v in options.items() if k in kept}))
@@ -267,18 +273,12 @@ BATCH: dict[str, Any] = {
 }
 
 
-def test_a_combination_that_trl_refuses_is_refused(engines: dict[str, Engine]) -> None:
+def test_a_combination_that_trl_refuses_is_refused(configured: Configure) -> None:
     """TRL checks it in its constructor, where it would sample itself; here it does not."""
     with pytest.raises(
         ConfigError, match=r"importance_sampling: loss type `vespo` takes .* not 'sequence_truncate'"
     ):
-        engines["tiny"].configure(
-            TrainerConfig(
-                dtype="float64",
-                lora=LoraConfig(rank=4),
-                loss=LossConfig(type="vespo", importance_sampling="sequence_truncate"),
-            )
-        )
+        configured({"loss.type": "vespo", "loss.importance_sampling": "sequence_truncate"})
 
 
 @pytest.mark.parametrize("inside", grpo.TRL_INTERNALS)
@@ -286,13 +286,9 @@ def test_the_undocumented_trl_code_that_we_rely_on_exists(inside: str) -> None:
     assert inside in inspect.getsource(grpo.GRPOTrainer._compute_loss), grpo.TRL_INTERNALS[inside]
 
 
-def test_an_option_that_trl_does_not_have_is_an_error(engines: dict[str, Engine]) -> None:
+def test_an_option_that_trl_does_not_have_is_an_error(configured: Configure) -> None:
     with pytest.raises(ConfigError, match=r"loss\.options: sapo_temprature is not one of"):
-        engines["tiny"].configure(
-            TrainerConfig(
-                dtype="float64", lora=LoraConfig(rank=4), loss=LossConfig(options={"sapo_temprature": 1.0})
-            )
-        )
+        configured({"loss.options": {"sapo_temprature": 1.0}})
 
 
 def assert_parity(
@@ -318,14 +314,6 @@ def assert_parity(
     return [float(g.norm()) for g in their_gradients]
 
 
-@pytest.fixture(scope="module")
-def engines(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
-    config = TrainerConfig(dtype="float64", lora=LoraConfig(rank=4))
-    engine = exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
-    stir(engine)
-    return {"tiny": engine}
-
-
 def test_an_unknown_sampler_logprob_counts_as_ratio_one() -> None:
     current = torch.tensor([[-1.0, -2.0]])
     sampled = torch.tensor([[float("nan"), -3.0]])
@@ -334,13 +322,10 @@ def test_an_unknown_sampler_logprob_counts_as_ratio_one() -> None:
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_unknown_logprobs_do_not_poison_the_gradient(engines: dict[str, Engine], correction: str) -> None:
-    engine = engines["tiny"]
-    engine.configure(
-        TrainerConfig(
-            dtype="float64", lora=LoraConfig(rank=4), loss=LossConfig(importance_sampling=correction)
-        )
-    )  # type: ignore[arg-type]
+def test_unknown_logprobs_do_not_poison_the_gradient(
+    engine: Engine, configured: Configure, correction: str
+) -> None:
+    configured({"loss.importance_sampling": correction})
     engine.model.peft.zero_grad()
     (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8], logprobs=[float("nan"), -2.0])])
     metrics = backward(engine, [Example(sequence, 1.0)], [0], 0)
@@ -367,29 +352,16 @@ def _logprobs(engine: Engine, sequence: TokenSequence) -> np.ndarray:
     return out.numpy()[0]
 
 
-def test_a_positive_advantage_makes_its_tokens_likelier(engines: dict[str, Engine]) -> None:
-    engine = engines["tiny"]
-    engine.configure(
-        TrainerConfig(
-            dtype="float64",
-            logprob_bound=1e9,
-            lora=LoraConfig(rank=4),
-            optimizer=OptimizerConfig(learning_rate=1e-4),
-        )
-    )
+def test_a_positive_advantage_makes_its_tokens_likelier(engine: Engine, configured: Configure) -> None:
+    configured({"logprob_bound": 1e9, "optimizer.learning_rate": 1e-4})
     (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8, 9])])
     assert _direction(engine, sequence, 1.0).sum() > 0
     assert _direction(engine, sequence, -1.0).sum() < 0
 
 
-def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engines: dict[str, Engine]) -> None:
+def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engine: Engine, configured: Configure) -> None:
     """Under a grammar the sampler reports logprob 0.0 for a token that the unconstrained model finds unlikely."""
-    engine = engines["tiny"]
-    engine.configure(
-        TrainerConfig(
-            dtype="float64", lora=LoraConfig(rank=4), loss=LossConfig(importance_sampling="sequence_truncate")
-        )
-    )
+    configured({"loss.importance_sampling": "sequence_truncate"})
 
     def gradient(forced_logprob: float) -> tuple[dict[str, float], list[torch.Tensor]]:
         (sequence,) = build(

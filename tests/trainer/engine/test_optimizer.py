@@ -9,35 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig, with_batch_settings, with_values
-from tests.trainer.engine.kit import batch
-from tests.trainer.kit import exactly
+from pipeline.config import TrainerConfig, with_batch_settings, with_values
+from tests.trainer.engine.kit import Configure, batch
 from trainer.checkpoints.checkpoint import STATE_FILE, adapter_files, state_bytes, state_of
 from trainer.engine.engine import Engine
 from trainer.engine.state import TrainState
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    config = TrainerConfig(
-        dtype="float64", lora=LoraConfig(rank=4), optimizer=OptimizerConfig(learning_rate=1e-2)
-    )
-    return exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
-
-
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
-def test_changed_optimizer_settings_apply_after_a_restart(engine: Engine, schedule: str) -> None:
+def test_changed_optimizer_settings_apply_after_a_restart(
+    engine: Engine, configured: Configure, schedule: str
+) -> None:
     """Regression: the optimizer's state brought its old settings along."""
-    old = with_values(
-        engine.config, {"optimizer.learning_rate": 1e-2, "optimizer.schedule": schedule, "max_steps": 10}
-    )
-    new = with_values(
-        old, {"optimizer.learning_rate": 1e-4, "optimizer.weight_decay": 0.1, "optimizer.betas": (0.8, 0.9)}
-    )
-    kept = engine.config
-    engine.configure(old)
+    old = {"optimizer.schedule": schedule, "max_steps": 10}
+    new = {"optimizer.learning_rate": 1e-4, "optimizer.weight_decay": 0.1, "optimizer.betas": (0.8, 0.9)}
+    configured(old)
     state = engine.step(engine.initial_state(), batch(engine, engine.initial_state()), [0] * 6).state
-    engine.configure(new)
+    configured(old | new)
     after = engine.step(state, batch(engine, state, seed=20), [0] * 6)
     share = 0.9 if schedule == "linear" else 1.0
     assert after.metrics["learning_rate"] == pytest.approx(1e-4 * share)
@@ -45,30 +33,19 @@ def test_changed_optimizer_settings_apply_after_a_restart(engine: Engine, schedu
     assert (group["weight_decay"], group["betas"]) == (0.1, (0.8, 0.9))
     moved = max(float((after.state.weights[k] - state.weights[k]).abs().max()) for k in state.weights)
     assert 0 < moved < 1e-3
-    engine.configure(old)
+    configured(old)
     moved = engine.step(state, batch(engine, state, seed=20), [0] * 6).state.weights
     assert max(float((moved[k] - state.weights[k]).abs().max()) for k in moved) > 1e-3
-    engine.configure(kept)
 
 
-def test_the_inverse_sqrt_schedule_never_reaches_zero(engine: Engine) -> None:
-    kept = engine.config
-    engine.configure(
-        with_values(
-            kept,
-            {
-                "optimizer.learning_rate": 1e-3,
-                "optimizer.schedule": "inverse_sqrt",
-                "optimizer.warmup_steps": 1,
-            },
-        )
-    )
+def test_the_inverse_sqrt_schedule_never_reaches_zero(engine: Engine, configured: Configure) -> None:
+    values = {"learning_rate": 1e-3, "schedule": "inverse_sqrt", "warmup_steps": 1}
+    configured({f"optimizer.{name}": value for name, value in values.items()})
     state, rates = engine.initial_state(), []
     for _ in range(5):
         result = engine.step(state, batch(engine, state), [0] * 6)
         state = result.state
         rates.append(result.metrics["learning_rate"])
-    engine.configure(kept)
     assert rates == pytest.approx([0, 1e-3, 1e-3 / 2**0.5, 1e-3 / 3**0.5, 1e-3 / 2])
 
 
@@ -141,14 +118,8 @@ def test_a_run_resumed_after_every_step_equals_an_uninterrupted_run(
 def test_rounded_adapters_are_half_the_size(tiny_base: str, tmp_path: Path) -> None:
     sizes = []
     for dtype in ("float32", "bfloat16"):
-        engine = Engine(
-            tiny_base, with_values(TrainerConfig(), {"lora.rank": 64, "lora.dtype": dtype}), tmp_path
-        )
-        sizes.append(
-            len(
-                adapter_files(engine.initial_state().weights, engine.model.lora, "b")[
-                    "adapter_model.safetensors"
-                ]
-            )
-        )
+        values = {"lora.rank": 64, "lora.dtype": dtype}
+        engine = Engine(tiny_base, with_values(TrainerConfig(), values), tmp_path)
+        files = adapter_files(engine.initial_state().weights, engine.model.lora, "b")
+        sizes.append(len(files["adapter_model.safetensors"]))
     assert sizes[1] < 0.52 * sizes[0]

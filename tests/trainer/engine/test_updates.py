@@ -10,32 +10,13 @@ import pytest
 import torch
 
 from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig
-from tests.trainer.engine.kit import batch
-from tests.trainer.kit import backward, exactly, with_values
+from tests.trainer.engine.kit import Configure, batch
+from tests.trainer.kit import backward, with_values
 from trainer.batches.groups import Example
 from trainer.engine.engine import Engine, updates_of
 from trainer.engine.passes import Passes
 
 GROUPS = [0, 0, 1, 1, 2, 2]
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    config = TrainerConfig(
-        lora=LoraConfig(rank=4),
-        optimizer=OptimizerConfig(learning_rate=1e-2),
-        dtype="float64",
-        logprob_bound=1e-3,
-    )
-    return exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
-
-
-@pytest.fixture
-def configured(engine: Engine) -> Any:
-    """Set settings of the engine for one test."""
-    kept = engine.config
-    yield lambda values: engine.configure(with_values(kept, values))
-    engine.configure(kept)
 
 
 def test_every_epoch_trains_every_group_once_and_groups_stay_whole() -> None:
@@ -53,7 +34,7 @@ def test_every_epoch_trains_every_group_once_and_groups_stay_whole() -> None:
 
 @pytest.mark.parametrize("correction", ["none", "token_truncate"])
 def test_a_step_of_several_updates_equals_a_literal_loop(
-    engine: Engine, configured: Any, correction: str
+    engine: Engine, configured: Configure, correction: str
 ) -> None:
     """The same weights as a plain loop of AdamW over the minibatches, with the logprobs of the start held fixed."""
     settings = {"loss.importance_sampling": correction, "optimizer.epochs": 2, "optimizer.minibatches": 2}
@@ -77,7 +58,7 @@ def test_a_step_of_several_updates_equals_a_literal_loop(
     assert result.state.step == 1
 
 
-def test_the_clip_acts_from_the_second_update_on(engine: Engine, configured: Any) -> None:
+def test_the_clip_acts_from_the_second_update_on(engine: Engine, configured: Configure) -> None:
     state = engine.initial_state()
     examples = batch(engine, state)
     configured({"loss.epsilon": 1e-3, "check_share": 1.0})
@@ -99,7 +80,7 @@ def test_the_clip_acts_from_the_second_update_on(engine: Engine, configured: Any
 
 
 def test_a_sequence_that_does_not_fit_is_left_out_of_every_update(
-    engine: Engine, configured: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, configured: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory holds the pass without gradients and not the one with them; with a minibatch to itself there is nothing
     to update."""

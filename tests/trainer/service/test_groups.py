@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-import torch
 
-from pipeline.config import Config, ConfigError, ModelConfig, NatsConfig
-from pipeline.events import DeadLettered, GroupDiscarded
+from pipeline.config import ModelConfig, NatsConfig
+from pipeline.events import DeadLettered, GroupDiscarded, TrainingBatch
 from pipeline.log.broker import Broker
 from tests.trainer import kit
 from tests.trainer.kit import (
@@ -26,10 +25,8 @@ from tests.trainer.kit import (
     until,
 )
 from trainer import service
-from trainer.batches.packing import Layout
 from trainer.batches.sequences import build
 from trainer.checkpoints import checkpoint
-from trainer.engine.model import PolicyModel
 
 pytestmark = pytest.mark.anyio
 
@@ -71,53 +68,17 @@ async def test_groups_that_can_t_train_are_discarded_with_their_reason(
         assert await unacked(broker) == 1  # `good` waits for a second group
 
 
-async def test_a_trajectory_too_large_for_memory_is_discarded_and_the_rest_of_its_group_trains(
+async def test_validation_groups_are_scored_and_never_trained(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: restarts, then the whole batch among the dead letters."""
-    original = PolicyModel.scores
+    threads: list[threading.Thread] = []
+    original = checkpoint.Checkpoints.set_best
 
-    def limited(self: PolicyModel, layout: Layout, *args: Any, **kwargs: Any) -> Any:
-        if layout.ids_RL.shape[1] > 60:
-            raise torch.OutOfMemoryError("too much")
-        return original(self, layout, *args, **kwargs)
+    def noting(self: checkpoint.Checkpoints, best: checkpoint.Best) -> None:
+        threads.append(threading.current_thread())
+        original(self, best)
 
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, **{"memory.packing": "padded"})
-    async with Broker.connect(nats_config) as broker:
-        async with running(config):
-            monkeypatch.setattr(PolicyModel, "scores", limited)
-            for i in range(2):
-                for event in kit.turns(f"g-{i}", i):
-                    await broker.publish(event)
-            long = kit.exchange("g-2", 0, [5] * 80, [6, 7])
-            await broker.publish(long)
-            await broker.publish(kit.exchange("g-2", 1, [5] * 80 + [6, 7, 8], [6, 7]))
-            await broker.publish(kit.group("g", [0.0, 1.0, 0.5]))
-            (event,) = await steps_reach(broker, 1)
-            await all_acked(broker)
-            (told,) = await until(partial(discards, broker))
-        assert (event.metrics["sequences_dropped"], event.metrics["sequences"]) == (1, 2)
-        assert (told.reason, told.trajectories, told.version) == ("too_large", ("g-2",), "tiny@1")
-        assert not [r async for r in dead_letters(broker)]
-
-
-async def test_stale_groups_are_discarded(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, max_staleness=0, groups_per_step=1)
-    async with Broker.connect(nats_config) as broker, running(config):
-        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
-        await steps_reach(broker, 1)
-        await kit.publish_group(broker, "old", [0.0, 1.0], seed=2, step=0)
-        await kit.publish_group(broker, "new", [0.0, 1.0], seed=3, step=1)
-        events = await steps_reach(broker, 2)
-        assert [e.groups for e in events] == [("g0",), ("new",)]
-        assert [(d.group, d.reason, d.version) for d in await discards(broker)] == [
-            ("old", "stale", "tiny@1")
-        ]
-
-
-async def test_validation_groups_are_scored_and_never_trained(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
+    monkeypatch.setattr(checkpoint.Checkpoints, "set_best", noting)
     config = kit.settings(
         tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=1, max_staleness=9,
         best_min_trajectories=2,
@@ -149,6 +110,8 @@ async def test_validation_groups_are_scored_and_never_trained(
         best = checkpoint.Checkpoints.of(config, kit.MODEL).best()
         assert best is not None
         assert (best.step, best.reward, best.trajectories) == (1, pytest.approx(0.8), 2)
+    assert threads
+    assert threading.main_thread() not in threads  # an fsync on the event loop holds up every heartbeat
 
 
 async def test_two_models_share_a_process_and_take_turns(
@@ -172,41 +135,40 @@ async def test_two_models_share_a_process_and_take_turns(
     assert events[0].adapter_sha256 != events[1].adapter_sha256
 
 
-async def test_a_batch_that_can_not_be_trained_goes_to_the_dead_letters(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("publish_bad", "said"),
+    [
+        (partial(kit.publish_group, name="bad", rewards=[0.0, 1e100]), "untrainable"),
+        (partial(kit.publish_calls, name="bad", sampled=[7, kit.VOCAB]), "vocabulary"),
+        (
+            partial(
+                kit.publish_group, name="bad", rewards=[0.0, 1.0],
+                batch=TrainingBatch(id="b", groups=("bad",), settings=b'{"optimizer.learning_rate": 1e9}'),
+            ),
+            "trainer.optimizer.learning_rate",
+        ),
+    ],
+    ids=["rewards beyond float32", "tokens of another model", "a learning rate out of bounds"],
+)  # fmt: skip
+async def test_only_the_group_that_can_not_be_trained_goes_to_the_dead_letters(
+    nats_config: NatsConfig,
+    tiny_base: str,
+    tmp_path: Path,
+    publish_bad: Callable[[Broker], Awaitable[object]],
+    said: str,
 ) -> None:
     config = kit.settings(
         tiny_base, tmp_path, nats_config, groups_per_step=1, **{"loss.advantage_scaling": "none"}
     )
     async with Broker.connect(nats_config) as broker, running(config):
-        await kit.publish_group(broker, "poison", [0.0, 1e100], seed=1)
+        await publish_bad(broker)
         await kit.publish_group(broker, "good", [0.0, 1.0], seed=2)
         (event,) = await steps_reach(broker, 1)
         await all_acked(broker)
         assert event.groups == ("good",)
-        (dead,) = await broker.read(DeadLettered)
-        assert isinstance(dead.event, DeadLettered)
-        assert (dead.event.reason, dead.event.consumer) == ("untrainable", "trainer")
-
-
-async def test_a_batch_that_its_version_did_not_sample_is_refused_and_logged_as_an_error(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, logprob_bound=1e-3)
-    async with Broker.connect(nats_config) as broker, running(config):
-        await kit.publish_group(broker, "wrong", [0.0, 1.0], seed=1)
-
-        async def buried() -> list[Any]:
-            return list(await broker.read(DeadLettered))
-
-        (dead,) = await until(buried)
-        assert isinstance(dead.event, DeadLettered)
-        assert dead.event.reason == "sampler_mismatch"
-        assert "step 1 is not taken: the sampler's logprobs and the trainer's differ" in dead.event.detail
-        await all_acked(broker)
-        assert await checkpoints(broker) == []
-    (said,) = [r for r in caplog.records if r.levelname == "ERROR"]
-    assert said.getMessage() == "group moved to the dead letters"
+        (dead,) = [letter async for letter in dead_letters(broker)]
+        assert dead.consumer == "trainer"
+        assert said in f"{dead.reason}: {dead.detail}"
 
 
 async def test_a_group_sampled_under_a_penalty_is_discarded_and_says_so(
@@ -235,27 +197,6 @@ async def test_a_model_may_have_settings_of_its_own(
         assert manifest.config["loss"]["type"] == "grpo"
 
 
-async def test_a_models_settings_are_checked(tmp_path: Path) -> None:
-    config = Config(models=(ModelConfig(name="m", trainer={"lora_rang": 4}),))
-    with pytest.raises(ConfigError, match="lora_rang"):
-        config.trainer_of(config.models[0])
-
-
-async def test_only_the_group_with_tokens_of_another_model_goes_to_the_dead_letters(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
-    async with Broker.connect(nats_config) as broker, running(config):
-        await kit.publish_calls(broker, "foreign", [7, kit.VOCAB])
-        await kit.publish_group(broker, "good", [0.0, 1.0], seed=2)
-        (event,) = await steps_reach(broker, 1)
-        await all_acked(broker)
-        assert event.groups == ("good",)
-        (dead,) = await broker.read(DeadLettered)
-        assert isinstance(dead.event, DeadLettered)
-        assert "vocabulary" in dead.event.detail
-
-
 @pytest.mark.usefixtures("quick_redelivery")
 async def test_groups_of_another_model_or_project_become_dead_letters(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
@@ -276,7 +217,7 @@ async def test_groups_of_another_model_or_project_become_dead_letters(
 
 
 async def test_groups_with_foreign_logprobs_take_no_healthy_ones_along(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=8, logprob_bound=1e-3)
     names = ["foreign0", "good0", "good1", "foreign1", "good2", "foreign2", "good3", "good4"]
@@ -293,6 +234,10 @@ async def test_groups_with_foreign_logprobs_take_no_healthy_ones_along(
 
         letters = await until(buried)
         assert {d.reason for d in letters} == {"sampler_mismatch"}
+        assert "step 1 is not taken: the sampler's logprobs and the trainer's differ" in letters[0].detail
+        assert {r.getMessage() for r in caplog.records if r.levelname == "ERROR"} == {
+            "group moved to the dead letters"
+        }
         assert [d.original_subject.split(".")[4] for d in letters] == ["foreign0", "foreign1", "foreign2"]
         for i in range(3):  # the five healthy ones still wait
             sampled = [7, 20 + i]
@@ -301,28 +246,6 @@ async def test_groups_with_foreign_logprobs_take_no_healthy_ones_along(
             )
         (event,) = await steps_reach(broker, 1)
         assert event.groups == ("good0", "good1", "good2", "good3", "good4", "more0", "more1", "more2")
-
-
-async def test_the_best_checkpoint_is_written_in_a_thread(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An fsync on the event loop holds up every heartbeat."""
-    threads: list[threading.Thread] = []
-    original = checkpoint.Checkpoints.set_best
-
-    def noting(self: checkpoint.Checkpoints, best: checkpoint.Best) -> None:
-        threads.append(threading.current_thread())
-        original(self, best)
-
-    monkeypatch.setattr(checkpoint.Checkpoints, "set_best", noting)
-    config = kit.settings(tiny_base, tmp_path, nats_config, best_min_trajectories=2)
-    async with Broker.connect(nats_config) as broker, running(config):
-        scored = kit.group("v", [1.0, 1.0], step=1, split="val")
-        members = tuple(msgspec.structs.replace(m, split="val") for m in scored.members)
-        await broker.publish(msgspec.structs.replace(scored, members=members))
-        await all_acked(broker)
-    assert threads
-    assert threading.main_thread() not in threads
 
 
 async def test_rewards_of_groups_discarded_during_a_step_count_in_the_next_one(

@@ -101,21 +101,6 @@ async def test_the_last_step_after_a_restart_acknowledges_a_group_that_the_serve
             await all_acked(broker)
 
 
-async def test_a_lost_disk_is_rebuilt_from_the_log(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    config = kit.settings(tiny_base, tmp_path / "a", nats_config, groups_per_step=1)
-    elsewhere = kit.settings(tiny_base, tmp_path / "b", nats_config, groups_per_step=1)
-    async with running(config):
-        await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
-        await steps_reach(broker, 1)
-    async with running(elsewhere) as facts:
-        assert facts == {"step": 1}
-        await kit.publish_group(broker, "g1", [0.0, 1.0], seed=2, step=1)
-        events = await steps_reach(broker, 2)
-    assert events[1].parent == "tiny@1"
-
-
 async def test_another_logs_checkpoints_are_refused(
     nats_config: NatsConfig, start_nats: Callable[..., Any], tiny_base: str, tmp_path: Path
 ) -> None:
@@ -238,23 +223,6 @@ async def test_a_resumed_adapter_keeps_its_scale_rank_and_targets(
     changed = kit.settings(tiny_base, tmp_path, nats_config, **{setting: value})
     with pytest.raises(ConfigError, match=f"trainer.{setting}"):
         await service.serve(changed, lambda **_: None)
-
-
-async def test_a_lost_checkpoint_folder_does_not_restart_the_learning_rates_schedule(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    config = kit.settings(
-        tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=4, **{"optimizer.schedule": "linear"}
-    )
-    async with running(config):
-        for i in range(2):
-            await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
-        await steps_reach(broker, 2)
-    shutil.rmtree(tmp_path / "checkpoints")
-    async with running(config):
-        await kit.publish_group(broker, "g2", [0.0, 1.0], seed=2, step=2)
-        events = await steps_reach(broker, 3)
-    assert [e.metrics["learning_rate"] for e in events] == pytest.approx([1e-2, 0.75e-2, 0.5e-2])
 
 
 async def test_a_group_that_was_discarded_trains_under_another_verdict_set_after_a_death(

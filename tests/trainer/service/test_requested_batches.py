@@ -21,7 +21,6 @@ from tests.trainer import kit
 from tests.trainer.kit import (
     all_acked,
     checkpoints,
-    dead_letters,
     discards,
     running,
     steps_reach,
@@ -151,19 +150,6 @@ async def test_a_dead_lettered_group_is_not_queued_again_after_a_restart(
             (event,) = await steps_reach(broker, 1)
             await all_acked(broker)
     assert event.groups == ("good",)
-
-
-async def test_a_requested_learning_rate_out_of_bounds_goes_to_the_dead_letters(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
-    async with Broker.connect(nats_config) as broker, running(config):
-        await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=batch_request("b0", rate=1e9))
-        await kit.publish_group(broker, "plain", [0.0, 1.0], seed=2)
-        (event,) = await steps_reach(broker, 1)
-        (dead,) = [letter async for letter in dead_letters(broker)]
-    assert event.groups == ("plain",)
-    assert "trainer.optimizer.learning_rate" in dead.detail
 
 
 async def test_a_batch_that_names_what_no_group_can_be_called_does_not_end_the_trainer(

@@ -70,20 +70,21 @@ async def copy_to_lake(config: Config, lake: Lake, step: int) -> None:
 async def test_another_machine_resumes_with_the_optimizer(
     start_nats: StartNats, tiny_base: str, tmp_path: Path
 ) -> None:
-    """Steps 3 and 4 with the disk of steps 1 and 2, and without it."""
+    """Steps 3 and 4 with the disk of steps 1 and 2, and without it: the same weights, at the schedule's rates."""
     trained = []
     for name in ("kept", "lost"):
         nats = NatsConfig(url=start_nats().url)
-        config = kit.settings(tiny_base, tmp_path / name, nats, groups_per_step=1)
+        schedule = {"max_steps": 5, "optimizer.schedule": "linear"}
+        config = kit.settings(tiny_base, tmp_path / name, nats, groups_per_step=1, **schedule)
         await train(config, 2)
         if name == "lost":
             shutil.rmtree(config.run_dir)
-        async with Broker.connect(nats) as broker, running(config):
-            for i in (2, 3):
-                await kit.publish_group(
-                    broker, f"g{i}", [0.0, 1.0], seed=i, step=i - 1
-                )  # sampled a step before
-            await steps_reach(broker, 4)
+        async with Broker.connect(nats) as broker, running(config) as facts:
+            assert facts == {"step": 2}
+            for i in (2, 3):  # sampled a step before
+                await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=i - 1)
+            events = await steps_reach(broker, 4)
+        assert [e.metrics["learning_rate"] for e in events] == pytest.approx([1e-2, 8e-3, 6e-3, 4e-3])
         trained.append(weights(config, 4))
     assert largest_difference(*trained) < 1e-6
 

@@ -1,0 +1,27 @@
+"""An engine in float64, which the tests of a module share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pipeline.config import TrainerConfig, with_values
+from tests.trainer.engine.kit import Configure
+from tests.trainer.kit import exactly
+from trainer.engine.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    values = {"dtype": "float64", "lora.rank": 4, "optimizer.learning_rate": 1e-2}
+    config = with_values(TrainerConfig(), values)
+    return exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
+
+
+@pytest.fixture
+def configured(engine: Engine) -> Iterator[Configure]:
+    """Set settings of the engine for one test."""
+    before = engine.config
+    yield lambda values: engine.configure(with_values(before, values))
+    engine.configure(before)
