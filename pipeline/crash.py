@@ -44,6 +44,12 @@ POINTS: dict[str, str] = {
     "trainer.after_checkpoint": "the checkpoint is on disk, the adapter is not uploaded",
     "trainer.after_upload": "the adapter is uploaded, `policy.checkpoint` is not published",
     "trainer.after_publish": "`policy.checkpoint` is published, its groups are not acknowledged",
+    "erase.planned": "what an erasure reaches is written down, nothing is deleted",
+    "erase.message_deleted": "a message of an erasure is overwritten on the log, others are not",
+    "erase.log_done": "the log holds no message of an erasure, the lake holds its rows",
+    "erase.file_replaced": "a file of the lake is replaced by one without the erased rows, and still exists",
+    "erase.lake_done": "log and lake hold nothing of an erasure, its receipt is not published",
+    "erase.receipt": "the receipt of an erasure is published, what was written down about it still exists",
 }
 """Each crash point: what is done by then and what is not."""
 

@@ -114,12 +114,10 @@ class Trainer:
     async def require_whole_log(self) -> None:
         """Raise `LogShrankError` if the log lost its end: the newest group that was read, or a committed step."""
         if self._newest.seq and not await self.broker.holds(self._consumer.stream, self._newest):
-            state = (await self.broker.stream_info(self._consumer.stream)).state
-            if self._newest.seq >= state.first_seq:  # else retention removed it
-                raise LogShrankError(
-                    f"the log lost its end: message {self._newest.seq} of {self._consumer.stream} is gone. Start the "
-                    "trainer again: it reads the log anew"
-                )
+            raise LogShrankError(
+                f"the log lost its end: message {self._newest.seq} of {self._consumer.stream} is gone. Start the "
+                "trainer again: it reads the log anew"
+            )
         for name, queue in self.queues.items():
             await self.commits.require_on_log(name, queue.step)
 

@@ -49,6 +49,7 @@ from pipeline.events.packing import (
 from pipeline.events.policy import (
     STATE_FILE,
     CheckpointPublished,
+    DataErased,
     PolicyLoaded,
     PolicyPromoted,
     PolicyRetired,

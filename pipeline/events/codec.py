@@ -14,6 +14,7 @@ from pipeline.events.evaluation import PolicyEvaluated
 from pipeline.events.group import GroupAdmitted, GroupDiscarded, GroupScored, JudgeCalibrated, JudgeMeasured
 from pipeline.events.policy import (
     CheckpointPublished,
+    DataErased,
     PolicyLoaded,
     PolicyPromoted,
     PolicyRetired,
@@ -62,6 +63,7 @@ AnyEvent = (
     | PolicyRetired
     | PolicyPromoted
     | PolicyEvaluated
+    | DataErased
     | AlarmChanged
     | DeadLettered
 )

@@ -120,6 +120,34 @@ class PolicyRetired(Event, frozen=True, kw_only=True, tag="policy.retired"):
         return f"{self.project}/{self.version}/retired/{self.branch}/{self.at}"
 
 
+class DataErased(Event, frozen=True, kw_only=True, tag="policy.erased"):
+    """The receipt of an erasure (`journeywork erase`): what of a person was deleted, without naming the person."""
+
+    subject_fields = ("project", "erasure")
+
+    erasure: str
+    """Id of the erasure."""
+    digest: str
+    """HMAC-SHA256 of the person's name, under a key that only the run directory has (`keys/erasure.key`)."""
+    runs: int = 0
+    messages: dict[str, int] = {}
+    """By stream, the messages that were overwritten on the log."""
+    objects: int = 0
+    """Events among them that were kept in the object store, because they exceed the payload limit."""
+    rows: dict[str, int] = {}
+    """By table, the rows of the lake that were deleted; of scored groups, those whose texts were."""
+    folders: int = 0
+    """Data sets in the run directory that were deleted."""
+    learned: tuple[str, ...] = ()
+    """Checkpoints that learned from the runs. Those after them started from these."""
+    clean: dict[str, str] = {}
+    """By model, the newest version that never saw the runs, of those that the models' names stood for."""
+    by: str = ""
+
+    def message_id(self) -> str:
+        return f"{self.project}/erased/{self.erasure}"
+
+
 class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
     """Which version(s) new trajectories of a model are routed to. A `rollback` names those of the decision before the
     one that it takes back."""

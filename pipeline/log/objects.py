@@ -96,6 +96,18 @@ async def remove(reader: StreamReader, bucket: str, name: str) -> None:
     await reader.retry(once, f"object {name} was not removed from {bucket}")
 
 
+async def erase(reader: StreamReader, bucket: str, name: str) -> None:
+    """Overwrite an object's chunks and descriptions on the servers' disks and remove them. One that is not there is
+    erased already."""
+    stream = streams.bucket_stream(bucket)
+    info = await _info(reader, bucket, name)
+    subjects = [f"$O.{bucket}.C.{info.nuid}"] if info is not None else []
+    for subject in (*subjects, f"$O.{bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"):
+        async with aclosing(reader.messages(stream, subject=subject, batch=_BATCH)) as found:
+            async for message in found:
+                await reader.delete(stream, message.seq)
+
+
 async def sweep(reader: StreamReader, bucket: str, before_us: int) -> int:
     """Remove the chunks of uploads that never finished and began before `before_us` (stream time, microseconds).
 

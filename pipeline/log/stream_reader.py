@@ -103,13 +103,17 @@ class StreamReader:
         return page[0] if page else await self.leader_get(stream, {"seq": seq})
 
     async def holds(self, stream: str, place: Place) -> bool:
-        """Return whether the message at `place` is in the stream, by its leader. False if retention removed it, too."""
+        """Return whether the stream, by its leader, has the message at `place`, or had it: retention and erasures
+        remove messages, but their sequences stay in use. False after the log lost its end."""
         message = await self.leader_get(stream, {"seq": place.seq})
-        return message is not None and place.matches(message.place)
+        if message is None:
+            return int((await self.stream_info(stream)).state.last_seq) >= place.seq
+        return place.matches(message.place)
 
     async def delete(self, stream: str, seq: int) -> bool:
-        """Delete one message; one that is not there is deleted already. Returns whether this call deleted it; false,
-        too, if it did and the server's answer was lost. Of several calls at once one gets true at most."""
+        """Delete one message and overwrite it on the disk; one that is not there is deleted already. Returns whether
+        this call deleted it; false, too, if it did and the server's answer was lost. Of several calls at once one gets
+        true at most."""
 
         async def once() -> bool:
             try:

@@ -45,7 +45,9 @@ class User:
     keeps: tuple[str, ...] = ()
     """Keys of the bucket `FLEET` that it writes, with wildcards. It may then follow the whole bucket."""
     trims: tuple[str, ...] = ()
-    """Streams from which it may delete single messages, for retention."""
+    """Streams from which it may delete single messages, for retention or an erasure."""
+    awaits: tuple[str, ...] = ()
+    """Durable consumers whose lag it may ask for."""
     probes: tuple[str, ...] = ()
     """Streams to which it publishes probes, to find out whether they take messages (`pipeline.log.health`)."""
     detects: bool = False
@@ -113,6 +115,13 @@ USERS: tuple[User, ...] = (
         reads=("ROLLOUTS", "GROUPS"),
     ),
     User(
+        "erase", "`journeywork erase`: deletes the events of single runs",
+        publishes=("policy.erased.>", "group.discarded.>"),
+        reads=EVENT_STREAMS,
+        trims=(*EVENT_STREAMS, *(streams.bucket_stream(streams.claims_bucket(s)) for s in EVENT_STREAMS)),
+        awaits=tuple(c.name for c in streams.CONSUMERS if c.name.startswith("store-")),
+    ),
+    User(
         OPERATOR, "the supervisor and the `journeywork` commands: provisioning, status, dead letters, replay, rejudge",
         publishes=("rollout.>", "group.>", "policy.>", "dead.>"),
         reads=EVENT_STREAMS,
@@ -172,6 +181,7 @@ def rights(user: User) -> Rights:
             f"{api}DIRECT.GET.{stream}.>",
         ]
     publish += [f"{api}STREAM.INFO.{streams.bucket_stream(bucket)}" for bucket in user.inspects]
+    publish += [f"{api}CONSUMER.INFO.{c.stream}.{c.name}" for c in map(streams.consumer, user.awaits)]
     for spec in consumed:
         consumer = f"{spec.stream}.{spec.name}"
         publish += [

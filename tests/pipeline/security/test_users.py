@@ -83,6 +83,12 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         f"{API}STREAM.PURGE.ROLLOUTS", f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.store-rollouts",
         "$JS.ACK.ROLLOUTS.store-rollouts.1.2.3.4.5", f"{API}DIRECT.GET.OBJ_ADAPTERS", f"{API}STREAM.UPDATE.ROLLOUTS",
     ),
+    "erase": (
+        CHECKPOINT, "rollout.exchange.default.t", "group.scored.default.m.g.j.1", "policy.promoted.default.m",
+        f"{API}STREAM.PURGE.ROLLOUTS", f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.UPDATE.ROLLOUTS",
+        f"{API}STREAM.MSG.DELETE.OBJ_ADAPTERS", f"{API}STREAM.MSG.DELETE.TIMERS", f"{API}DIRECT.GET.OBJ_ADAPTERS",
+        f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.store-rollouts", "$JS.ACK.ROLLOUTS.store-rollouts.1.2.3.4.5",
+    ),
     "operator": (
         f"{API}STREAM.PURGE.POLICY", f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.DELETE.OBJ_ADAPTERS",
         f"{API}STREAM.MSG.DELETE.ROLLOUTS", f"{API}CONSUMER.DELETE.ROLLOUTS.judge", "$O.ADAPTERS.C.x",

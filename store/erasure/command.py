@@ -1,0 +1,175 @@
+"""Delete a person's runs from log, lake and data sets: `journeywork erase`.
+
+    journeywork erase --subject user-17            lists what it would delete
+    journeywork erase --subject user-17 --yes      deletes it, and leaves a receipt on the log
+    journeywork erase --subject user-17 --check    finds the receipt, and nothing else
+
+Each run that names the person is deleted, whole. Versions that learned from it are listed, with the newest ones that
+never saw it: `journeywork train --adopt` goes on from there. docs/erasure.md says what is not reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import shutil
+import sys
+from collections.abc import Sequence
+
+import anyio
+import anyio.to_thread
+import duckdb
+import msgspec
+
+from pipeline import crash
+from pipeline.config import Config, ConfigError
+from pipeline.events import DataErased
+from pipeline.files import write_whole
+from pipeline.log.broker import Broker, BrokerError
+from pipeline.printing import visible
+from pipeline.running.runs import log_of, run_settings
+from pipeline.telemetry import logs
+from store.erasure import on_log
+from store.erasure.in_lake import Rewriter
+from store.erasure.plan import Plan, journal_of, make_plan
+from store.lake.lake import open_lake
+from store.lake.storage import StoreError
+from store.reading import sql
+
+_WRITTEN_S = 60.0
+"""How long the store may take to write what the log holds."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Return 0; 1 if the log or the store fails, or `--check` finds something; 2 if an argument is
+    wrong or runs can't be erased yet."""
+    parser = argparse.ArgumentParser(
+        prog="journeywork erase",
+        description=inspect.cleandoc(__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--subject", required=True, help="the person, as runs or their calls name it")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--yes", action="store_true", help="delete; without it nothing is deleted")
+    what.add_argument(
+        "--check", action="store_true", help="look for the receipt and for anything that is left"
+    )
+    parser.add_argument(
+        "--untrained",
+        action="store_true",
+        help="discard groups that wait for the trainer, which must not run",
+    )
+    parser.add_argument("--by", default="", help="who asked for it, for the receipt")
+    parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
+    args = parser.parse_args(argv)
+    logs.configure("erase", "ERROR")  # an error is printed as one line
+    try:
+        if not args.subject:
+            raise ConfigError("--subject names nobody")
+        return anyio.run(_run, args)
+    except ConfigError as error:
+        sys.stderr.write(visible(f"journeywork erase: {error}") + "\n")
+        return 2
+    except (StoreError, BrokerError, duckdb.Error, OSError) as error:
+        sys.stderr.write(visible(f"journeywork erase: {error}") + "\n")
+        return 1
+
+
+async def _run(args: argparse.Namespace) -> int:
+    config = run_settings(args.run_dir)
+    async with Broker.connect(log_of(config), name="erase", provision=False) as broker:
+        await _until_written(broker)
+        plan = await anyio.to_thread.run_sync(_plan, config, args.subject, args.untrained or args.check)
+        rewriter = Rewriter(open_lake(config), config.project, plan)
+        if not journal_of(config, plan.digest).exists():
+            await on_log.count(broker, config.project, plan)
+            plan.rows = await anyio.to_thread.run_sync(rewriter.count)
+        sys.stdout.write(visible(_told(plan)))
+        if args.check:
+            return await _check(config, broker, plan)
+        if args.yes and plan.runs:
+            await _erase(config, broker, plan, rewriter, args.by)
+        elif plan.runs:
+            sys.stdout.write("nothing was deleted: add --yes\n")
+    return 0
+
+
+async def _until_written(broker: Broker) -> None:
+    """Wait until the store has written what the log holds. Raises `ConfigError` if it doesn't."""
+    deadline = anyio.current_time() + _WRITTEN_S
+    while await broker.lag("store-"):
+        if anyio.current_time() > deadline:
+            raise ConfigError("the store has not written what the log holds: start it, and try again")
+        await anyio.sleep(0.5)  # a consumer's lag comes without a word
+
+
+def _plan(config: Config, subject: str, untrained: bool) -> Plan:
+    with sql.connect(config) as connection:
+        return make_plan(connection, config, subject, untrained=untrained)
+
+
+async def _erase(config: Config, broker: Broker, plan: Plan, rewriter: Rewriter, by: str) -> None:
+    """Delete what the plan reaches and publish the receipt. If it is interrupted, the same command completes it."""
+    journal = journal_of(config, plan.digest)
+    write_whole(journal, msgspec.json.encode(plan), durable=True, mode=0o600)
+    crash.point("erase.planned")
+    await on_log.erase(broker, config.project, plan)
+    await _until_written(broker)  # the discards of groups that waited for the trainer
+    crash.point("erase.log_done")
+    for folder in plan.folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    await anyio.to_thread.run_sync(rewriter.erase)
+    crash.point("erase.lake_done")
+    await broker.publish(
+        DataErased(
+            project=config.project, erasure=plan.erasure, digest=plan.digest, runs=len(plan.runs),
+            messages=plan.messages, objects=plan.objects, rows=plan.rows, folders=len(plan.folders),
+            learned=tuple(plan.learned), clean=plan.clean, by=by,
+        )
+    )  # fmt: skip
+    crash.point("erase.receipt")
+    journal.unlink()
+    sys.stdout.write(f"erased; the receipt is {plan.erasure}\n")
+    for clean in plan.clean.values():
+        sys.stdout.write(
+            visible(
+                f"to go on from the version before: journeywork train --adopt '{config.run_dir}#main/{clean}'\n"
+            )
+        )
+
+
+async def _check(config: Config, broker: Broker, plan: Plan) -> int:
+    """Say whether there is a receipt and nothing else."""
+    receipts = [
+        r.event
+        for r in await broker.read(DataErased, project=config.project)
+        if r.event.digest == plan.digest
+    ]
+    for receipt in receipts:
+        numbers = f"{receipt.runs} runs, {sum(receipt.messages.values())} messages, {sum(receipt.rows.values())} rows"
+        sys.stdout.write(
+            visible(f"receipt {receipt.erasure}: {numbers}; by {receipt.by or 'nobody named'}\n")
+        )
+    left = bool(plan.runs or journal_of(config, plan.digest).exists())
+    if not receipts:
+        sys.stdout.write("there is no receipt\n")
+    if left:
+        sys.stdout.write("something is left: run the command with --yes\n")
+    return 1 if left or not receipts else 0
+
+
+def _told(plan: Plan) -> str:
+    """What the plan reaches, as lines."""
+    lines = [f"{len(plan.runs)} runs in {len(plan.groups)} scored groups"]
+    lines += [f"  log {stream}: {count} messages" for stream, count in sorted(plan.messages.items())]
+    lines += [f"  log: {plan.objects} objects"] if plan.objects else []
+    lines += [f"  lake {tag}: {count} rows" for tag, count in sorted(plan.rows.items())]
+    lines += [f"  data set {folder}" for folder in plan.folders]
+    if plan.learned:
+        lines.append(f"  versions that learned from them and stay: {', '.join(plan.learned)}")
+    lines += [f"  newest version of {model} that never saw them: {v}" for model, v in plan.clean.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

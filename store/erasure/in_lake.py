@@ -1,0 +1,128 @@
+"""Replaces the files of the lake that hold rows of erased runs.
+
+Rows of the runs' own events are left out. A scored group keeps its row, because the other runs' rewards and the steps'
+figures rest on it, without its texts: explanations and hints, and its task if all of its runs are erased. A file that
+is replaced is deleted at once, not after `store.compact_grace_s`, and so is every file in a table's folder that holds
+such rows and is not part of the table, as after a merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from deltalake.exceptions import CommitFailedError
+from pyarrow import fs
+
+from pipeline import crash
+from pipeline.events import DeadLettered, GroupScored, wire_name
+from store.erasure.on_log import Reaches
+from store.erasure.plan import Plan
+from store.lake import columns
+from store.lake.commits import add_action_of_rows, file_name_of_rows, remove_action
+from store.lake.lake import Lake
+from store.lake.table import EventTable
+
+_SCORED, _DEAD = wire_name(GroupScored), wire_name(DeadLettered)
+
+
+class Rewriter:
+    """Finds and replaces rows of a plan in one lake."""
+
+    def __init__(self, lake: Lake, project: str, plan: Plan) -> None:
+        self._lake, self._project = lake, project
+        self._runs = set(plan.runs)
+        self._groups = {(g.model, g.group) for g in plan.groups}
+        self._reaches = Reaches(project, plan)
+
+    def count(self) -> dict[str, int]:
+        """Return by table the number of rows that `erase` would change."""
+        counts: dict[str, int] = {}
+        for table in self._lake.tables():
+            files = table.files()
+            found = sum(len(self._rows(table, name)) for name in files.names) if files is not None else 0
+            if found:
+                counts[table.tag] = found
+        return counts
+
+    def erase(self) -> None:
+        """Replace the files, durably, and delete the old ones. May be called again."""
+        for table in self._lake.tables():
+            # A table object of its own: its commits are checked against the snapshot that this one read.
+            own = EventTable(self._lake.storage, table.tag)
+            while not self._replace(own):
+                pass  # another process has merged some of the files meanwhile
+            for name in self.left(own):
+                own.storage.files.delete_file(own.storage.key(own.tag, name))
+
+    def left(self, table: EventTable) -> Iterator[str]:
+        """Yield the files in a table's folder that are not part of the table and hold rows of the plan."""
+        files = table.files()
+        if files is None:
+            return
+        folder = fs.FileSelector(f"{table.storage.root}/{table.tag}")
+        for info in table.storage.files.get_file_info(folder):
+            name = info.base_name
+            if name.endswith(".parquet") and name not in files.names and self._rows(table, name):
+                yield name
+
+    def _replace(self, table: EventTable) -> bool:
+        """Replace the files of a table's newest version. Returns false if another process replaced one first."""
+        files = table.files()
+        for name in files.names if files is not None else ():
+            if not (reached := self._rows(table, name)):
+                continue
+            rows = self._without(table.tag, table.storage.read(table.tag, name), reached)
+            actions: list[Any] = [remove_action(name)]
+            if rows.num_rows:
+                new = file_name_of_rows(table.tag, rows)
+                size = table.storage.write(table.tag, new, [rows])
+                actions.insert(0, add_action_of_rows(new, size, rows))
+            try:
+                table.commit(actions)
+            except CommitFailedError:
+                return False
+            crash.point("erase.file_replaced")
+        return True
+
+    def _rows(self, table: EventTable, name: str) -> list[int]:
+        """Return the indices of a file's rows that are to be left out or changed."""
+        tag = table.tag
+        if tag == _DEAD:
+            subjects = table.storage.read(tag, name, ["original_subject"])["original_subject"].to_pylist()
+            return [i for i, subject in enumerate(subjects) if self._reaches(subject)]
+        if tag == _SCORED:
+            rows = table.storage.read(tag, name).to_pylist() if self._groups else []
+            return [i for i, row in enumerate(rows) if self._without_texts(row) != row]
+        if "trajectory" not in columns.arrow_schema(tag).names:
+            return []
+        rows = table.storage.read(tag, name, ["project", "trajectory"]).to_pylist()
+        return [
+            i
+            for i, row in enumerate(rows)
+            if row["project"] == self._project and row["trajectory"] in self._runs
+        ]
+
+    def _without(self, tag: str, rows: pa.Table, reached: list[int]) -> pa.Table:
+        if tag == _SCORED:
+            return pa.Table.from_pylist([self._without_texts(row) for row in rows.to_pylist()], rows.schema)
+        return rows.take(np.delete(np.arange(rows.num_rows), reached))
+
+    def _without_texts(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row of a scored group; without the judges' words, if it is of the plan."""
+        if row["project"] != self._project or (row["model"], row["group"]) not in self._groups:
+            return row
+        erased = [member["trajectory"] in self._runs for member in row["members"]]
+        return row | {
+            "task": "" if all(erased) else row["task"],
+            "members": [
+                member | {"hints": []} if gone else member
+                for member, gone in zip(row["members"], erased, strict=True)
+            ],
+            "verdicts": [
+                verdict | {"scores": [score | {"explanation": "", "hint": ""} for score in verdict["scores"]]}
+                for verdict in row["verdicts"]
+            ],
+        }

@@ -1,0 +1,102 @@
+"""Overwrites a person's messages on the log, and the objects of those that are too large for it.
+
+JetStream overwrites a message that is deleted by its sequence with random bytes. Messages that retention removed before
+are no longer addressed (docs/erasure.md)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+
+from pipeline import crash
+from pipeline.events import (
+    EVENTS,
+    ClaimCheck,
+    DeadLettered,
+    GroupDiscarded,
+    GroupScored,
+    decode,
+)
+from pipeline.log import objects
+from pipeline.log.broker import Broker
+from pipeline.log.messages import StoredMessage
+from pipeline.log.subjects import stream_of, subject_filter
+from pipeline.names import subject_token
+from store.erasure.plan import Plan
+
+
+async def reached(
+    broker: Broker, project: str, plan: Plan
+) -> AsyncGenerator[tuple[str, StoredMessage], None]:
+    """Yield stream and message of all that the log holds of the plan's runs: their own events, the scored groups that
+    they are in, and dead letters of either."""
+    for run in plan.runs:
+        for event in EVENTS:
+            if "trajectory" in event.subject_fields:
+                subject = subject_filter(event, project=project, trajectory=run)
+                async with aclosing(broker.messages(stream_of(event), subject=subject)) as found:
+                    async for message in found:
+                        yield stream_of(event), message
+    for group in plan.groups:
+        subject = subject_filter(GroupScored, project=project, model=group.model, group=group.group)
+        async with aclosing(broker.messages(stream_of(GroupScored), subject=subject)) as found:
+            async for message in found:
+                yield stream_of(GroupScored), message
+    reaches = Reaches(project, plan)
+    async with aclosing(broker.messages(stream_of(DeadLettered))) as found:
+        async for message in found:
+            letter = await broker.event_of(decode(message.payload))
+            if isinstance(letter, DeadLettered) and reaches(letter.original_subject):
+                yield stream_of(DeadLettered), message
+
+
+class Reaches:
+    """Whether a subject is one of a plan's messages."""
+
+    def __init__(self, project: str, plan: Plan) -> None:
+        self._project = subject_token(project)
+        self._runs = {subject_token(run) for run in plan.runs}
+        self._groups = {(subject_token(g.model), subject_token(g.group)) for g in plan.groups}
+
+    def __call__(self, subject: str) -> bool:
+        kind, _, project, *names = [*subject.split("."), "", ""][: max(3, subject.count(".") + 1)]
+        if project != self._project:
+            return False
+        return not self._runs.isdisjoint(names) if kind == "rollout" else (*names[:2],) in self._groups
+
+
+async def count(broker: Broker, project: str, plan: Plan) -> None:
+    """Set the plan's numbers of messages and objects to what the log holds."""
+    messages: Counter[str] = Counter()
+    plan.objects = 0
+    async for stream, message in reached(broker, project, plan):
+        messages[stream] += 1
+        plan.objects += _claim_of(message) is not None
+    plan.messages = dict(messages)
+
+
+async def erase(broker: Broker, project: str, plan: Plan) -> None:
+    """Overwrite all that the log holds of the plan's runs. May be called again."""
+    for model, group, runs in plan.untrained:
+        discarded = GroupDiscarded(
+            project=project, group=group, model=model, trajectories=tuple(runs), reason="history_gone", by="erase"
+        )  # fmt: skip
+        await broker.publish(discarded)
+    async with aclosing(reached(broker, project, plan)) as found:
+        async for stream, message in found:
+            claim = _claim_of(message)
+            if claim is not None:
+                await objects.erase(broker, claim.bucket, claim.object)
+            await broker.delete(stream, message.seq)
+            crash.point("erase.message_deleted")
+
+
+def _claim_of(message: StoredMessage) -> ClaimCheck | None:
+    try:
+        form = decode(message.payload)
+    except msgspec.DecodeError:
+        return None
+    return form if isinstance(form, ClaimCheck) else None

@@ -1,0 +1,288 @@
+"""`journeywork erase` on a real log, with a store that writes: what is deleted, what stays, and what a kill leaves."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config import Config, NatsConfig, save
+from pipeline.crash import POINTS, VARIABLE
+from pipeline.events import (
+    DataErased,
+    DeadLettered,
+    Event,
+    GroupDiscarded,
+    GroupScored,
+    Hint,
+    Member,
+    Score,
+    SignalGiven,
+    TrajectoryCompleted,
+    TrajectoryOpened,
+    Verdict,
+    encode,
+    pack_seqs,
+)
+from pipeline.log.broker import Broker
+from pipeline.running.runs import SETTINGS
+from pipeline.security import users
+from store.datasets import command as dataset
+from store.erasure import command
+from store.reading import sql
+from tests.conftest import NatsServer
+from tests.store.kit import StoreProcess, checkpoint, exchange, publish, until_acked
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(120)]
+
+ALICE = "alice@example.com"
+SECRET = "zq" + secrets.token_hex(24)
+"""Stands in every text of Alice's runs."""
+FIGURES = (
+    "SELECT * FROM steps ORDER BY step",
+    "SELECT trajectory, reward, group_id FROM rewards ORDER BY ALL",
+    "SELECT * FROM trajectories WHERE trajectory LIKE 'b%' ORDER BY trajectory",
+    "SELECT trajectory, seq, request, sampled_ids FROM exchanges WHERE trajectory LIKE 'b%' ORDER BY ALL",
+    "SELECT group_id, status, reward_mean FROM groups ORDER BY ALL",
+)
+
+
+def run(name: str, group: str, *, secret: str = "", size: int = 0, **fields: Any) -> list[Event]:
+    """A run of one call. `size`: bytes of its request."""
+    text = f"{secret} {secrets.token_hex(size // 2)}"
+    body = {"messages": [{"role": "user", "content": f"go {text}"}]} | fields.pop("body", {})
+    shared: dict[str, Any] = {"project": "p", "trajectory": name, "model": "m", "group": group}
+    answer = {"choices": [{"message": {"role": "assistant", "content": f"ok {secret}"}}]}
+    return [
+        TrajectoryOpened(**shared, task=f"win {secret}", metadata=fields.get("metadata", b"{}")),
+        exchange(name, group=group, request=msgspec.json.encode(body), response=msgspec.json.encode(answer)),
+        SignalGiven(**shared, signal=f"s-{name}", kind="text", text=f"bad {secret}", by="me"),
+        TrajectoryCompleted(**shared, exchanges=1, reward=1.0, task=f"win {secret}", **fields),
+    ]  # fmt: skip
+
+
+def scored(group: str, secret: str, *names: str) -> GroupScored:
+    members = tuple(
+        Member(trajectory=t, reward=float(i), exchanges=1, hints=(Hint(call=0, text=f"so {secret}"),) if secret else ())
+        for i, t in enumerate(names)
+    )  # fmt: skip
+    scores = tuple(Score(trajectory=t, score=0.5, explanation=f"as {secret}") for t in names)
+    return GroupScored(
+        project="p", group=group, model="m", task=f"win {secret}", judge="j", members=members,
+        verdicts=(Verdict(judge_model="x", scores=scores),),
+    )  # fmt: skip
+
+
+HISTORY: list[Event] = [
+    *run("a0", "g0", secret=SECRET, metadata=msgspec.json.encode({"subject": ALICE})),
+    *run("a1", "g0", secret=SECRET, size=1_200_000, body={"user": ALICE}),
+    *run("b0", "g1"),
+    *run("b1", "g1"),
+    *run("a2", "g2", secret=SECRET, body={"metadata": {"user_id": ALICE}}),
+    *run("b2", "g2"),
+    *run("b3", "g3"),
+    *run("b4", "g3"),
+    # Made of a call of Alice's run, without her name.
+    TrajectoryOpened(project="p", trajectory="c0", model="m", group="g4"),
+    exchange("c0", group="g4", copied_from="a0/0", response=msgspec.json.encode({"choices": [{"text": SECRET}]})),
+    TrajectoryCompleted(project="p", trajectory="c0", model="m", group="g4", exchanges=1, outcome="masked"),
+    *(
+        scored(*names)
+        for names in (
+            ("g1", "", "b0", "b1"),
+            ("g0", SECRET, "a0", "a1"),
+            ("g2", "", "a2", "b2"),
+            ("g3", "", "b3", "b4"),
+        )
+    ),
+    *(
+        checkpoint(step, groups=(group,), group_seqs=pack_seqs([step]), metrics={"loss": 0.5})
+        for step, group in enumerate(("g1", "g0", "g2", "g3"), 1)
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture
+def nats_server(start_nats: Callable[..., NatsServer], tmp_path: Path) -> NatsServer:
+    return start_nats(extra=users.authorization(tmp_path / "users"))
+
+
+@pytest.fixture
+async def nats_config(nats_server: NatsServer, tmp_path: Path) -> NatsConfig:
+    """A server that knows the services' users: the command has its own rights."""
+    made = NatsConfig(url=nats_server.url, users=str(tmp_path / "users"), publish_deadline_s=20)
+    async with Broker.connect(made):
+        return msgspec.structs.replace(made, provision=False)
+
+
+@pytest.fixture
+async def config(
+    running_store: StoreProcess, nats_config: NatsConfig, tmp_path: Path
+) -> AsyncIterator[Config]:
+    """A run with Alice's and Bob's history, whose store runs."""
+    async with running_store() as config, Broker.connect(nats_config) as broker:
+        await publish(broker, HISTORY)
+        letter = DeadLettered(
+            project="", stream="ROLLOUTS", stream_seq=1, original_subject=HISTORY[0].subject(), consumer="judge",
+            reason="unstorable", payload=encode(HISTORY[0]),
+        )  # fmt: skip
+        await broker.publish(letter)
+        await until_acked(broker)
+        config = msgspec.structs.replace(config, project="p")
+        save(config, tmp_path / SETTINGS)
+        out = str(tmp_path / "exports" / "alice")
+        query = "SELECT trajectory FROM trajectories WHERE trajectory LIKE 'a%'"
+        made = await anyio.to_thread.run_sync(
+            dataset.main, [query, "--as", "sft", "--out", out, "--run-dir", str(tmp_path)]
+        )
+        assert made == 0
+        yield config
+
+
+def found_in(folder: Path, text: str) -> list[str]:
+    """The files below a folder that hold a text: in their bytes, and in the values of Parquet files."""
+    found = []
+    for file in folder.rglob("*"):
+        if not file.is_file():
+            continue
+        if text.encode() in file.read_bytes() or (
+            file.suffix == ".parquet" and text in str(pq.ParquetFile(file).read().to_pylist())
+        ):
+            found.append(str(file.relative_to(folder)))
+    return found
+
+
+async def erase(config: Config, *args: str, crash: str = "") -> subprocess.CompletedProcess[bytes]:
+    line = [
+        sys.executable,
+        "-m",
+        "store.erasure.command",
+        "--subject",
+        ALICE,
+        "--run-dir",
+        config.run_dir,
+        *args,
+    ]
+    return await anyio.run_process(line, check=False, env=os.environ | {VARIABLE: crash})
+
+
+def figures(config: Config) -> list[Any]:
+    with sql.connect(config) as connection:
+        return [connection.execute(query).fetchall() for query in FIGURES]
+
+
+async def test_nothing_of_a_person_is_left_and_all_else_is_as_before(
+    config: Config, nats_server: NatsServer, broker: Broker, tmp_path: Path
+) -> None:
+    log = nats_server.folder
+    before, ends = (
+        figures(config),
+        [(await broker.stream_info(s)).state.last_seq for s in ("ROLLOUTS", "GROUPS")],
+    )
+    planted = found_in(tmp_path / "store", SECRET)
+    assert {Path(file).parts[0] for file in planted} == {
+        "rollout.opened", "rollout.exchange", "rollout.completed", "rollout.signal", "group.scored", "dead.letter",
+    }  # fmt: skip
+    assert found_in(tmp_path / "exports", SECRET)
+    assert found_in(log, SECRET)
+
+    told = await erase(config)
+    assert (told.returncode, b"nothing was deleted" in told.stdout) == (0, True), told.stderr
+    assert found_in(tmp_path / "store", SECRET) == planted
+    assert (await erase(config, "--check")).returncode == 1
+
+    done = await erase(config, "--yes", "--by", "the data officer")
+    assert done.returncode == 0, done.stderr
+    for text in (SECRET, ALICE):
+        assert found_in(tmp_path, text) == []
+        assert found_in(log, text) == []
+    assert figures(config) == before
+    assert [(await broker.stream_info(s)).state.last_seq for s in ("ROLLOUTS", "GROUPS")] == ends
+    (receipt,) = (r.event for r in await broker.read(DataErased))
+    assert (receipt.runs, receipt.objects, receipt.folders, receipt.by) == (4, 1, 1, "the data officer")
+    assert receipt.messages == {"ROLLOUTS": 15, "GROUPS": 2, "DEAD": 1}
+    assert receipt.rows == {
+        "rollout.opened": 4, "rollout.exchange": 4, "rollout.completed": 4, "rollout.signal": 3, "group.scored": 2,
+        "dead.letter": 1,
+    }  # fmt: skip
+    assert receipt.learned == ("m@2", "m@3")
+    assert receipt.clean == {"m": "m@1"}
+    checked = await erase(config, "--check")
+    assert (checked.returncode, receipt.erasure.encode() in checked.stdout) == (0, True)
+
+    await publish(broker, run("b9", "g1"))  # the store goes on
+    await until_acked(broker)
+    with sql.connect(config) as connection:
+        assert connection.execute("SELECT count(*) FROM trajectories WHERE trajectory = 'b9'").fetchall() == [
+            (1,)
+        ]
+
+
+KILLS = [f"{point}:1" for point in POINTS if point.startswith("erase.")]
+KILLS += ["erase.message_deleted:9", "erase.file_replaced:4"]
+
+
+@pytest.mark.parametrize("point", KILLS)
+async def test_the_same_command_completes_what_a_kill_interrupted(
+    config: Config, nats_server: NatsServer, broker: Broker, tmp_path: Path, point: str
+) -> None:
+    before = figures(config)
+    killed = await erase(config, "--yes", crash=point)
+    assert killed.returncode == -9, killed.stderr
+    done = await erase(config, "--yes")
+    assert done.returncode == 0, done.stderr
+    for folder in (tmp_path, nats_server.folder):
+        assert found_in(folder, SECRET) == []
+        assert found_in(folder, ALICE) == []
+    assert figures(config) == before
+    (receipt,) = (r.event for r in await broker.read(DataErased))
+    assert (receipt.runs, sum(receipt.messages.values())) == (4, 18)
+    assert (await erase(config, "--check")).returncode == 0
+
+
+async def test_what_is_open_or_waits_is_named_and_nothing_is_deleted(
+    config: Config, broker: Broker, tmp_path: Path
+) -> None:
+    opened = run("a3", "g5", secret=SECRET, body={"user": ALICE})
+    for events, why in (
+        (opened[:3], "(a3) are open"),
+        (opened[3:], "(a3) wait for a judge"),
+        ([scored("g5", "", "a3", "b0")], "(g5) are groups that wait for the trainer"),
+    ):
+        await publish(broker, events)
+        refused = await erase(config, "--yes")
+        assert (refused.returncode, why in refused.stderr.decode()) == (2, True), refused.stderr
+        assert found_in(tmp_path / "store", SECRET)
+    done = await erase(config, "--yes", "--untrained")
+    assert done.returncode == 0, done.stderr
+    (discarded,) = (r.event for r in await broker.read(GroupDiscarded))
+    assert (discarded.group, discarded.reason) == ("g5", "history_gone")
+    assert found_in(tmp_path, SECRET) == []
+
+
+async def test_nobody_and_somebody_unknown(config: Config, tmp_path: Path) -> None:
+    planted = found_in(tmp_path / "store", SECRET)
+    assert await anyio.to_thread.run_sync(command.main, ["--subject", "", "--run-dir", config.run_dir]) == 2
+    known = [
+        sys.executable,
+        "-m",
+        "store.erasure.command",
+        "--subject",
+        "bob",
+        "--run-dir",
+        config.run_dir,
+        "--yes",
+    ]
+    done = await anyio.run_process(known, check=False)
+    assert (done.returncode, b"0 runs" in done.stdout) == (0, True)
+    assert found_in(tmp_path / "store", SECRET) == planted
