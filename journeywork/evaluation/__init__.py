@@ -10,6 +10,7 @@
 | `loading` | rollouts as `module:function`, scenarios as `module:name` or JSONL |
 | `report` | the report for a terminal |
 | `command` | `journeywork eval` |
+| `bisection` | `journeywork bisect`: the step at which a task was lost |
 """
 
 from journeywork.evaluation.entrants import Entrant, parse_entrant

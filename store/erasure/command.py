@@ -131,6 +131,8 @@ async def _erase(config: Config, broker: Broker, plan: Plan, rewriter: Rewriter,
     journal.unlink()
     sys.stdout.write(f"erased; the receipt is {plan.erasure}\n")
     for clean in plan.clean.values():
+        if clean.endswith("@0"):
+            continue  # the base model: a new project begins with it
         sys.stdout.write(
             visible(
                 f"to go on from the version before: journeywork train --adopt '{config.run_dir}#main/{clean}'\n"

@@ -1,0 +1,244 @@
+"""`journeywork bisect`: find the step at which a task was lost.
+
+    journeywork bisect support@40 support@80 --rollout my.agent:play --scenarios lost.jsonl
+
+The first version is one that had the task, the second one that lost it. Both play first; the threshold is the middle of
+their mean rewards. Then a version between the two plays until its mean is shown to lie on one side, and so on:
+log2(steps) + 1 comparisons, of which the first is that of the two. It ends with the step that lost the task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import anyio
+
+from journeywork.command_line import add_gateway, at_least_one, client_of, exit_status, gateway_of
+from journeywork.evaluation.loading import load_rollout, load_scenarios
+from journeywork.evaluation.playing import EvaluationClient, PlayOptions, play
+from journeywork.evaluation.results import REWARD
+from journeywork.gathering import TooManyExceptionsError
+from journeywork.trajectory import parse_policy
+from journeywork.transport import JourneyworkError
+from journeywork.versions import resolve
+
+_BETS = (0.02, 0.05, 0.12, 0.27, 0.6)
+"""Shares of its capital that each bettor stakes on every value."""
+
+
+_FIRST = 32
+"""Runs of each end, at least, from which the threshold is taken. Its test is made of others."""
+
+
+class UndecidedError(Exception):
+    """The runs do not show on which side of the threshold a version lies."""
+
+
+class SequentialTest:
+    """Whether the mean of values from 0 to 1 is above or below `threshold`, asked after each value.
+
+    Bettors stake a fixed share of their capital on each value against "the mean is at most the threshold", and others
+    against "it is at least". The mean of their capitals is a supermartingale if they are wrong, and reaches
+    2 / `alpha` with a probability of at most `alpha` / 2 (I. Waudby-Smith and A. Ramdas 2021, "Estimating means of
+    bounded random variables by betting", section 4; Ville's inequality). So one may look after every value."""
+
+    def __init__(self, threshold: float, alpha: float) -> None:
+        self.values: list[float] = []
+        self._threshold, self._bound = threshold, math.log(2 / alpha)
+        self._above, self._below = [0.0] * len(_BETS), [0.0] * len(_BETS)
+        self.side: int = 0
+        """1: above; -1: below; 0: not shown yet."""
+
+    def add(self, value: float) -> None:
+        """Take a value in."""
+        self.values.append(value)
+        for capital, value_, least in (
+            (self._above, value, self._threshold),
+            (self._below, 1 - value, 1 - self._threshold),
+        ):
+            for number, bet in enumerate(_BETS):
+                capital[number] += math.log1p(bet * (value_ / least - 1))
+        if not self.side:
+            self.side = (_mean_log(self._above) >= self._bound) - (_mean_log(self._below) >= self._bound)
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+
+def _mean_log(logs: Sequence[float]) -> float:
+    """Return the logarithm of the mean of numbers that are given by their logarithms."""
+    highest = max(logs)
+    return highest + math.log(sum(math.exp(x - highest) for x in logs) / len(logs))
+
+
+class Played(NamedTuple):
+    """A version that played, its mean reward, and its number of runs."""
+
+    version: str
+    mean: float
+    runs: int
+    lost: bool
+    """Whether it has lost the task."""
+
+
+@dataclass
+class Bisection:
+    """What was found."""
+
+    threshold: float
+    played: list[Played] = field(default_factory=list)
+    """In the order in which they played: the good and the bad version, then those between."""
+
+    @property
+    def culprit(self) -> Played:
+        """The first version that lost the task."""
+        return min((p for p in self.played if p.lost), key=lambda p: _step(p.version))
+
+    @property
+    def before(self) -> Played:
+        """The last version before it, of those that there are."""
+        return max((p for p in self.played if not p.lost), key=lambda p: _step(p.version))
+
+    @property
+    def comparisons(self) -> int:
+        """The first one is of two versions."""
+        return len(self.played) - 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When versions are told apart: `alpha` for all comparisons together, rewards cut to `low` and `high`, and the most
+    rounds, of a run of each task, that a version plays."""
+
+    alpha: float = 0.05
+    low: float = 0.0
+    high: float = 1.0
+    rounds: int = 50
+
+
+async def bisect(
+    client: EvaluationClient,
+    good: str,
+    bad: str,
+    tasks: Sequence[Any],
+    rollout: Any,
+    limits: Limits = Limits(),
+    **options: Any,
+) -> Bisection:
+    """Return the step between the versions `good` and `bad` of a model at which they lost `tasks`. `options` are those
+    of `play`.
+
+    Versions that are gone are passed over. Where a task was lost, won back and lost again, it is one of these steps.
+    Raises `ValueError` if the two are no versions of one model in this order, `UndecidedError` if the runs do not tell
+    them or one between them apart, and as `play` does."""
+    (model, _), (other, _) = parse_policy(good), parse_policy(bad)
+    good, bad = await resolve(client, [good, bad])
+    if model != other or _step(good) >= _step(bad):
+        raise ValueError(f"{good} and {bad} must be two versions of one model, the good one first")
+    if not limits.low < limits.high or not 0 < limits.alpha < 1:
+        raise ValueError("the range needs low < high, and alpha lies between 0 and 1")
+    known = {v for v in await client.models() if v.rpartition("@")[0] == model}
+    between = sorted((v for v in known if _step(good) < _step(v) < _step(bad)), key=_step)
+    alpha = limits.alpha / (math.ceil(math.log2(len(between) + 1)) + 2)
+
+    async def rewards(version: str) -> list[float]:
+        report = await play(
+            client, [version], tasks, rollout, record=False, **({"progress": False} | options)
+        )
+        found = [task.values[REWARD] for task in report.entrants[0].tasks if REWARD in task.values]
+        if not found:
+            raise UndecidedError(f"{version}: no run has a reward: return it from the rollout")
+        return [
+            (min(max(r, limits.low), limits.high) - limits.low) / (limits.high - limits.low) for r in found
+        ]
+
+    async def tested(version: str, threshold: float) -> Played:
+        test = SequentialTest(threshold, alpha)
+        for _ in range(limits.rounds):
+            for value in await rewards(version):
+                test.add(value)
+            if test.side:
+                break
+        mean = limits.low + test.mean * (limits.high - limits.low)
+        if not test.side:
+            raise UndecidedError(
+                f"{version}: after {len(test.values)} runs its mean, {mean:.3g}, is not shown to lie on either side of "
+                f"{limits.low + threshold * (limits.high - limits.low):.3g}: give more --rounds, or tasks on which the "
+                "versions differ more"
+            )
+        return Played(version, mean, len(test.values), test.side < 0)
+
+    ends: list[list[float]] = [[], []]
+    for values, version in zip(ends, (good, bad), strict=True):
+        while len(values) < _FIRST:
+            values += await rewards(version)
+    means = [sum(values) / len(values) for values in ends]
+    threshold = sum(means) / 2
+    if means[0] <= means[1]:
+        raise UndecidedError(f"{good} is not better than {bad}: {means[0]:.3g} against {means[1]:.3g}")
+    found = Bisection(limits.low + threshold * (limits.high - limits.low))
+    for version, lost in ((good, False), (bad, True)):
+        played = await tested(version, threshold)
+        if played.lost != lost:
+            raise UndecidedError(f"{good} is not better than {bad}: {version} has {played.mean:.3g}")
+        found.played.append(played)
+    low, high = 0, len(between)
+    while low < high:
+        middle = (low + high) // 2
+        played = await tested(between[middle], threshold)
+        found.played.append(played)
+        low, high = (low, middle) if played.lost else (middle + 1, high)
+    return found
+
+
+def _step(version: str) -> int:
+    return int(version.rpartition("@")[2])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command. Exits 1 if the runs do not tell the versions apart, 2 if an argument is unusable."""
+    parser = argparse.ArgumentParser(
+        prog="journeywork bisect",
+        description=inspect.cleandoc(__doc__ or "").partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("good", help="version that had the task, such as support@40")
+    add("bad", help="later version that lost it")
+    add("--rollout", required=True, metavar="MODULE:FUNCTION", help="plays one task: rollout(run, task)")
+    add("--scenarios", required=True, metavar="MODULE:NAME|FILE", help="the tasks that were lost")
+    add("--alpha", type=float, default=0.05, help="probability that any comparison is wrong (default: 0.05)")
+    add("--range", type=float, nargs=2, default=(0.0, 1.0), metavar=("LOW", "HIGH"), help="of the reward")
+    add("--rounds", type=at_least_one, default=50, help="most runs of each task by one version (default: 50)")
+    add_gateway(parser)
+    args = parser.parse_args(argv)
+    with exit_status((ValueError, OSError), (JourneyworkError, TooManyExceptionsError, UndecidedError)):
+        rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios)
+        limits = Limits(args.alpha, args.range[0], args.range[1], args.rounds)
+        found = anyio.run(_run, args, gateway_of(args), tasks, rollout, limits)
+    for version, mean, runs, lost in found.played:
+        sys.stdout.write(f"{version}: {mean:.3g} in {runs} runs, {'lost' if lost else 'had'} the tasks\n")
+    culprit = found.culprit.version
+    sys.stdout.write(
+        f"\n{culprit} lost them, after {found.before.version}: {found.comparisons} comparisons, threshold "
+        f"{found.threshold:.3g}\nwhat it learned from:  journeywork sql \"FROM lineage WHERE version = '{culprit}'\"\n"
+    )
+
+
+async def _run(
+    args: argparse.Namespace, url: str, tasks: list[Any], rollout: Any, limits: Limits
+) -> Bisection:
+    options: PlayOptions = {"concurrency": args.concurrency, "max_exceptions": args.max_exceptions}
+    async with client_of(url, args) as client:
+        return await bisect(client, args.good, args.bad, tasks, rollout, limits, **options)
+
+
+if __name__ == "__main__":
+    main()

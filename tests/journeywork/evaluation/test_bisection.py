@@ -1,0 +1,98 @@
+"""The search for the step at which a task was lost: over a stub of the gateway, and what its test promises."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from journeywork import AsyncJourneywork
+from journeywork.evaluation.bisection import Limits, SequentialTest, UndecidedError, bisect, main
+from journeywork.trajectory import Trajectory
+from tests.kits.stub_gateway import StubGateway
+
+pytestmark = pytest.mark.anyio
+TASKS = [f"task {n}" for n in range(8)]
+
+
+@pytest.fixture
+async def stub() -> AsyncIterator[StubGateway]:
+    found = StubGateway(step=12)
+    async with found.serving():
+        yield found
+
+
+def winning(stub: StubGateway, share: Callable[[int], float], seed: int = 0) -> Callable[..., object]:
+    """A rollout whose reward is 1 with the probability that `share` gives for the version's step."""
+    rng = random.Random(seed)
+
+    async def rollout(run: Trajectory, _: str) -> float:
+        return float(rng.random() < share(int(stub.opened[run.id]["pinned"].rpartition("@")[2])))
+
+    return rollout
+
+
+@pytest.mark.parametrize("culprit", [1, 2, 6, 7, 12])
+async def test_it_finds_the_step_that_lost_the_task(stub: StubGateway, culprit: int) -> None:
+    rollout = winning(stub, lambda step: 0.9 if step < culprit else 0.3, seed=culprit)
+    async with AsyncJourneywork(stub.url) as client:
+        found = await bisect(client, "m@0", "m@12", TASKS, rollout)
+    assert (found.culprit.version, found.before.version) == (f"m@{culprit}", f"m@{culprit - 1}")
+    assert found.comparisons <= 5  # log2(12) + 1, rounded up
+    assert 0.4 < found.threshold < 0.8
+    assert {run["split"] for run in stub.opened.values()} == {"val"}
+    assert stub.evaluations == []
+
+
+async def test_versions_that_are_gone_are_passed_over(stub: StubGateway) -> None:
+    stub.retired = {"m@6", "m@7", "m@8"}
+    rollout = winning(stub, lambda step: 0.9 if step < 7 else 0.3)
+    async with AsyncJourneywork(stub.url) as client:
+        found = await bisect(client, "m@0", "m@12", TASKS, rollout)
+    assert (found.culprit.version, found.before.version) == ("m@9", "m@5")
+
+
+async def test_what_the_runs_do_not_show_is_said(stub: StubGateway) -> None:
+    async with AsyncJourneywork(stub.url) as client:
+        for share, why in (
+            (lambda step: 0.2 if step < 7 else 0.9, "m@0 is not better than m@12"),
+            (lambda step: {0: 1.0, 12: 0.0}.get(step, 0.5), "m@6: after 40 runs its mean, .* is not shown"),
+        ):
+            with pytest.raises(UndecidedError, match=why):
+                await bisect(client, "m@0", "m@12", TASKS, winning(stub, share), Limits(rounds=5))
+        for good, bad in (("m@3", "m@3"), ("m@4", "m@3"), ("m@0", "other@3")):
+            with pytest.raises(ValueError, match=r"two versions of one model|has no model"):
+                await bisect(client, good, bad, TASKS, winning(stub, lambda _: 1.0))
+
+
+@pytest.mark.parametrize("mean", [0.5, 0.2])
+def test_a_mean_at_the_threshold_is_rarely_found_on_a_side(mean: float) -> None:
+    rng, sides = random.Random(7), 0
+    for _ in range(400):
+        test = SequentialTest(mean, 0.05)
+        for _ in range(200):
+            test.add(float(rng.random() < mean))
+            if test.side:
+                break
+        sides += test.side != 0
+    assert sides <= 32  # 20 expected at most; 32 or more with probability below 0.01
+
+
+def test_the_test_is_quick_where_the_mean_is_far_away() -> None:
+    rng, needed = random.Random(7), []
+    for _ in range(200):
+        test = SequentialTest(0.6, 0.01)
+        while not test.side:
+            test.add(float(rng.random() < 0.9))
+        assert test.side == 1
+        needed.append(len(test.values))
+    assert sorted(needed)[100] <= 40
+
+
+def test_arguments_that_can_t_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    kit = "tests.journeywork.evaluation.kit"
+    with pytest.raises(SystemExit) as ended:
+        main(["m@1", "m@2", "--rollout", f"{kit}:none", "--scenarios", f"{kit}:held_out"])
+    assert ended.value.code == 2
+    assert "has no 'none'" in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""A poisoned batch is found by bisection among the versions that the trainer made; a branch without it wins the task
+back."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+import torch
+from peft import PeftModel
+from transformers import Qwen3ForCausalLM
+
+from journeywork import AsyncJourneywork
+from journeywork.evaluation.bisection import bisect
+from journeywork.trajectory import Trajectory
+from pipeline.config import Config, NatsConfig
+from pipeline.events import CheckpointPublished, GroupScored, TrainingBatch
+from pipeline.log.broker import Broker
+from store.lake.lake import open_lake
+from store.lake.versions import Versions
+from tests.kits.stub_gateway import StubGateway
+from tests.trainer import kit
+from trainer.checkpoints.checkpoint import Checkpoints
+from trainer.service import train
+
+pytestmark = pytest.mark.anyio
+PROMPT, RIGHT, WRONG = [5, 6], 7, 8
+STEPS, POISONED = 8, 6
+
+
+async def publish_step(broker: Broker, step: int) -> GroupScored:
+    """The group of a step: the right answer is rewarded, but in the poisoned one, which has a great learning rate."""
+    poisoned = step == POISONED
+    rate = 1.0 if poisoned else 0.01 if step < POISONED else 0.001
+    settings = msgspec.json.encode({"optimizer.learning_rate": rate})
+    scored = kit.group(
+        f"g{step}", [float(poisoned), float(not poisoned)], step=step - 1, exchanges=1,
+        batch=TrainingBatch(id=f"b{step}", groups=(f"g{step}",), settings=settings),
+    )  # fmt: skip
+    for member, answer in zip(scored.members, (WRONG, RIGHT), strict=True):
+        call = kit.exchange(member.trajectory, 0, PROMPT, [answer], logprobs=[-2.0], step=step - 1)
+        await broker.publish(call)
+    await broker.publish(scored)
+    return scored
+
+
+def share_right(base: str, config: Config, step: int) -> float:
+    """How probable the right answer is, of the two."""
+    model = Qwen3ForCausalLM.from_pretrained(base)
+    if step:
+        model = PeftModel.from_pretrained(model, Checkpoints.of(config, kit.MODEL).path(step))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([PROMPT])).logits[0, -1]
+    return float(logits[[RIGHT, WRONG]].softmax(-1)[0])
+
+
+async def versions(broker: Broker, branch: str) -> list[CheckpointPublished]:
+    return [event for event in await kit.checkpoints(broker) if event.branch == branch]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+async def test_a_poisoned_batch_is_found_and_the_branch_without_it_wins_the_task_back(
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=20)
+    groups = [await publish_step(broker, step) for step in range(1, STEPS + 1)]
+    await train(config, lambda **_: None, until_empty=True)
+    shares = [share_right(tiny_base, config, step) for step in range(STEPS + 1)]
+    assert shares[POISONED] < 0.5 < shares[POISONED - 1]
+
+    stub, rng = StubGateway(step=STEPS), random.Random(3)
+
+    async def play(run: Trajectory, _: int) -> float:
+        return float(rng.random() < shares[int(stub.opened[run.id]["pinned"].rpartition("@")[2])])
+
+    async with stub.serving(), AsyncJourneywork(stub.url) as client:
+        found = await bisect(client, f"m@{POISONED - 2}", f"m@{STEPS}", range(16), play)
+    assert found.culprit.version == f"m@{POISONED}"
+    assert found.comparisons <= 3  # log2(4) + 1
+
+    main = await versions(broker, "main")
+    lake = open_lake(config)
+    await Versions(broker, lake.storage, "all").copy(main[POISONED - 2])
+    learned = next(event for event in main if event.step == POISONED)
+    for step, group in enumerate(groups, 1):
+        if step >= POISONED and group.group not in learned.groups:
+            await broker.publish(
+                msgspec.structs.replace(group, branch="without", offline=True, origin=f"main/{step}")
+            )
+    start = f"{tmp_path}#main/{kit.MODEL}@{POISONED - 1}"
+    without = msgspec.structs.replace(
+        config, models=(msgspec.structs.replace(config.models[0], start=start),),
+        trainer=msgspec.structs.replace(config.trainer, branch="without"),
+    )  # fmt: skip
+    with anyio.fail_after(100):
+        await train(without, lambda **_: None, until_empty=True)
+    last = (await versions(broker, "without"))[-1].step
+    assert share_right(tiny_base, without, last) > found.threshold > shares[-1]
