@@ -24,6 +24,7 @@ from store.lake.versions import Versions
 from tests.kits.stub_gateway import StubGateway
 from tests.trainer import kit
 from trainer.checkpoints.checkpoint import Checkpoints
+from trainer.influence import influences
 from trainer.service import train
 
 pytestmark = pytest.mark.anyio
@@ -31,20 +32,32 @@ PROMPT, RIGHT, WRONG = [5, 6], 7, 8
 STEPS, POISONED = 8, 6
 
 
-async def publish_step(broker: Broker, step: int) -> GroupScored:
-    """The group of a step: the right answer is rewarded, but in the poisoned one, which has a great learning rate."""
-    poisoned = step == POISONED
-    rate = 1.0 if poisoned else 0.01 if step < POISONED else 0.001
-    settings = msgspec.json.encode({"optimizer.learning_rate": rate})
-    scored = kit.group(
-        f"g{step}", [float(poisoned), float(not poisoned)], step=step - 1, exchanges=1,
-        batch=TrainingBatch(id=f"b{step}", groups=(f"g{step}",), settings=settings),
-    )  # fmt: skip
+async def publish(broker: Broker, scored: GroupScored, step: int) -> GroupScored:
+    """A group whose first run gave the wrong answer and the second one the right one."""
     for member, answer in zip(scored.members, (WRONG, RIGHT), strict=True):
-        call = kit.exchange(member.trajectory, 0, PROMPT, [answer], logprobs=[-2.0], step=step - 1)
+        call = kit.exchange(member.trajectory, 0, PROMPT, [answer], logprobs=[-2.0], step=step)
         await broker.publish(call)
     await broker.publish(scored)
     return scored
+
+
+async def publish_step(broker: Broker, step: int) -> list[GroupScored]:
+    """The groups of a step. The right answer is rewarded, but in two of three groups of the poisoned step, which has a
+    great learning rate."""
+    poisoned = step == POISONED
+    rate = 1.0 if poisoned else 0.01 if step < POISONED else 0.001
+    settings = msgspec.json.encode({"optimizer.learning_rate": rate})
+    names = (f"g{step}", *((f"p{step}", f"h{step}") if poisoned else ()))
+    batch = TrainingBatch(id=f"b{step}", groups=names, settings=settings)
+    rewards = {f"g{POISONED}": [1.0, 0.0], f"p{POISONED}": [1.0, 0.0]}
+    return [
+        await publish(
+            broker,
+            kit.group(n, rewards.get(n, [0.0, 1.0]), step=step - 1, exchanges=1, batch=batch),
+            step - 1,
+        )
+        for n in names
+    ]
 
 
 def share_right(base: str, config: Config, step: int) -> float:
@@ -67,7 +80,8 @@ async def test_a_poisoned_batch_is_found_and_the_branch_without_it_wins_the_task
     broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=20)
-    groups = [await publish_step(broker, step) for step in range(1, STEPS + 1)]
+    groups = {step: await publish_step(broker, step) for step in range(1, STEPS + 1)}
+    await publish(broker, kit.group("v", [0.0, 1.0], step=4, exchanges=1, split="val", task="capital"), 4)
     await train(config, lambda **_: None, until_empty=True)
     shares = [share_right(tiny_base, config, step) for step in range(STEPS + 1)]
     assert shares[POISONED] < 0.5 < shares[POISONED - 1]
@@ -82,12 +96,19 @@ async def test_a_poisoned_batch_is_found_and_the_branch_without_it_wins_the_task
     assert found.culprit.version == f"m@{POISONED}"
     assert found.comparisons <= 3  # log2(4) + 1
 
+    healthy = f"h{POISONED}"
+    ranked = await influences(config, f"{kit.MODEL}@{POISONED}", ["capital"])
+    assert len(ranked) == 6
+    assert {run.group for run in ranked[:4]} == {f"g{POISONED}", f"p{POISONED}"}
+    assert {run.group for run in ranked[4:]} == {healthy}
+    assert ranked[3].influence < 0 < ranked[4].influence
+
     main = await versions(broker, "main")
     lake = open_lake(config)
     await Versions(broker, lake.storage, "all").copy(main[POISONED - 2])
     learned = next(event for event in main if event.step == POISONED)
-    for step, group in enumerate(groups, 1):
-        if step >= POISONED and group.group not in learned.groups:
+    for step, group in [(n, group) for n in range(POISONED, STEPS + 1) for group in groups[n]]:
+        if group.group not in learned.groups:
             await broker.publish(
                 msgspec.structs.replace(group, branch="without", offline=True, origin=f"main/{step}")
             )

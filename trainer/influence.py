@@ -1,0 +1,158 @@
+"""Which runs of a step taught it to lose a task, to first order.
+
+A step moves the weights against the gradient of its loss, which is a sum over runs. To first order each run changes the
+loss of another task by the inner product of the two gradients (TracIn: G. Pruthi, F. Liu, S. Kale and M. Sundararajan
+2020, "Estimating training data influence by tracing gradient descent", equation 1). The task's loss is that of
+imitating the runs of it that got a reward: each weighs as much as its reward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from anyio.to_thread import run_sync
+
+from pipeline.config import Config, ConfigError, TrainerConfig, with_values
+from pipeline.events import CheckpointPublished, GroupScored
+from pipeline.log.broker import Broker, Recorded
+from pipeline.names import parse_version
+from trainer.batches.groups import Example, TrainingGroup, examples
+from trainer.batches.histories import Histories
+from trainer.batches.sampling import defaults_of
+from trainer.checkpoints.checkpoint import Checkpoints, weights_of
+from trainer.checkpoints.start import read_start
+from trainer.engine.engine import Engine
+from trainer.engine.state import Weights
+
+
+class Influence(NamedTuple):
+    """What one run of the step did to the task."""
+
+    trajectory: str
+    group: str
+    reward: float
+    influence: float
+    """Inner product of the run's part of the step's gradient with the task's, over the square of the task's norm.
+    Negative: the run's part of the step moved the policy away from what got a reward in the task."""
+
+
+async def influences(config: Config, version: str, tasks: Sequence[str] = ()) -> list[Influence]:
+    """Return the runs that `version` learned from, the most harmful first.
+
+    The task's runs are those of validation groups (as of `journeywork bisect` and `eval`) that versions before it
+    played; of the tasks named `tasks`, if any are named. Raises `ConfigError` if there is no such version, or nothing
+    of it or of the tasks is on the log."""
+    name, step = parse_version(version)
+    model = next((m for m in config.models if m.name == name), None)
+    if model is None or not step:
+        raise ConfigError(f"{version} is no trained version of {', '.join(m.name for m in config.models)}")
+    async with Broker.connect(config.nats, name="influence", provision=False) as broker:
+        branch = config.trainer.branch
+        published = await broker.read(
+            CheckpointPublished, project=config.project, model=name, step=step, branch=branch
+        )
+        if not published:
+            raise ConfigError(f"the log has no {version}")
+        learned, wanted = published[-1].event, set(published[-1].event.groups)
+        scored = await broker.read(GroupScored, project=config.project, model=name)
+        step_groups = [r for r in scored if r.event.branch == branch and r.event.group in wanted]
+        lost = [r for r in scored if _is_of_task(r.event, step, tasks)]
+        if not step_groups or not lost:
+            raise ConfigError(
+                f"the log holds {len(step_groups)} groups that {version} learned from, and {len(lost)} validation "
+                "groups of the tasks by versions before it: it needs both (`journeywork bisect` plays the tasks)"
+            )
+        with TemporaryDirectory() as scratch:
+            settings, weights = await run_sync(_before, config, learned)
+            engine = await run_sync(Engine, model.base, settings, Path(scratch))
+            histories = Histories(
+                broker, defaults_of(engine.model.peft.get_base_model(), config.vllm.args),
+                mask_truncated=settings.loss.mask_truncated, turn_discount=settings.loss.turn_discount,
+            )  # fmt: skip
+            batch, of_task = await _read(histories, step_groups), await _read(histories, lost)
+            if weights is not None:
+                engine.model.load_adapter(weights)
+            return await run_sync(_compute, engine, settings, batch, of_task)
+
+
+def _is_of_task(event: GroupScored, step: int, tasks: Sequence[str]) -> bool:
+    return (
+        event.split == "val" and event.branch == "main" and (not tasks or event.task in tasks)
+        and all(m.last_step < step for m in event.members) and any(m.reward > 0 for m in event.members)
+    )  # fmt: skip
+
+
+def _before(config: Config, learned: CheckpointPublished) -> tuple[TrainerConfig, Weights | None]:
+    """The settings of the step, and the adapter that it began with; `None` for that of step 0."""
+    checkpoints, step = Checkpoints.of(config, learned.model), learned.step
+    there, settings = checkpoints.steps(), config.trainer
+    if step in there:
+        settings = msgspec.convert(checkpoints.read(step)[0].config, TrainerConfig)
+    if step == 1:
+        return settings, None
+    if step - 1 in there:
+        return settings, weights_of(checkpoints.read(step - 1)[1])
+    lake = config.store.dir or config.run_dir
+    return settings, weights_of(read_start(f"{lake}#{learned.branch}/{learned.parent}", config).files)
+
+
+async def _read(histories: Histories, recorded: Sequence[Recorded[GroupScored]]) -> list[TrainingGroup]:
+    """The groups with their sequences; those whose exchanges are gone are left out."""
+    groups = [TrainingGroup(r.event, r.place) for r in recorded]
+    gone = await histories.read_all(groups)
+    found = [g for g in groups if g.place not in gone and g.sequences]
+    if not found:
+        raise ConfigError(
+            "the log no longer holds the calls of these runs: `journeywork replay` puts them back"
+        )
+    return found
+
+
+def _compute(
+    engine: Engine, settings: TrainerConfig, batch: Sequence[TrainingGroup], of_task: Sequence[TrainingGroup]
+) -> list[Influence]:
+    """Blocks."""
+    imitation = with_values(settings, {"loss.type": "sft"})
+    engine.configure(imitation)
+    task = _gradient(engine, examples(of_task, imitation), _numbers(of_task))
+    scale = float(task @ task)
+    if not scale:
+        raise ConfigError("the runs of the task have no gradient: none of them has a reward above 0")
+    engine.configure(settings)
+    made, numbers = examples(batch, settings), _numbers(batch)
+    found = []
+    for group in batch:
+        rewards: Mapping[str, float] = {m.trajectory: m.reward for m in group.event.members}
+        for name in dict.fromkeys(s.trajectory for s in group.sequences or ()):
+            alone = [e if e.sequence.trajectory == name else _silent(e) for e in made]
+            part = float(_gradient(engine, alone, numbers) @ task) / scale
+            found.append(Influence(name, group.event.group, rewards[name], part))
+    return sorted(found, key=lambda i: i.influence)
+
+
+def _numbers(groups: Sequence[TrainingGroup]) -> list[int]:
+    return [i for i, g in enumerate(groups) for _ in g.sequences or ()]
+
+
+def _silent(example: Example) -> Example:
+    """The example as a part of the batch that has no gradient of its own."""
+    calls = None if example.call_advantages is None else np.zeros_like(example.call_advantages)
+    return dataclasses.replace(example, advantage=0.0, call_advantages=calls, teaching=None, lessons=())
+
+
+def _gradient(engine: Engine, made: Sequence[Example], groups: Sequence[int]) -> torch.Tensor:
+    """The gradient of a batch's loss, over all weights of the adapter, in float64."""
+    engine.model.peft.zero_grad(set_to_none=True)
+    engine.passes.gradients(made, groups)
+    parts = [p.grad for p in engine.model.parameters]
+    return torch.cat([
+        (torch.zeros_like(p) if g is None else g).flatten().double().cpu()
+        for p, g in zip(engine.model.parameters, parts, strict=True)
+    ])  # fmt: skip
