@@ -27,6 +27,7 @@ from rollout_gateway.app import App
 from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.handler import CallHandler
 from rollout_gateway.capture.identity import Identity
+from rollout_gateway.capture.masking import Masks
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.dialects.permitted import Permitted
 from rollout_gateway.http.origins import OriginPolicy
@@ -99,7 +100,8 @@ async def _connect(
     limit = 0 if settings.max_groups_ahead == "auto" else settings.max_groups_ahead
     pacing = Pacing(project, broker, policies.models, limit=limit, forget_s=settings.groups_ahead_s)
     await pacing.rebuild()
-    registry = Registry(broker, project, TrajectoryTokens(key_secret(config), project), pacing)
+    tokens = TrajectoryTokens(key_secret(config), project)
+    registry = Registry(broker, project, tokens, pacing, masks=Masks(config.gateway.masks))
     await registry.mark_position()
     fleet = Fleet(api_key(config), settings.replicas.serving_share)
     router = VersionRouter(policies, fleet, {m.name: m.base for m in config.models})

@@ -90,6 +90,15 @@ class DetectionConfig(Section, frozen=True, kw_only=True):
     (docs/on-the-job.md)."""
 
 
+class MaskConfig(Section, frozen=True, kw_only=True):
+    """Text that is never recorded."""
+
+    name: str
+    """What stands in its place, in brackets."""
+    pattern: str
+    """Regular expression in RE2's syntax, such as `[\\w.+-]+@[\\w-]+\\.[\\w.]+`."""
+
+
 class GatewayConfig(Section, frozen=True, kw_only=True):
     """The HTTP front."""
 
@@ -113,6 +122,9 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     key_secret_env: str = ""
     """Name of the environment variable with the secret that trajectory keys are made from. All gateway replicas
     need the same. Empty: a secret of this run, in its folder."""
+    masks: tuple[MaskConfig, ...] = ()
+    """Patterns of text that is replaced in everything that is recorded of runs and feedback; agents get it as it was. A
+    call with such text is recorded without its tokens and is not trained. All gateways of a project need the same."""
     max_reward: Positive = 1000.0
     """Largest absolute value of a reward, of a named reward and of the sum of named rewards in a completion. Beyond
     it the completion gets a 400."""

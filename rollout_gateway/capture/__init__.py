@@ -14,5 +14,6 @@
 | `groups` | whose groups are whose, and how many trajectories they have |
 | `trajectory` | one run: its calls are recorded under sequence numbers of their own |
 | `copies` | a run made of calls that other runs recorded |
+| `masking` | replaces what may not be recorded |
 | `run_log` | how runs were opened and completed, read from the log |
 """

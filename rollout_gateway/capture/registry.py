@@ -26,6 +26,7 @@ from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.answer_ids import trajectory_of
 from rollout_gateway.capture.copies import Reference, copy_calls
 from rollout_gateway.capture.groups import Groups
+from rollout_gateway.capture.masking import Masks
 from rollout_gateway.capture.run_log import STREAM, RunLog, same_opening
 from rollout_gateway.capture.trajectory import Trajectory, opened_differently
 from rollout_gateway.http.errors import ApiError, already_completed, unknown_trajectory
@@ -78,11 +79,12 @@ class Registry:
         tokens: TrajectoryTokens,
         pacing: Pacing | None = None,
         *,
+        masks: Masks | None = None,
         keep: int = 100_000,
     ) -> None:
         """`pacing`: admits new groups; `None`: all. `keep`: trajectories in memory at most."""
         self.pacing = pacing
-        self.log = RunLog(broker, project)
+        self.log = RunLog(broker, project, masks)
         self.groups = Groups(self.log)
         self.project, self.tokens, self._keep = project, tokens, keep
         self._known: dict[str, Trajectory] = {}
@@ -238,6 +240,7 @@ class Registry:
         Raises an `ApiError`: 409 if the id belongs to a completed trajectory or to one that was opened differently, or
         the group to another key, 410 if the id belonged to a trajectory that expired, 429 if too many groups are
         untrained."""
+        event = self.log.masked(event)
         await self.log.check_new(event)
         if paced and self.pacing is not None:
             group = event.group or event.trajectory
@@ -342,7 +345,7 @@ def _completed(run: Trajectory, body: Completion, inferred: bool) -> TrajectoryC
     if missing := calls.not_whole:
         # Calls that can't be read can't be trained. That is a failure of infrastructure, which never becomes a reward.
         outcome, metrics = "no_result", {**metrics, NOT_RECORDED: float(missing)}
-    return TrajectoryCompleted(
+    completed = TrajectoryCompleted(
         **{name: getattr(opened, name) for name in _COPIED},
         outcome=outcome,
         reward=body.reward,
@@ -360,6 +363,7 @@ def _completed(run: Trajectory, body: Completion, inferred: bool) -> TrajectoryC
         sampled_tokens=calls.sampled_tokens,
         calls_s=calls.calls_us / 1e6,
     )
+    return run.log.masked(completed)
 
 
 def _batch(request: BatchRequest | None, owner: str) -> TrainingBatch | None:

@@ -14,6 +14,7 @@ from pipeline.log.broker import Broker, BrokerUnavailableError, HistoryGoneError
 from pipeline.log.fast_client import Ack
 from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.names import name_of_token, time_of_id
+from rollout_gateway.capture.masking import Masks
 from rollout_gateway.http.errors import expired_trajectory
 
 STREAM = stream_of(ExchangeRecorded)
@@ -23,8 +24,10 @@ _END_CHECK_S = 0.5
 class RunLog:
     """The openings and completions of a project's runs."""
 
-    def __init__(self, broker: Broker, project: str) -> None:
+    def __init__(self, broker: Broker, project: str, masks: Masks | None = None) -> None:
         self.broker, self.project = broker, project
+        self.masked = masks or Masks()
+        """Makes of an event what may be recorded."""
         self._newest: tuple[int, Event] | None = None
         """The newest event that this process published or read, with its stream sequence."""
         self._checked_reconnects = 0

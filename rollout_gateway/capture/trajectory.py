@@ -158,7 +158,7 @@ class Trajectory:
                 if self.completed:
                     raise already_completed(self.id, "this call was not recorded")
                 await self.log.check_end()
-                events = call.events(self.recorded.next_seq)
+                events = [self.log.masked(event) for event in call.events(self.recorded.next_seq)]
                 if await self._publish_all(events, call.traceparent or self.traceparent):
                     return events[0].seq
 
