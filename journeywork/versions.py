@@ -29,21 +29,31 @@ async def resolve(client: Versions, policies: Sequence[str]) -> list[str]:
     message says which it has. Raises `JourneyworkError` if the gateway refuses to tell."""
     parsed = [parse_policy(policy) for policy in policies]
     served = {policy["model"]: str(policy["version"]) for policy in await client.policies()}
-    for model, _ in parsed:
-        if model not in served:
-            raise ValueError(f"the gateway has no model {model!r}; it has: {', '.join(served) or 'none'}")
-    if any(version for _, version in parsed):
+    if any(version or model not in served for model, version in parsed):
         known = await client.models()
         for model, version in parsed:
+            if (
+                model not in served
+            ):  # a branch, of which nothing is decided: its name stands for its newest version
+                if not (of_branch := _versions(model, known)):
+                    raise ValueError(
+                        f"the gateway has no model {model!r}; it has: {', '.join(served) or 'none'}"
+                    )
+                served[model] = of_branch[-1]
             if version and version not in known:
                 raise ValueError(f"the gateway has no version {version!r}; it has: {_listed(model, known)}")
     return [version or served[model] for model, version in parsed]
 
 
+def _versions(model: str, known: Sequence[str]) -> list[str]:
+    """Return the versions of a model, the oldest first."""
+    versions = [name for name in known if name.rpartition("@")[0] == model]
+    return sorted(versions, key=lambda name: int(name.rpartition("@")[2]))
+
+
 def _listed(model: str, known: Sequence[str]) -> str:
     """Return the versions of a model as a text: all, or the first one and the latest."""
-    versions = [name for name in known if name.rpartition("@")[0] == model]
-    versions.sort(key=lambda name: int(name.rpartition("@")[2]))
+    versions = _versions(model, known)
     if len(versions) > _SHOWN:
         versions = [versions[0], "…", *versions[1 - _SHOWN :]]
     return ", ".join(versions)

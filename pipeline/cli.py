@@ -52,6 +52,7 @@ SUBCOMMANDS = {
     "sql": ("store.reading.sql", "query the history with SQL"),
     "ui": ("store.showing.dashboard.command", "show the history and the decisions as web pages"),
     "replay": ("store.commands.replay", "rebuild groups from history onto a branch"),
+    "what-if": ("store.commands.what_if", "train and evaluate history under other settings, beside main"),
     "decide": ("store.evidence.decide", "compare two versions in use, and promote the better one"),
     "diff": ("store.commands.diff", "compare two verdict sets"),
     "calibrate": ("store.commands.calibrate", "fit a judge's scores to people's labels"),

@@ -22,7 +22,7 @@ from pipeline.events.base import Event, now_us
 from pipeline.events.codec import EVENTS, AnyEvent, ClaimCheck, decode, encode, wire_name
 from pipeline.events.continuation import Continuation
 from pipeline.events.dead_letter import DeadLettered
-from pipeline.events.evaluation import Measure, PolicyEvaluated, TaskResult
+from pipeline.events.evaluation import Measure, PolicyEvaluated, TaskResult, Variant, WhatIfAnswered
 from pipeline.events.group import (
     Grader,
     GroupAdmitted,

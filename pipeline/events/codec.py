@@ -10,7 +10,7 @@ from pipeline.events.alarm import AlarmChanged
 from pipeline.events.base import Event
 from pipeline.events.continuation import Continuation
 from pipeline.events.dead_letter import DeadLettered
-from pipeline.events.evaluation import PolicyEvaluated
+from pipeline.events.evaluation import PolicyEvaluated, WhatIfAnswered
 from pipeline.events.group import GroupAdmitted, GroupDiscarded, GroupScored, JudgeCalibrated, JudgeMeasured
 from pipeline.events.policy import (
     CheckpointPublished,
@@ -64,6 +64,7 @@ AnyEvent = (
     | PolicyPromoted
     | PolicyEvaluated
     | DataErased
+    | WhatIfAnswered
     | AlarmChanged
     | DeadLettered
 )

@@ -1,4 +1,4 @@
-"""The event of an evaluation, in stream POLICY, where it is kept with the versions that it is about."""
+"""Events of evaluations, in stream POLICY, where they are kept with the versions that they are about."""
 
 from __future__ import annotations
 
@@ -83,3 +83,40 @@ class PolicyEvaluated(Event, frozen=True, kw_only=True, tag="policy.evaluated"):
 
     def message_id(self) -> str:
         return f"{self.project}/evaluation/{self.evaluation}/{self.position}"
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """A branch of a what-if question."""
+
+    branch: str
+    version: str
+    """Its last version, as the gateway serves it: `<model>+<branch>@<step>`."""
+    settings: str = "{}"
+    """JSON: what differs from the run's settings, by dotted names."""
+    groups: int = 0
+    """Number of groups that it was trained on."""
+
+
+class WhatIfAnswered(Event, frozen=True, kw_only=True, tag="policy.what_if"):
+    """What would have been learned from a part of the history under other settings: `journeywork what-if` trained a
+    branch for each and compared it with a version of `main` on held-out tasks."""
+
+    subject_fields = ("project", "model")
+
+    model: str
+    question: str
+    """Hash of the selection and of all settings."""
+    selection: str = "true"
+    """SQL over the view `groups`."""
+    groups: int = 0
+    """Number of groups selected."""
+    start: str = ""
+    """What the branches began with, as `models.start`; empty: a fresh adapter."""
+    baseline: str
+    """The version of `main` that they are compared with."""
+    variants: tuple[Variant, ...] = ()
+    evaluation: str
+    """Id of the evaluation of the baseline and of the variants' versions."""
+
+    def message_id(self) -> str:
+        return f"{self.project}/what-if/{self.question}/{self.evaluation}"

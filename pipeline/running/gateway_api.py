@@ -72,14 +72,15 @@ class GatewayApi:
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"the gateway's address {self.url!r} must begin with http:// or https://")
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.key = key
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Send a request; returns the JSON object of the answer. Raises `GatewayError` with the gateway's message."""
         try:
             # The environment's proxies are for the internet, not for the gateway.
             with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
-                answer = client.request(method, self.url + path, json=body, headers=self._headers)
+                headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+                answer = client.request(method, self.url + path, json=body, headers=headers)
             body_of_answer = answer.json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise GatewayError(

@@ -12,6 +12,7 @@
 | `trajectories` | trajectories, one trajectory with its calls and tokens |
 | `checkpoints` | checkpoints, one checkpoint, decisions |
 | `judge` | what was measured of judges |
+| `what_if` | what would have been learned under other settings |
 | `events` | one event as it is stored |
 | `lists` | filters, order and paging of lists |
 | `chat` | requests and replies of calls, as they are recorded |

@@ -38,7 +38,9 @@ from pipeline.events import (
     TeacherAnswered,
     TrajectoryCompleted,
     TrajectoryOpened,
+    Variant,
     Verdict,
+    WhatIfAnswered,
     decode,
     pack_ids,
     pack_logprobs,
@@ -108,6 +110,10 @@ def run_of_one_step() -> list[Event]:
         PolicyEvaluated(
             project="p", evaluation="e", entrant="m@1", model="m", version="m@1", runs=1,
             measures=(Measure(name="reward", mean=0.5, count=1),), tasks=(TaskResult(task="t", reward=0.5),),
+        ),
+        WhatIfAnswered(
+            project="p", model="m", question="q", groups=1, baseline="m@1", evaluation="e",
+            variants=(Variant(branch="b", version="m+b@1", settings='{"judge.rubric": "stricter"}', groups=1),),
         ),
         GroupDiscarded(
             project="p", group="g9", model="m", trajectories=("t8", "t9"), reason="stale", by="trainer", duration_s=4.0

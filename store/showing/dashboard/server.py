@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pipeline.config import Config
 from pipeline.running.runs import run_settings, runs_under
 from store.lake.storage import StoreError
-from store.reading import checkpoints, events, groups, judge, overview, texts, trajectories
+from store.reading import checkpoints, events, groups, judge, overview, texts, trajectories, what_if
 from store.reading.errors import InvalidQueryError, NotFoundError, ReadingError
 from store.reading.history import History
 from store.showing.dashboard import labels
@@ -50,7 +50,7 @@ Data = dict[str, Any]
 _LISTS: dict[str, Callable[..., Data]] = {
     "overview": overview.overview, "numbers": overview.numbers, "groups": groups.groups,
     "trajectories": trajectories.trajectories, "checkpoints": checkpoints.checkpoints, "judge": judge.judge,
-    "decisions": checkpoints.decisions,
+    "decisions": checkpoints.decisions, "whatif": what_if.what_if,
 }  # fmt: skip
 _SINGLE: dict[str, Callable[..., Data]] = {
     "group": groups.group, "trajectory": trajectories.trajectory, "checkpoint": checkpoints.checkpoint,

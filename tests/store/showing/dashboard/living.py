@@ -14,7 +14,17 @@ import anyio
 import httpx
 
 from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, StoreConfig, UiConfig, VllmConfig
-from pipeline.events import GroupScored, Measure, Member, PolicyEvaluated, Score, TaskResult, Verdict
+from pipeline.events import (
+    GroupScored,
+    Measure,
+    Member,
+    PolicyEvaluated,
+    Score,
+    TaskResult,
+    Variant,
+    Verdict,
+    WhatIfAnswered,
+)
 from pipeline.log.broker import Broker
 from tests.conftest import InferenceDouble, NatsServer, free_port
 from tests.kits.sampler import SamplerThread
@@ -74,6 +84,7 @@ def living(folder: Path) -> Iterator[Living]:
         found = Living(f"http://127.0.0.1:{ports[1]}", gateway)
         anyio.run(_play, gateway, config.nats)
         found.until("checkpoints.json", lambda data: len(data["rows"]) == len(GROUPS))
+        found.until("whatif.json", lambda data: data["rows"] and data["rows"][0]["variants"][0]["measures"])
         found.until(
             "overview.json", lambda data: data["evaluations"] and data["counts"]["groups"] == len(GROUPS)
         )
@@ -95,6 +106,32 @@ async def _play(gateway: GatewayProcess, nats: NatsConfig) -> None:
                 project=PROJECT, evaluation="e1", entrant="newest", model=MODEL, version=f"{MODEL}@2", runs=2,
                 measures=(Measure(name="reward", mean=0.75, low=0.5, high=1.0, count=2),),
                 tasks=(TaskResult(task="corner", reward=0.5), TaskResult(task="middle", reward=1.0)),
+            )
+        )  # fmt: skip
+        branch = f"{MODEL}+stricter"
+        changed = Measure(
+            name="reward",
+            mean=0.5,
+            count=2,
+            difference=-0.25,
+            difference_low=-0.5,
+            difference_high=0.0,
+            pairs=2,
+        )
+        await broker.publish(
+            PolicyEvaluated(
+                project=PROJECT, evaluation="e2", entrant=f"{branch}@1", position=1, model=branch,
+                version=f"{branch}@1", measures=(changed,), runs=2,
+            )
+        )  # fmt: skip
+        await broker.publish(
+            WhatIfAnswered(
+                project=PROJECT, model=MODEL, question="q", groups=2, baseline=f"{MODEL}@2", evaluation="e2",
+                variants=(
+                    Variant(
+                        branch="stricter", version=f"{branch}@1", settings='{"judge.rubric":"stricter.md"}', groups=2
+                    ),
+                ),
             )
         )  # fmt: skip
 

@@ -16,8 +16,12 @@ from pipeline.config import Config, StoreConfig, save
 from pipeline.events import (
     GroupDiscarded,
     GroupScored,
+    Measure,
     Member,
+    PolicyEvaluated,
     TrajectoryCompleted,
+    Variant,
+    WhatIfAnswered,
     now_us,
     pack_mask,
     pack_seqs,
@@ -33,8 +37,8 @@ from tests.store.showing.dashboard import test_browser
 from tests.store.showing.dashboard.conftest import URL, Open
 
 PAGES = (
-    "overview", "groups", "trajectories", "checkpoints", "judge", "compare", "decisions", "group/g0", "group/g9",
-    "trajectory/t0", "checkpoint/m@1", "sign-in", "event/group.scored/1",
+    "overview", "groups", "trajectories", "checkpoints", "judge", "compare", "whatif", "decisions", "group/g0",
+    "group/g9", "trajectory/t0", "checkpoint/m@1", "sign-in", "event/group.scored/1",
 )  # fmt: skip
 
 
@@ -340,3 +344,47 @@ def test_a_run_without_a_group_has_its_reward_and_its_checkpoints(tmp_path: Path
     group = reading_groups.group(history, "waits", {})
     history.close()
     assert (group["scored"], [m["trajectory"] for m in group["members"]]) == ([], ["waits"])
+
+
+def test_what_if_tells_the_differences_and_what_was_adopted(run_dir: Path, open_dashboard: Open) -> None:
+    change = Measure(
+        name="reward",
+        mean=0.75,
+        count=9,
+        difference=0.25,
+        difference_low=0.125,
+        difference_high=0.375,
+        pairs=9,
+    )
+    entrants = [("m@1", "m", Measure(name="reward", mean=0.5, count=9)), ("m+b@1", "m+b", change)]
+    events: list[Any] = [
+        PolicyEvaluated(
+            project="p", evaluation="f", entrant=name, position=place, model=model, version=name, measures=(measure,)
+        )
+        for place, (name, model, measure) in enumerate(entrants)
+    ]  # fmt: skip
+    asked = WhatIfAnswered(
+        project="p", model="m", question="q", groups=12, baseline="m@1", evaluation="f", selection="task = '<b>'",
+        variants=(Variant(branch="b", version="m+b@1", settings='{"judge.rubric": "<i>"}', groups=12),),
+    )  # fmt: skip
+    fill(run_dir, [*events, asked])
+    client = open_dashboard()
+    rows = client.get("/whatif.json").json()["rows"]
+    (row,) = (row for row in rows if row["evaluation"] == "f")
+    (variant,) = row["variants"]
+    assert [m["mean"] for m in row["baseline_measures"]] == [0.5]
+    assert (variant["measures"][0]["difference"], variant["adopted"], variant["source"]) == (
+        0.25,
+        "",
+        "b/m@1",
+    )
+    text = client.get("/whatif").text
+    assert "+0.250" in text
+    assert "+0.125 to +0.375" in text
+    assert "--adopt" in text
+    assert "<i>" not in text
+    assert "<b>" not in text
+
+    fill(run_dir, [checkpoint(2, source="elsewhere#b/m@1")])
+    again = open_dashboard().get("/whatif.json").json()["rows"]
+    assert [v["adopted"] for r in again if r["evaluation"] == "f" for v in r["variants"]] == ["m@2"]

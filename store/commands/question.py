@@ -1,0 +1,144 @@
+"""The question of `journeywork what-if`: which groups, and which variants of the settings."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config, ConfigError, load
+from pipeline.names import check_name
+from pipeline.running.runs import SETTINGS
+
+_JUDGING = ("judge.", "feedback.")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A variant, before it is trained."""
+
+    name: str
+    settings: dict[str, Any]
+    """What differs, by dotted names."""
+    branch: str
+
+    @property
+    def judged(self) -> bool:
+        """Whether its groups have to be judged again."""
+        return any(name.startswith(_JUDGING) for name in self.settings)
+
+    @property
+    def overrides(self) -> list[str]:
+        """Its settings as they are written on a command line."""
+        return [f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in self.settings.items()]
+
+
+def as_flags(overrides: Iterable[str]) -> list[str]:
+    """Return settings, written as `section.key=value`, as arguments of a command."""
+    return [part for text in overrides for part in ("--set", text)]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked."""
+
+    id: str
+    model: str
+    index: int
+    """The model's place in the settings."""
+    selection: str
+    """SQL over the view `groups`."""
+    start: str
+    plans: tuple[Plan, ...]
+
+    @property
+    def runs_branch(self) -> str:
+        """Branch of the groups as they were, for those that are judged again."""
+        return f"what-if-{self.id}-runs"
+
+
+def read_question(args: argparse.Namespace, config: Config) -> Question:
+    """Return the question that the arguments ask about a run. Raises `ConfigError`, `OSError`."""
+    names = [model.name for model in config.models]
+    model = args.model or names[0]
+    if model not in names:
+        raise ConfigError(f"--model {model}: the run has {', '.join(names)}")
+    conditions = ["split = 'train'", f"model = {_quoted(model)}", f"project = {_quoted(config.project)}"]
+    for flag, operator in (("since", ">="), ("until", "<")):
+        if at := getattr(args, flag):
+            conditions.append(f"decided_at {operator} TIMESTAMP {_quoted(at.isoformat(sep=' '))}")
+    selection = " AND ".join([*conditions, f"({args.where})"])
+    start = f"{config.run_dir}#{args.start}" if args.start and "#" not in args.start else args.start
+    settings = read_variants(args.rubric, args.settings, args.overrides)
+    for given in settings.values():
+        if base := next(
+            (name for name in given if name.startswith("models.") and name.endswith(".base")), ""
+        ):
+            raise ConfigError(
+                f"{base}: a branch is served beside main, by the same server, so it has main's base. For another "
+                "one, `journeywork replay` the groups to a run of its own"
+            )
+        load(Path(config.run_dir) / SETTINGS, Plan("", given, "").overrides)  # a wrong setting says so now
+    about = [selection, start, {name: _with_contents(given) for name, given in settings.items()}]
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
+    plans = tuple(
+        Plan(name, given, check_name(f"what-if-{digest}-{name}")) for name, given in settings.items()
+    )
+    return Question(digest, model, names.index(model), selection, start, plans)
+
+
+def read_variants(
+    rubrics: Sequence[str], files: Sequence[str], overrides: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Return what differs in each variant, by its name. Raises `ConfigError`, `OSError`."""
+    common: dict[str, Any] = {}
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {text!r} is not a setting: write section.key=value")
+        common[name.strip()] = value
+    variants: list[tuple[str, dict[str, Any]]] = []
+    for rubric in rubrics:
+        file = Path(rubric)
+        variants.append((file.stem, {"judge.rubric": str(file.resolve()) if file.is_file() else rubric}))
+    for text in files:
+        try:
+            variants.append((Path(text).stem, dict(_flat(tomllib.loads(Path(text).read_text("utf-8"))))))
+        except ValueError as error:
+            raise ConfigError(f"--with {text} is not TOML: {error}") from error
+    if not variants and common:
+        variants = [("set", {})]
+    if not variants:
+        raise ConfigError("say what is to differ, with --rubric, --with or --set")
+    if len(variants) != len(dict(variants)):
+        raise ConfigError("two variants have one name: the names of their files have to differ")
+    return {name: common | given for name, given in variants}
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a table by dotted names; a list is one value."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _with_contents(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with the contents of the files that they name: with others it is another question."""
+    files = {
+        value: Path(value) for value in settings.values() if isinstance(value, str) and len(value) < 1000
+    }
+    return {
+        **settings,
+        "files": {value: file.read_text("utf-8") for value, file in files.items() if file.is_file()},
+    }
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,308 @@
+"""`journeywork what-if`: what would have been learned from the same runs under other settings.
+
+    journeywork what-if --rubric stricter.md --rubric kinder.md --since 2026-11-20 \\
+        --rollout my.agent:play --scenarios held_out.jsonl
+    journeywork what-if --with rewards.toml --set trainer.loss.kind=dapo --where "task = 'refund'" --from support@40 ...
+
+Each `--rubric` and each `--with` (settings in TOML: rewards, loss, teacher) is a variant; `--set` holds for all of
+them, and is the only one if there are no others. A variant is a branch of the log: the selected groups are replayed
+onto it, judged again if its settings are about judging, and trained, from a fresh adapter or from `--from`. Then the
+last version of each branch and one of `main` play the same held-out tasks, and the dashboard's page What if shows the
+differences with their intervals. The same question again goes on where it ended, and evaluates anew. A run that is
+stopped is started for as long as it takes, without its trainer and judge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import anyio
+import duckdb
+
+from pipeline.config import Config, ConfigError
+from pipeline.events import CheckpointPublished, Variant, WhatIfAnswered
+from pipeline.log.broker import Broker, BrokerError
+from pipeline.names import InvalidNameError, branch_model, version_name
+from pipeline.printing import visible
+from pipeline.running.gateway_api import KEY_VARIABLE, GatewayApi, GatewayError, connect
+from pipeline.running.runs import SETTINGS, find_run, log_of, run_settings
+from pipeline.running.state import read_state
+from store.commands.question import Plan, Question, as_flags, read_question
+from store.commands.replay import StoredGroup, replay, select_groups
+from store.lake.storage import StoreError
+from store.reading import sql
+
+_SERVICES = "gateway,sampler,store"
+"""Beside the log and the inference server."""
+_KNOWN_WITHIN_S = 30.0
+"""How long a gateway may take to read of a version."""
+_EVALUATION = ("rollout", "scenarios", "attempts", "limit", "concurrency")
+"""Flags that are passed on to `journeywork eval`."""
+
+
+class WhatIfError(Exception):
+    """A part of the answer can't be had. The message says which."""
+
+
+def answer(args: argparse.Namespace, run_dir: Path) -> WhatIfAnswered:
+    """Train and compare the branches, and record the answer. Raises `ConfigError`, `WhatIfError`, and the errors of the
+    log and of the store."""
+    config, commands = run_settings(run_dir), Commands(run_dir)
+    question = read_question(args, config)
+    with sql.connect(config) as connection:
+        groups = select_groups(connection, question.selection)
+        if not groups:
+            raise WhatIfError(f"no scored group of {run_dir} is selected by: {question.selection}")
+        with serving(config, run_dir, commands):
+            config = run_settings(run_dir)
+            anyio.run(_replayed, config, connection, groups, question)
+            for plan in question.plans:
+                _train(commands, question, plan)
+            return _compare(args, config, question, len(groups), commands)
+
+
+@contextlib.contextmanager
+def serving(config: Config, run_dir: Path, commands: Commands) -> Iterator[None]:
+    """Have the run serve its versions: it runs already, or it is started, without trainer and judge, for as long as the
+    block takes. Raises `WhatIfError` if it does not come up."""
+    state = read_state(run_dir)
+    if state is not None and state.running:
+        yield
+        return
+    # The settings of the last start name the servers that it started for itself: they are to start again.
+    nats, vllm = config.nats, config.vllm
+    own = [
+        *(["nats.url="] if nats.url in ("", f"nats://127.0.0.1:{nats.port}") else []),
+        *(["vllm.urls=[]"] if vllm.urls == (f"http://127.0.0.1:{vllm.port}",) else []),
+    ]
+    up = commands.start("up", "--config", str(run_dir / SETTINGS), "--services", _SERVICES, *as_flags(own))
+    try:
+        while (state := read_state(run_dir)) is None or not (state.pid == up.pid and state.ready):
+            if up.poll() is not None:
+                raise commands.failure(f"{run_dir} could not be started")
+            time.sleep(0.2)
+        yield
+    finally:
+        up.send_signal(signal.SIGINT)
+        up.wait()
+
+
+async def _replayed(
+    config: Config, connection: duckdb.DuckDBPyConnection, groups: Sequence[StoredGroup], question: Question
+) -> None:
+    for branch in dict.fromkeys(question.runs_branch if p.judged else p.branch for p in question.plans):
+        counts = await replay(log_of(config), connection, groups, branch)
+        _say(f"{counts['groups']} groups replayed onto {branch}, which had {counts['already']} already")
+
+
+def _train(commands: Commands, question: Question, plan: Plan) -> None:
+    settings = as_flags(plan.overrides)
+    if plan.judged:
+        commands.call("rejudge", "--from-branch", question.runs_branch, "--branch", plan.branch, *settings)
+    _say(f"training {plan.branch}")
+    own = [f"trainer.branch={plan.branch}"]
+    own += [f"models.{question.index}.start={question.start}"] if question.start else []
+    commands.call("train", "--until-empty", *settings, *as_flags(own))
+
+
+def _compare(
+    args: argparse.Namespace, config: Config, question: Question, groups: int, commands: Commands
+) -> WhatIfAnswered:
+    """Evaluate the branches' last versions beside `main`'s, and publish the answer."""
+    published = anyio.run(_checkpoints, config, question.model)
+    variants = tuple(_variant(question, plan, published) for plan in question.plans)
+    main = max((c.step for c in published if c.branch == "main"), default=0)
+    baseline = args.against or version_name(question.model, main)
+    gateway = connect(argparse.Namespace(run_dir=str(config.run_dir), url=None, key=None))
+    for variant in variants:
+        _until_known(gateway, variant.version)
+    given = {name: getattr(args, name) for name in _EVALUATION}
+    flags = [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
+    played = json.loads(
+        commands.call("eval", baseline, *(v.version for v in variants), "--json", *flags, key=gateway.key)
+    )
+    found = WhatIfAnswered(
+        project=config.project, model=question.model, question=question.id, selection=question.selection,
+        groups=groups, start=question.start, baseline=baseline, variants=variants, evaluation=played["evaluation"],
+    )  # fmt: skip
+    anyio.run(_publish, config, found)
+    for entrant in played["entrants"]:
+        for measure in entrant["measures"]:
+            if measure["name"] == "reward":
+                _say(_line(entrant["entrant"], measure))
+    return found
+
+
+async def _checkpoints(config: Config, model: str) -> list[CheckpointPublished]:
+    async with Broker.connect(log_of(config), name="what-if") as broker:
+        return [r.event for r in await broker.read(CheckpointPublished, project=config.project, model=model)]
+
+
+async def _publish(config: Config, event: WhatIfAnswered) -> None:
+    async with Broker.connect(log_of(config), name="what-if") as broker:
+        await broker.publish(event)
+
+
+def _variant(question: Question, plan: Plan, published: Sequence[CheckpointPublished]) -> Variant:
+    """The variant as it was trained. Raises `WhatIfError` if it has no version."""
+    trained = [c for c in published if c.branch == plan.branch and c.groups]
+    if not trained:
+        raise WhatIfError(
+            f"{plan.branch} has no version: too few of its groups have rewards that differ for one step of "
+            "trainer.groups_per_step groups. Select more, or --set trainer.groups_per_step lower"
+        )
+    step = max(c.step for c in trained)
+    return Variant(
+        branch=plan.branch, version=version_name(branch_model(question.model, plan.branch), step),
+        settings=json.dumps(plan.settings), groups=sum(len(c.groups) for c in trained),
+    )  # fmt: skip
+
+
+def _until_known(gateway: GatewayApi, version: str) -> None:
+    """Wait until the gateway has read of a version. Raises `GatewayError` if it does not."""
+    deadline = time.monotonic() + _KNOWN_WITHIN_S
+    while True:
+        try:
+            gateway.ask("GET", f"/v1/models/{quote(version, safe='')}")
+            return
+        except GatewayError as error:
+            if error.status != 404 or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+class Commands:
+    """Runs commands of Journeywork on a run. What they tell goes to a file of the run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run = ["--run-dir", str(run_dir)]
+        self.log = run_dir / "logs" / "what-if.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+
+    def start(self, name: str, *flags: str) -> subprocess.Popen[str]:
+        """Start a command, which a Ctrl-C on this one does not reach."""
+        command = [sys.executable, "-m", "pipeline", name, *self._run, *flags]
+        with self.log.open("a") as log:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, start_new_session=True
+            )
+
+    def call(self, name: str, *flags: str, key: str = "") -> str:
+        """Run a command to its end, and return its output. Raises `WhatIfError` if it fails."""
+        command = [sys.executable, "-m", "pipeline", name, *self._run, *flags]
+        with self.log.open("a") as log:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, check=False,
+                env={**os.environ, **({KEY_VARIABLE: key} if key else {})},
+            )  # fmt: skip
+            log.write(done.stdout)
+        if done.returncode:
+            raise self.failure(f"`journeywork {name}` ended with status {done.returncode}")
+        return done.stdout
+
+    def failure(self, what: str) -> WhatIfError:
+        """Return an error with what the command said last."""
+        said = [
+            line
+            for line in self.log.read_text("utf-8", "replace").splitlines()
+            if line.startswith("journeywork")
+        ]
+        return WhatIfError(f"{what}: {said[-1] if said else 'it said nothing'} ({self.log} has the rest)")
+
+
+def _line(name: str, measure: Mapping[str, Any]) -> str:
+    if measure.get("difference") is None:
+        return f"{name}: reward {measure['mean']:.4g}"
+    ends = (measure["difference_low"], measure["difference_high"])
+    low, high = ("?" if end is None else f"{end:+.4g}" for end in ends)
+    return f"{name}: reward {measure['mean']:.4g}, difference {measure['difference']:+.4g} [{low}, {high}]"
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(visible(text) + "\n")
+    sys.stdout.flush()
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def _utc(text: str) -> datetime:
+    """A time in ISO 8601, UTC where it names no zone, without its zone. Raises `ValueError`."""
+    at = datetime.fromisoformat(text)
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).astimezone(UTC).replace(tzinfo=None)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="journeywork what-if",
+        description=inspect.cleandoc(__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--run-dir", help="default: the running one under runs/, else the newest")
+    add("--model", default="", help="default: the first of the settings")
+    add("--rubric", action="append", default=[], metavar="FILE", help="judge by this rubric; may be repeated")
+    add(
+        "--with",
+        action="append",
+        default=[],
+        dest="settings",
+        metavar="FILE",
+        help="settings that differ, TOML",
+    )
+    add("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+    add("--since", type=_utc, help="only groups scored then or later, ISO 8601")
+    add("--until", type=_utc, help="only groups scored before that")
+    add("--where", default="true", help="SQL over the view `groups`")
+    add("--from", default="", dest="start", metavar="VERSION",
+        help="begin with this version, as models.start; of this run if it names no lake; default: none")  # fmt: skip
+    add(
+        "--against",
+        default="",
+        metavar="VERSION",
+        help="compare with this version; default: the newest of main",
+    )
+    add("--rollout", required=True, metavar="MODULE:FUNCTION", help="plays one held-out task, as by eval")
+    add("--scenarios", required=True, metavar="MODULE:NAME|FILE", help="the held-out tasks, as of eval")
+    for name in _EVALUATION[2:]:
+        add(f"--{name}", type=int, help="as of eval")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Return 0 on success, 1 if a part of the answer can't be had, 2 if an argument or a setting is
+    wrong."""
+    args = _parser().parse_args(argv)
+    try:
+        run_dir = find_run(args.run_dir).resolve()
+        found = answer(args, run_dir)
+    except (StoreError, BrokerError, GatewayError, WhatIfError, duckdb.Error) as error:
+        sys.stderr.write(f"journeywork what-if: {error}\n")
+        return 1
+    except (ConfigError, InvalidNameError, OSError) as error:
+        sys.stderr.write(f"journeywork what-if: {error}\n")
+        return 2
+    _say(f"the dashboard's page What if has the answer; evaluation {found.evaluation}")
+    for variant in found.variants:
+        source = (
+            f"{run_dir}#{variant.branch}/{version_name(found.model, int(variant.version.rpartition('@')[2]))}"
+        )
+        _say(f"to go on from {variant.version}: journeywork train --run-dir {run_dir} --adopt '{source}'")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

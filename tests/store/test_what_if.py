@@ -1,0 +1,135 @@
+"""What if: the question as it is asked, and one from the question to the dashboard's page."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import anyio
+import pytest
+
+from examples.tictactoe.agent import Agents
+from journeywork import AsyncJourneywork, Trajectory
+from pipeline.config import Config, ConfigError, ModelConfig, save
+from pipeline.running.runs import SETTINGS
+from store.commands.question import Question, read_question
+from store.commands.what_if import _parser
+from store.reading.history import History
+from store.reading.what_if import what_if
+from tests.kits.installation import JOURNEYWORK, ROOT, SMALL, Up, program, up
+
+GAMES = [
+    "--rollout",
+    "examples.tictactoe.held_out:play",
+    "--scenarios",
+    "examples.tictactoe.held_out:batches",
+]
+WINS, HURRY = (
+    str(ROOT / "examples" / "tictactoe" / "what_if" / f"{name}.toml") for name in ("wins", "hurry")
+)
+
+
+def asked(run_dir: Path, *flags: str) -> Question:
+    config = Config(run_dir=str(run_dir), models=(ModelConfig(name="m"),))
+    save(config, run_dir / SETTINGS)
+    return read_question(_parser().parse_args([*flags, "--rollout", "a:b", "--scenarios", "c:d"]), config)
+
+
+def test_each_rubric_and_each_file_is_a_branch_with_the_settings_of_all(tmp_path: Path) -> None:
+    rubric = tmp_path / "stricter.md"
+    rubric.write_text("Be strict.")
+    flags = ["--rubric", str(rubric), "--with", WINS, "--set", "trainer.loss.beta=0.01"]
+    question = asked(tmp_path, *flags, "--since", "2026-11-20T01:00+01:00", "--where", "task = 'a' OR true")
+    by_name = {plan.name: plan for plan in question.plans}
+    assert by_name["stricter"].settings == {"trainer.loss.beta": "0.01", "judge.rubric": str(rubric)}
+    assert by_name["wins"].settings["judge.rewards"] == [{"name": "win", "kind": "metric"}]
+    assert all(plan.judged for plan in question.plans)
+    assert "decided_at >= TIMESTAMP '2026-11-20 00:00:00' AND (task = 'a' OR true)" in question.selection
+    assert asked(tmp_path, *flags).plans != question.plans  # other groups: other branches
+    rubric.write_text("Be stricter.")
+    again = asked(tmp_path, *flags, "--since", "2026-11-20", "--where", "task = 'a' OR true")
+    assert again.id != question.id  # the same name, another rubric
+
+
+def test_only_settings_of_the_trainer_judge_nothing_again(tmp_path: Path) -> None:
+    (plan,) = asked(tmp_path, "--set", "trainer.loss.beta=0.01", "--from", "m@3").plans
+    assert (plan.name, plan.judged) == ("set", False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ([], "what is to differ"),
+        (["--set", "trainer.los=1"], "did you mean trainer.loss"),
+        (["--set", "models.0.base=other"], "has main's base"),
+        (["--with", WINS, "--with", WINS], "two variants have one name"),
+        (["--set", "seed"], "section.key=value"),
+        (["--model", "x", "--set", "trainer.seed=1"], "the run has m"),
+    ],
+)
+def test_a_question_that_can_t_be_asked_is_refused_before_anything_runs(
+    tmp_path: Path, flags: list[str], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        asked(tmp_path, *flags)
+
+
+async def play(url: str) -> None:
+    """Games of a base model, in groups with rewards that differ."""
+    agents = Agents.at(url)
+
+    async def rollout(run: Trajectory, seed: str) -> float:
+        await agents.play(run, seed)
+        run.metrics["win"] = float(run.id[-1] in "01234567")  # the double never wins
+        return run.metrics["win"]
+
+    async with agents.client, AsyncJourneywork(url) as client:
+        groups = await client.gather("tictactoe", [f"s{i}" for i in range(12)], rollout, group_size=4)
+        assert not [error for group in groups for error in group.exceptions]
+
+
+def until_scored(running: Up) -> None:
+    running.until(lambda: running.query("SELECT count(*) AS n FROM groups")[0]["n"] >= 12)
+
+
+@pytest.mark.inference
+@pytest.mark.timeout(400)
+def test_one_command_from_the_question_to_the_page(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = [*SMALL, "judge.group_size=4", "trainer.max_steps=1", "store.flush_s=0.2"]
+    config = str(ROOT / "examples" / "tictactoe" / "journeywork.toml")
+    ask = [
+        *JOURNEYWORK,
+        "what-if",
+        "--run-dir",
+        str(run_dir),
+        "--with",
+        WINS,
+        "--with",
+        HURRY,
+        *GAMES,
+        "--limit",
+        "2",
+    ]
+    with up(tmp_path, run_dir, "--config", config, "--run-dir", str(run_dir), settings=settings) as running:
+        anyio.run(play, running.url)
+        until_scored(running)
+        running.until_step(1)
+        said = program(ask, ROOT)
+        assert "difference" in said
+        running.until(lambda: bool(running.query("SELECT 1 FROM policy_what_if")))
+        running.until(lambda: len(running.query("SELECT DISTINCT entrant FROM evaluations")) == 3)
+        letters = running.query("SELECT * FROM dead")
+    assert letters == []
+
+    with contextlib.closing(History(Config(run_dir=str(run_dir)))) as history:
+        (row,) = what_if(history, {})["rows"]
+    assert (row["baseline"], row["groups"]) == ("tictactoe@1", 12)
+    assert [v["branch"].rpartition("-")[2] for v in row["variants"]] == ["wins", "hurry"]
+    for variant in row["variants"]:
+        reward = variant["measures"][0]
+        assert (reward["measure"], reward["pairs"]) == ("reward", 2)
+        assert reward["difference"] is not None
+        assert variant["groups"] == 4
+        assert variant["version"] == f"tictactoe+{variant['branch']}@1"
+        assert f"#{variant['source']}'" in said
