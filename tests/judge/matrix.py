@@ -23,7 +23,7 @@ from pipeline.events import DeadLettered, GroupDiscarded, GroupScored, GroupTime
 from pipeline.log.broker import Broker
 from tests.judge.kit import completed, exchange
 from tests.kits.crash.fork_server import quick_consumers
-from tests.kits.crash.processes import ForkServer, ServiceProcess
+from tests.kits.crash.processes import ForkServer, ServiceProcess, fork_server
 from tests.kits.scoring_server import ScoringServer
 
 SEED = 20261122
@@ -99,25 +99,20 @@ class Matrix:
 
     async def run(self, broker: Broker) -> dict[str, Any]:
         """Run to the end; return the figures of a report. `broker` must have provisioned the quick consumers."""
-        async with self.server.run(), anyio.create_task_group() as tg:
-            server = ForkServer(
-                self.folder, "judge", "openai.resources.chat", ack_wait_s=self.plan.ack_wait_s
-            )
-            try:
-                tg.start_soon(server.listen)
-                await server.imported()
-                async with anyio.create_task_group() as judges:
-                    for _ in range(JUDGES):
-                        judges.start_soon(self._judge, server, broker)
-                    await self._publish(broker)
-                    await self._settled(broker)
-                    for group in self.lacking:
-                        await broker.publish(self._completed(group, MEMBERS - 1))
-                    await self._settled(broker)
-                    judges.cancel_scope.cancel()
-                tg.cancel_scope.cancel()
-            finally:
-                server.close()
+        wait_s = self.plan.ack_wait_s
+        async with (
+            self.server.run(),
+            fork_server(self.folder, "judge", "openai.resources.chat", ack_wait_s=wait_s) as server,
+            anyio.create_task_group() as judges,
+        ):
+            for _ in range(JUDGES):
+                judges.start_soon(self._judge, server, broker)
+            await self._publish(broker)
+            await self._settled(broker)
+            for group in self.lacking:
+                await broker.publish(self._completed(group, MEMBERS - 1))
+            await self._settled(broker)
+            judges.cancel_scope.cancel()
         return await self._check(broker)
 
     def _completed(self, group: int, member: int) -> Any:

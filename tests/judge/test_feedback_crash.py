@@ -15,7 +15,7 @@ from pipeline.config import Config, FeedbackConfig, JudgeConfig, NatsConfig, Rew
 from pipeline.events import DeadLettered, FeedbackTimedOut, GroupDiscarded, GroupScored
 from pipeline.log.broker import Broker
 from tests.judge.test_feedback import run, signal
-from tests.kits.crash.processes import ForkServer
+from tests.kits.crash.processes import fork_server
 from tests.kits.quick_service import quick_consumers
 
 pytestmark = pytest.mark.anyio
@@ -52,41 +52,32 @@ async def test_each_signal_counts_once_whenever_a_judge_dies(
     deaths = Counter[str]()
     given: dict[str, float] = {}
     async with Broker.connect(msgspec.structs.replace(nats_config, provision=True)) as broker:
-        server = ForkServer(tmp_path / "judge.toml", "judge", ack_wait_s=0.5)
-        async with anyio.create_task_group() as tasks:
-            try:
-                tasks.start_soon(server.listen)
-                await server.imported()
-                overdue = 0
-                for where in (f"{point}:{passage}" for point in POINTS for passage in PASSAGES):
-                    dying = server.start("judge", where)
-                    names = [
-                        f"{where.replace('.', '-').replace(':', '-')}-{number}" for number in range(RUNS)
-                    ]
-                    for number, name in enumerate(names):
-                        if number % 4 != 3:
-                            given[name] = number / RUNS
-                        if number % 4 == 0:
-                            await broker.publish(signal(name, given[name]))
-                        await broker.publish(run(name))
-                        if number % 4 == 1:
-                            await broker.publish(signal(name, given[name]))
-                    overdue += RUNS // 2
-                    with anyio.move_on_after(3):
-                        await dying.ended.wait()
-                    assert dying.status in (None, -signals.SIGKILL)
-                    deaths[where.partition(":")[0]] += dying.status == -signals.SIGKILL
-                    if dying.status is None:
-                        await dying.end(signals.SIGKILL)
-                    heir = server.start("judge")
-                    await settled(broker, overdue=overdue)
-                    for name in names[2::4]:
+        async with fork_server(tmp_path / "judge.toml", "judge", ack_wait_s=0.5) as server:
+            overdue = 0
+            for where in (f"{point}:{passage}" for point in POINTS for passage in PASSAGES):
+                dying = server.start("judge", where)
+                names = [f"{where.replace('.', '-').replace(':', '-')}-{number}" for number in range(RUNS)]
+                for number, name in enumerate(names):
+                    if number % 4 != 3:
+                        given[name] = number / RUNS
+                    if number % 4 == 0:
                         await broker.publish(signal(name, given[name]))
-                    await settled(broker, overdue=overdue)
-                    await heir.end(signals.SIGKILL)
-                tasks.cancel_scope.cancel()
-            finally:
-                server.close()
+                    await broker.publish(run(name))
+                    if number % 4 == 1:
+                        await broker.publish(signal(name, given[name]))
+                overdue += RUNS // 2
+                with anyio.move_on_after(3):
+                    await dying.ended.wait()
+                assert dying.status in (None, -signals.SIGKILL)
+                deaths[where.partition(":")[0]] += dying.status == -signals.SIGKILL
+                if dying.status is None:
+                    await dying.end(signals.SIGKILL)
+                heir = server.start("judge")
+                await settled(broker, overdue=overdue)
+                for name in names[2::4]:
+                    await broker.publish(signal(name, given[name]))
+                await settled(broker, overdue=overdue)
+                await heir.end(signals.SIGKILL)
         scored = Counter(
             (m.trajectory, m.reward) for r in await broker.read(GroupScored) for m in r.event.members
         )

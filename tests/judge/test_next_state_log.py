@@ -19,7 +19,7 @@ from pipeline.events import DeadLettered, GroupScored, Hint
 from pipeline.log.broker import Broker
 from tests.judge.kit import exchange, groups, judging
 from tests.judge.test_feedback import run, signal
-from tests.kits.crash.processes import ForkServer
+from tests.kits.crash.processes import fork_server
 from tests.kits.quick_service import quick_consumers
 from tests.kits.scoring_server import ScoringServer
 
@@ -105,36 +105,29 @@ async def test_each_call_is_rewarded_once_whenever_a_judge_dies(
     ):
         config = msgspec.structs.replace(settings(nats_config, model), run_dir=str(tmp_path))
         save(config, tmp_path / "judge.toml")
-        server = ForkServer(tmp_path / "judge.toml", "judge", ack_wait_s=0.5)
-        async with anyio.create_task_group() as tasks:
-            try:
-                tasks.start_soon(server.listen)
-                await server.imported()
-                for point in POINTS:
-                    model.delay_s = 60.0 if point == "votes" else 0.0
-                    before = model.calls
-                    dying = server.start("judge", f"{point}:1" if point != "votes" else "")
-                    for number in range(RUNS):
-                        await play(broker, f"{point.replace('.', '-')}-{number}")
-                    with anyio.move_on_after(10):
-                        if point == "votes":
-                            while model.calls == before:
-                                await anyio.sleep(0.02)  # the server can only be asked
-                            await dying.end(signals.SIGKILL)
-                        await dying.ended.wait()
-                    assert dying.status == -signals.SIGKILL, point
-                    deaths[point] += 1
-                    model.delay_s = 0.0
-                    heir = server.start("judge")
-                    with anyio.fail_after(60):
-                        while len(await broker.read(GroupScored)) < RUNS * len(deaths) or await broker.lag(
-                            "judge"
-                        ):
-                            await anyio.sleep(0.05)
-                    await heir.end(signals.SIGKILL)
-                tasks.cancel_scope.cancel()
-            finally:
-                server.close()
+        async with fork_server(tmp_path / "judge.toml", "judge", ack_wait_s=0.5) as server:
+            for point in POINTS:
+                model.delay_s = 60.0 if point == "votes" else 0.0
+                before = model.calls
+                dying = server.start("judge", f"{point}:1" if point != "votes" else "")
+                for number in range(RUNS):
+                    await play(broker, f"{point.replace('.', '-')}-{number}")
+                with anyio.fail_after(60):
+                    if point == "votes":
+                        while model.calls == before:
+                            await anyio.sleep(0.02)  # the server can only be asked
+                        await dying.end(signals.SIGKILL)
+                    await dying.ended.wait()
+                assert dying.status == -signals.SIGKILL, point
+                deaths[point] += 1
+                model.delay_s = 0.0
+                heir = server.start("judge")
+                with anyio.fail_after(60):
+                    while len(await broker.read(GroupScored)) < RUNS * len(deaths) or await broker.lag(
+                        "judge"
+                    ):
+                        await anyio.sleep(0.05)
+                await heir.end(signals.SIGKILL)
         scored = [r.event for r in await broker.read(GroupScored)]
         assert await broker.read(DeadLettered) == []
     names = [f"{point.replace('.', '-')}-{number}" for point in POINTS for number in range(RUNS)]

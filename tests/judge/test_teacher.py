@@ -35,7 +35,7 @@ from pipeline.events import (
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer, free_port
 from tests.judge.kit import groups, judging
-from tests.kits.crash.processes import ForkServer
+from tests.kits.crash.processes import fork_server
 from tests.kits.inference_double import Double
 from tests.kits.quick_service import quick_consumers
 
@@ -262,28 +262,21 @@ async def test_each_run_is_taught_once_whenever_a_judge_dies(
     save(config, tmp_path / "judge.toml")
     names = [f"{point.replace('.', '-')}-{number}" for point in POINTS for number in range(RUNS)]
     async with Broker.connect(msgspec.structs.replace(nats_config, provision=True)) as broker:
-        server = ForkServer(tmp_path / "judge.toml", "judge", ack_wait_s=0.5)
-        async with anyio.create_task_group() as tasks:
-            try:
-                tasks.start_soon(server.listen)
-                await server.imported()
-                for index, point in enumerate(POINTS):
-                    dying = server.start("judge", f"{point}:2")
-                    for name in names[index * RUNS : (index + 1) * RUNS]:
-                        await play(broker, name)
-                    with anyio.fail_after(30):
-                        await dying.ended.wait()
-                    assert dying.status == -signals.SIGKILL, point
-                    heir = server.start("judge")
-                    with anyio.fail_after(60):
-                        while len(await broker.read(GroupScored)) < RUNS * (index + 1) or await broker.lag(
-                            "judge"
-                        ):
-                            await anyio.sleep(0.05)
-                    await heir.end(signals.SIGKILL)
-                tasks.cancel_scope.cancel()
-            finally:
-                server.close()
+        async with fork_server(tmp_path / "judge.toml", "judge", ack_wait_s=0.5) as server:
+            for index, point in enumerate(POINTS):
+                dying = server.start("judge", f"{point}:2")
+                for name in names[index * RUNS : (index + 1) * RUNS]:
+                    await play(broker, name)
+                with anyio.fail_after(30):
+                    await dying.ended.wait()
+                assert dying.status == -signals.SIGKILL, point
+                heir = server.start("judge")
+                with anyio.fail_after(60):
+                    while len(await broker.read(GroupScored)) < RUNS * (index + 1) or await broker.lag(
+                        "judge"
+                    ):
+                        await anyio.sleep(0.05)
+                await heir.end(signals.SIGKILL)
         scored = [r.event for r in await broker.read(GroupScored)]
         assert Counter(a.trajectory for a in await answers(broker)) == Counter(names)
         assert await broker.read(DeadLettered) == []

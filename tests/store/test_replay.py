@@ -10,7 +10,6 @@ import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.events import (
-    Event,
     ExchangeRecorded,
     GroupScored,
     Score,
@@ -20,17 +19,10 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker
 from store.commands import diff, replay
-from store.lake.columns import table
-from store.reading import rebuild, sql
+from store.reading import sql
 from tests.store.kit import StoreProcess, fill, publish, run_of_one_step, stored, until_acked
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.mark.parametrize("event", run_of_one_step(), ids=wire_name)
-def test_an_event_comes_out_of_parquet_as_it_went_in(event: Event) -> None:
-    rows = table(wire_name(event), [event], [1], [1], [""])  # type: ignore[list-item]
-    assert rebuild.events(type(event), rows) == [event]
 
 
 async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_back(

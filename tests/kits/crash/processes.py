@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,6 +70,22 @@ class ForkServer:
         self._server.stdin.close()
         self._server.wait(20)
         self._server.stdout.close()
+
+
+@asynccontextmanager
+async def fork_server(
+    config: Path, *services: str, ack_wait_s: float = ACK_WAIT_S
+) -> AsyncIterator[ForkServer]:
+    """A fork server that has imported the services; at the end it and its processes are gone."""
+    server = ForkServer(config, *services, ack_wait_s=ack_wait_s)
+    async with anyio.create_task_group() as tg:
+        try:
+            tg.start_soon(server.listen)
+            await server.imported()
+            yield server
+            tg.cancel_scope.cancel()
+        finally:
+            server.close()
 
 
 @dataclass(eq=False)

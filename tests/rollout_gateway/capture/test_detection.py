@@ -26,50 +26,27 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_run_goes_on_with_calls_of_its_own_key_only(broker: Broker) -> None:
-    first = [{"role": "user", "content": "hello"}]
-    said = {"role": "assistant", "content": "hi"}
-    second = [*first, said, {"role": "user", "content": "more"}]
-
-    def call(messages: list[dict[str, str]]) -> Any:
-        return read_chat(msgspec.json.encode({"model": "m", "messages": messages}))
-
-    registry = Registry(broker, "test", TrajectoryTokens(b"0" * 32, "test"))
-    detector = TrajectoryDetector("test", registry, GatewayConfig(detection=DetectionConfig(enabled=True)))
-    detector._ready.set()
-    runs = {}
+    gateway = Gateway(broker, idle_s=600)
+    gateway.detector._ready.set()
+    runs, history = {}, []
     for owner in ("alice", "bob"):
-        asked = call(first)
-        runs[owner] = await detector.find(asked, "m", owner)
-        sampled = SampledChoice(0)
-        sampled.fields["message"] = msgspec.Raw(msgspec.json.encode(said))
-        await detector.answered(runs[owner], asked, Answer({}, b"", [sampled]))
-    assert [(run.opened.owner, run.id) for run in runs.values()] == [(o, r.id) for o, r in runs.items()]
+        runs[owner], history = await gateway.ask([user("hello")], "hi", owner)
+    assert [run.opened.owner for run in runs.values()] == ["alice", "bob"]
     assert runs["alice"].id != runs["bob"].id
+    more = _call([*history, user("more")])
     for owner in ("bob", "alice"):
-        assert (await detector.find(call(second), "m", owner)) is runs[owner]
-    assert (await detector.find(call(second), "m", "carol")).id not in {r.id for r in runs.values()}
+        assert (await gateway.detector.find(more, "m", owner)) is runs[owner]
+    assert (await gateway.detector.find(more, "m", "carol")).id not in {r.id for r in runs.values()}
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["sends the empty message back", "leaves it out"])
 async def test_a_run_goes_on_after_an_empty_answer(broker: Broker, kept: bool) -> None:
     """The AI SDK leaves an empty message of the assistant out of the history, other clients send it back."""
-    first: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
-    said: dict[str, Any] = {"role": "assistant", "content": ""}
-    second = [*first, *([said] if kept else []), {"role": "user", "content": "more"}]
-
-    def call(messages: list[dict[str, Any]]) -> Any:
-        return read_chat(msgspec.json.encode({"model": "m", "messages": messages}))
-
-    registry = Registry(broker, "test", TrajectoryTokens(b"0" * 32, "test"))
-    config = GatewayConfig(detection=DetectionConfig(enabled=True))
-    detector = TrajectoryDetector("test", registry, config)
-    detector._ready.set()
-    asked = call(first)
-    run = await detector.find(asked, "m", "alice")
-    sampled = SampledChoice(0)
-    sampled.fields["message"] = msgspec.Raw(msgspec.json.encode(said))
-    await detector.answered(run, asked, Answer({}, b"", [sampled]))
-    assert (await detector.find(call(second), "m", "alice")) is run
+    gateway = Gateway(broker, idle_s=600)
+    gateway.detector._ready.set()
+    run, history = await gateway.ask([user("hello")], "")
+    more = _call([*(history if kept else history[:1]), user("more")])
+    assert (await gateway.detector.find(more, "m", "alice")) is run
 
 
 # -- several gateways on one log ---------------------------------------------------------------------------------------
@@ -85,10 +62,12 @@ class Gateway:
         )
         self.detector = TrajectoryDetector("test", self.registry, config)
 
-    async def ask(self, messages: list[dict[str, Any]], said: str) -> tuple[Trajectory, list[dict[str, Any]]]:
+    async def ask(
+        self, messages: list[dict[str, Any]], said: str, owner: str = "alice"
+    ) -> tuple[Trajectory, list[dict[str, Any]]]:
         """Make a call that is answered with `said`. Returns its run, and the messages up to the answer."""
         call = _call(messages)
-        run = await self.detector.find(call, "m", "alice")
+        run = await self.detector.find(call, "m", owner)
         run.begin()
         await self.record(run, messages, said)
         answer = {"role": "assistant", "content": said}

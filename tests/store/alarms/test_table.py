@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -75,14 +76,41 @@ def test_an_alarm_holds_where_its_condition_does_and_nowhere_else(name: str, tmp
     assert found(tmp_path / "c", name, []) == []
 
 
-def test_refused_steps_are_a_mismatch(tmp_path: Path) -> None:
-    (one,) = found(tmp_path, "sampler_mismatch", letters(3, "sampler_mismatch", "trainer"))
-    assert one.detail == "the trainer refused to train 3 groups"
+def _lengths(*of_steps: float) -> list[Event]:
+    return [checkpoint(i, metrics={"tokens": 8 * n, "trajectories": 8.0}) for i, n in enumerate(of_steps, 1)]
 
 
-def test_anchors_that_could_not_be_judged_are_drift(tmp_path: Path) -> None:
-    (one,) = found(tmp_path, "judge_drift", anchors(None, alarm=True))
-    assert one.detail == "no anchor could be judged"
+@pytest.mark.parametrize(
+    ("name", "make", "detail"),
+    [
+        (
+            "sampler_mismatch", lambda: letters(3, "sampler_mismatch", "trainer"),
+            "the trainer refused to train 3 groups",
+        ),
+        ("judge_drift", lambda: anchors(None, alarm=True), "no anchor could be judged"),
+        # The newest event is that of a process without failures.
+        (
+            "judge_failing", lambda: passes(8, 8, 1_000_000) + passes(0, 2),
+            "8 of 10 passes gave no scores; the last one: the model answered, and no score could be read from its "
+            "reply",
+        ),
+        (
+            "replica_behind", lambda: steps("kl", [0.1, 0.1]),
+            f"{REPLICA} serves m@0 at most; m@2 was published",
+        ),
+        (
+            "length_drift", lambda: _lengths(*[100.0] * STEPS, *[40.0] * STEPS),
+            "a trained run has 40% of the sampled tokens that it had in the first steps",
+        ),
+        ("starvation", lambda: runs(4, short=12, long=4), None),  # few long runs
+        ("replica_behind", lambda: steps("kl", [9.0] * STEPS, branch="b") + loads(0, replica="10.0.0.9:1"), None),
+        ("kl_rise", lambda: steps("kl", [9.0] * STEPS, branch="b"), None),
+    ],
+)  # fmt: skip
+def test_what_an_alarm_says_of_events(
+    name: str, make: Callable[[], list[Event]], detail: str | None, tmp_path: Path
+) -> None:
+    assert [one.detail for one in found(tmp_path, name, make())] == ([] if detail is None else [detail])
 
 
 def test_an_alarm_says_why_and_quotes_no_content(tmp_path: Path) -> None:
@@ -92,12 +120,6 @@ def test_an_alarm_says_why_and_quotes_no_content(tmp_path: Path) -> None:
     (idle,) = found(tmp_path / "b", "nothing_trains", unrewarded(4))
     assert idle.detail.endswith("2 of 2 trajectories carry no reward and judge.model is not set")
     assert found(tmp_path / "c", "nothing_trains", unrewarded(2)) == []
-
-
-def test_a_process_that_judges_well_does_not_hide_why_another_fails(tmp_path: Path) -> None:
-    """The newest event was that of the process without failures, and the alarm said that the model did not answer."""
-    (failing,) = found(tmp_path, "judge_failing", passes(8, 8, 1_000_000) + passes(0, 2))
-    assert failing.detail.endswith("the model answered, and no score could be read from its reply")
 
 
 def test_a_disk_has_a_higher_limit_than_a_stream(tmp_path: Path) -> None:
@@ -110,28 +132,6 @@ def test_a_loss_and_a_wait_of_one_consumer_are_one_alarm(tmp_path: Path) -> None
     groups, rollouts = sorted(found(tmp_path, "store_behind", [], (), waiting), key=lambda one: one.about)
     assert (groups.about, groups.detail) == ("store-groups", "waits")
     assert (rollouts.about, rollouts.value, rollouts.detail) == ("store-rollouts", 1.0, "lost; waits")
-
-
-def test_few_long_runs_starve_nobody(tmp_path: Path) -> None:
-    assert found(tmp_path, "starvation", runs(4, short=12, long=4)) == []
-
-
-def test_a_branch_and_a_server_that_is_gone_raise_nothing(tmp_path: Path) -> None:
-    events = steps("kl", [9.0] * STEPS, branch="b") + loads(0, replica="10.0.0.9:1")
-    assert found(tmp_path / "a", "replica_behind", events) == []
-    assert found(tmp_path / "b", "kl_rise", events) == []
-
-
-def test_a_server_that_never_loaded_anything_is_behind(tmp_path: Path) -> None:
-    (one,) = found(tmp_path, "replica_behind", steps("kl", [0.1, 0.1]))
-    assert one.detail == f"{REPLICA} serves m@0 at most; m@2 was published"
-
-
-def test_runs_that_became_short_have_drifted_too(tmp_path: Path) -> None:
-    lengths = [100.0] * STEPS + [40.0] * STEPS
-    events = [checkpoint(i, metrics={"tokens": 8 * n, "trajectories": 8.0}) for i, n in enumerate(lengths, 1)]
-    (one,) = found(tmp_path, "length_drift", events)
-    assert one.detail == "a trained run has 40% of the sampled tokens that it had in the first steps"
 
 
 def test_a_part_that_dominates_is_named_with_its_share(tmp_path: Path) -> None:

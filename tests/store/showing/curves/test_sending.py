@@ -71,15 +71,6 @@ def sent(folder: Path) -> Any:
     return json.loads((folder / "wandb.json").read_text())
 
 
-def test_the_history_is_sent_in_the_logs_order_and_then_what_comes(tmp_path: Path) -> None:
-    fake = Fake()
-    with sending(fake, tmp_path, [row(2), row(1), row(3)]) as sender:
-        sender.add(row(4))
-        fake.wait_for([1, 2, 3, 4])
-    assert (fake.opened, fake.closed) == (1, 1)
-    assert sent(tmp_path) == {"at": 4}
-
-
 def test_after_a_restart_only_what_is_missing_is_sent(tmp_path: Path) -> None:
     first, second = Fake(), Fake()
     with sending(first, tmp_path, [row(1), row(2)]):
@@ -112,12 +103,14 @@ def test_what_a_tracker_never_took_is_not_noted_as_sent(tmp_path: Path) -> None:
         after.wait_for([1, 2])
 
 
-def test_a_point_counts_as_sent_once_its_run_is_finished(tmp_path: Path) -> None:
+def test_points_go_in_the_logs_order_and_count_as_sent_once_their_run_is_finished(tmp_path: Path) -> None:
     fake = Fake()
-    with sending(fake, tmp_path, [row(1), row(2)]):
-        fake.wait_for([1, 2])
-        assert not (tmp_path / "wandb.json").exists()  # a kill now sends both again
-    assert sent(tmp_path) == {"at": 2}
+    with sending(fake, tmp_path, [row(2), row(1), row(3)]) as sender:
+        sender.add(row(4))
+        fake.wait_for([1, 2, 3, 4])
+        assert not (tmp_path / "wandb.json").exists()  # a kill now sends all again
+    assert (fake.opened, fake.closed) == (1, 1)
+    assert sent(tmp_path) == {"at": 4}
 
 
 @pytest.mark.parametrize("failures", [0, 1])
