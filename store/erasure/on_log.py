@@ -12,6 +12,7 @@ from contextlib import aclosing
 import msgspec
 
 from pipeline import crash
+from pipeline.errors import HistoryGoneError
 from pipeline.events import (
     EVENTS,
     ClaimCheck,
@@ -48,7 +49,10 @@ async def reached(
     reaches = Reaches(project, plan)
     async with aclosing(broker.messages(stream_of(DeadLettered))) as found:
         async for message in found:
-            letter = await broker.event_of(decode(message.payload))
+            try:
+                letter = await broker.event_of(decode(message.payload))
+            except (msgspec.DecodeError, HistoryGoneError):
+                continue  # what it held is gone, as after an erasure that was killed between object and message
             if isinstance(letter, DeadLettered) and reaches(letter.original_subject):
                 yield stream_of(DeadLettered), message
 

@@ -19,6 +19,7 @@ import pytest
 from pipeline.config import Config, NatsConfig, save
 from pipeline.crash import POINTS, VARIABLE
 from pipeline.events import (
+    ClaimCheck,
     DataErased,
     DeadLettered,
     Event,
@@ -31,9 +32,11 @@ from pipeline.events import (
     TrajectoryCompleted,
     TrajectoryOpened,
     Verdict,
+    decode,
     encode,
     pack_seqs,
 )
+from pipeline.log import objects
 from pipeline.log.broker import Broker
 from pipeline.running.runs import SETTINGS
 from pipeline.security import users
@@ -248,6 +251,25 @@ async def test_the_same_command_completes_what_a_kill_interrupted(
     (receipt,) = (r.event for r in await broker.read(DataErased))
     assert (receipt.runs, sum(receipt.messages.values())) == (4, 18)
     assert (await erase(config, "--check")).returncode == 0
+
+
+async def test_a_letter_whose_object_is_erased_already_stops_nothing(
+    config: Config, nats_server: NatsServer, broker: Broker
+) -> None:
+    """As after a kill between a dead letter's object and its message."""
+    large = next(event for event in HISTORY if event.subject() == "rollout.exchange.p.a1")
+    letter = DeadLettered(
+        project="", stream="ROLLOUTS", stream_seq=2, original_subject=large.subject(), consumer="judge",
+        reason="unstorable", payload=encode(large),
+    )  # fmt: skip
+    await broker.publish(letter)
+    async with Broker.connect(config.nats, name="erase") as eraser:
+        async for message in eraser.messages("DEAD"):
+            if isinstance(claim := decode(message.payload), ClaimCheck):
+                await objects.erase(eraser, claim.bucket, claim.object)
+    done = await erase(config, "--yes")
+    assert done.returncode == 0, done.stderr
+    assert found_in(nats_server.folder, SECRET) == []
 
 
 async def test_what_is_open_or_waits_is_named_and_nothing_is_deleted(
