@@ -113,7 +113,7 @@ class Trainer:
 
     async def require_whole_log(self) -> None:
         """Raise `LogShrankError` if the log lost its end: the newest group that was read, or a committed step."""
-        if self._newest.seq and not await self.broker.holds(self._consumer.stream, self._newest):
+        if self._newest.seq and not await self.broker.has_reached(self._consumer.stream, self._newest):
             raise LogShrankError(
                 f"the log lost its end: message {self._newest.seq} of {self._consumer.stream} is gone. Start the "
                 "trainer again: it reads the log anew"

@@ -16,6 +16,7 @@ class AnyModel(Protocol):
     name: str
     project: str
     trainable: bool
+    base_path: str
     inference_base_url: str | None
     inference_api_key: str | None
 

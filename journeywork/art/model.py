@@ -73,6 +73,8 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
 
     _backend: Any = None
     _wandb: WandbRun | None = None
+    _wandb_run: Any = None
+    """ART's slot of the run at Weights & Biases: programs put one of their own here."""
     _builder: MetricsBuilder | None = None
     _rowed: tuple[int, float] = pydantic.PrivateAttr(default_factory=lambda: (-1, time.monotonic()))
     """The step of the last row of the split `train`, and when it was written."""
@@ -205,7 +207,7 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
         if row:
             self._folder.append_metrics(row, at)
             if self.report_metrics is None or "wandb" in self.report_metrics:
-                await asyncio.to_thread(self._wandb_run().log, row, at)
+                await asyncio.to_thread(self._tracked().log, row, at)
 
     def metrics_builder(self, cost_context: str | None = None) -> MetricsBuilder:
         """Return the builder of the metrics that the next row of `log` holds besides. Costs are `costs/<context>/...`;
@@ -232,15 +234,17 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
             builder.add_cost("gpu", seconds * price / 3600)
 
     def _get_wandb_run(self) -> Any:
-        return self._wandb_run().open()
+        return self._tracked().open()
 
     def update_wandb_config(self, config: dict[str, Any]) -> None:
         """Merge values into the configuration of the model's run at Weights & Biases."""
-        self._wandb_run().configure(config)
+        self._tracked().configure(config)
 
-    def _wandb_run(self) -> WandbRun:
+    def _tracked(self) -> WandbRun:
         if self._wandb is None:
             self._wandb = WandbRun(self.project, self.entity, self.name)
+        if self._wandb_run is not None:
+            self._wandb.use(self._wandb_run)
         return self._wandb
 
     # -- backend ---------------------------------------------------------------------------------------------------

@@ -26,6 +26,10 @@ class WandbRun:
         self._config: dict[str, Any] = {}
         self._run: Any = None
 
+    def use(self, run: Any) -> None:
+        """Log to a run that the program began, also without a key."""
+        self._run = run
+
     def configure(self, config: Mapping[str, Any]) -> None:
         """Merge values into the run's configuration, at every depth."""
         self._config = merge(self._config, dict(config))

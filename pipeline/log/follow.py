@@ -140,21 +140,12 @@ async def _check_end(reader: StreamReader, stream: str, last: Place) -> None:
     """Raise `LogShrankError` if the log lost the message that the reader read last."""
     for pause_s in (0.0, _CATCH_UP_S):
         await anyio.sleep(pause_s)
-        if await _has_reached(reader, stream, last):
+        if await reader.has_reached(stream, last):
             return
     end = (await reader.stream_info(stream)).state.last_seq
     raise LogShrankError(
         f"the log lost its end: {stream} no longer holds message {last.seq}, it ends at {end}. Start again"
     )
-
-
-async def _has_reached(reader: StreamReader, stream: str, last: Place) -> bool:
-    """Return whether the leader holds the message at `last`, or later ones: retention removes messages, but their
-    sequences stay in use."""
-    message = await reader.leader_get(stream, {"seq": last.seq}) if last.seq else None
-    if message is not None:
-        return last.matches(message.place)
-    return int((await reader.stream_info(stream)).state.last_seq) >= last.seq
 
 
 def _stored(message: Pulled) -> StoredMessage:

@@ -103,12 +103,17 @@ class StreamReader:
         return page[0] if page else await self.leader_get(stream, {"seq": seq})
 
     async def holds(self, stream: str, place: Place) -> bool:
-        """Return whether the stream, by its leader, has the message at `place`, or had it: retention and erasures
-        remove messages, but their sequences stay in use. False after the log lost its end."""
+        """Return whether the message at `place` is in the stream, by its leader. False if retention removed it, too."""
         message = await self.leader_get(stream, {"seq": place.seq})
-        if message is None:
-            return int((await self.stream_info(stream)).state.last_seq) >= place.seq
-        return place.matches(message.place)
+        return message is not None and place.matches(message.place)
+
+    async def has_reached(self, stream: str, place: Place) -> bool:
+        """Return whether the leader holds the message at `place`, or later ones: retention and erasures remove
+        messages, but their sequences stay in use. False after the log lost its end."""
+        message = await self.leader_get(stream, {"seq": place.seq}) if place.seq else None
+        if message is not None:
+            return place.matches(message.place)
+        return int((await self.stream_info(stream)).state.last_seq) >= place.seq
 
     async def delete(self, stream: str, seq: int) -> bool:
         """Delete one message and overwrite it on the disk; one that is not there is deleted already. Returns whether

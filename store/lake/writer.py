@@ -192,7 +192,7 @@ class Writer:
         if not batch.messages or batch.reconnects == self._broker.client.stats["reconnects"]:
             return
         newest = Place(*max(batch.messages))
-        if not await self._broker.holds(self.spec.stream, newest):
+        if not await self._broker.has_reached(self.spec.stream, newest):
             raise BrokerError(
                 f"the log lost its end: message {newest.seq} of {self.spec.stream} is gone. Start the store again: it "
                 "reads the log anew and leaves out what the lake holds"

@@ -86,6 +86,11 @@ class LocalBackend(RemoteBackend):
         """Return the run directory of a model's installation."""
         return (self._path / model.project / "models" / model.name / "journeywork").resolve()
 
+    async def register(self, model: AnyModel) -> None:
+        """Connect a model, as a `RemoteBackend` does. Its files go to the folder `path`, as in ART."""
+        model.base_path = str(self._path)
+        await super().register(model)
+
     # -- the installation ------------------------------------------------------------------------------------------
 
     async def url_of(self, model: AnyModel) -> str:

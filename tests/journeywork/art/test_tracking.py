@@ -76,3 +76,15 @@ async def test_an_error_of_the_tracker_is_a_warning(
     monkeypatch.setenv("WANDB_API_KEY", "k")
     await model(tmp_path).log(metrics={"x": 1.0}, step=1)
     assert "the metrics of step 1 are not at Weights & Biases" in caplog.text
+
+
+async def test_a_run_that_the_program_puts_into_the_model_gets_the_rows(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ART's programs do that begin their run themselves."""
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    policy, own = model(tmp_path), FakeWandb()
+    policy._wandb_run = own
+    await policy.log(metrics={"x": 1.0}, step=1)
+    assert own.rows == [{"training_step": 1, "x": 1.0}]
+    assert policy._get_wandb_run() is own

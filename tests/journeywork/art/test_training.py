@@ -318,7 +318,7 @@ async def test_a_local_backend_starts_an_installation_fine_tunes_it_and_joins_it
 
     monkeypatch.delenv("JOURNEYWORK_URL", raising=False)
     model = art.TrainableModel(
-        name=MODEL, project="own", base_model=str(BASE), base_path=str(tmp_path),
+        name=MODEL, project="own", base_model=str(BASE),
         _internal_config=art.dev.InternalModelConfig(
             init_args={"max_seq_length": 256}, peft_args={"r": 8}, engine_args={"max_num_seqs": 4}
         ),
@@ -328,6 +328,7 @@ async def test_a_local_backend_starts_an_installation_fine_tunes_it_and_joins_it
     tuning = art.Trajectory(messages_and_choices=said, additional_histories=[history])
     async with BeforeTheDouble(path=str(tmp_path), up_options=flags(DOUBLE_SETTINGS)) as backend:
         await model.register(backend)
+        assert model.base_path == str(tmp_path), "as in ART, its files go to the backend's folder"
         await backend.train(model, [await group(model, 0, 1)])
         with pytest.raises(ValueError, match="no trajectory"):
             await model.train_sft([])
