@@ -8,7 +8,6 @@ from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
-import anyio
 import nats.errors
 from nats.js import api
 
@@ -32,8 +31,6 @@ E = TypeVar("E", bound=Event)
 _PAGE = 100
 _LONG_POLL_S = 2.0
 _IDLE_S = 60.0
-_CATCH_UP_S = 2.0
-"""Time that a server which has just become a stream's leader gets to apply what the cluster has committed."""
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
@@ -138,10 +135,8 @@ async def _place_of(reader: StreamReader, stream: str, seq: int) -> Place:
 
 async def _check_end(reader: StreamReader, stream: str, last: Place) -> None:
     """Raise `LogShrankError` if the log lost the message that the reader read last."""
-    for pause_s in (0.0, _CATCH_UP_S):
-        await anyio.sleep(pause_s)
-        if await reader.has_reached(stream, last):
-            return
+    if await reader.has_reached(stream, last):
+        return
     end = (await reader.stream_info(stream)).state.last_seq
     raise LogShrankError(
         f"the log lost its end: {stream} no longer holds message {last.seq}, it ends at {end}. Start again"

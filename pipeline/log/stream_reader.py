@@ -16,6 +16,7 @@ import base64
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+import anyio
 import msgspec
 import nats.errors
 import nats.js.errors
@@ -37,6 +38,8 @@ _BATCH = 1000
 _PAGE_BYTES = 8 * 1024 * 1024
 _TOO_MANY = "413"
 """Status of a direct get whose subjects are too many for the server."""
+_CATCH_UP_S = 2.0
+"""Time that a server which has just become a stream's leader gets to apply what the cluster has committed."""
 _NO_MESSAGE = 10037
 _NO_SEQUENCE = 10043
 _NO_STREAM = 10059
@@ -62,6 +65,14 @@ class _Answer(msgspec.Struct):
 
 
 _decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+async def after_catching_up(holds: Callable[[], Awaitable[bool]]) -> bool:
+    """Return whether the log holds what it held before; if it doesn't, ask once more after `_CATCH_UP_S`."""
+    if await holds():
+        return True
+    await anyio.sleep(_CATCH_UP_S)
+    return await holds()
 
 
 class StreamReader:
@@ -110,10 +121,14 @@ class StreamReader:
     async def has_reached(self, stream: str, place: Place) -> bool:
         """Return whether the leader holds the message at `place`, or later ones: retention and erasures remove
         messages, but their sequences stay in use. False after the log lost its end."""
-        message = await self.leader_get(stream, {"seq": place.seq}) if place.seq else None
-        if message is not None:
-            return place.matches(message.place)
-        return int((await self.stream_info(stream)).state.last_seq) >= place.seq
+
+        async def once() -> bool:
+            message = await self.leader_get(stream, {"seq": place.seq}) if place.seq else None
+            if message is not None:
+                return place.matches(message.place)
+            return int((await self.stream_info(stream)).state.last_seq) >= place.seq
+
+        return await after_catching_up(once)
 
     async def delete(self, stream: str, seq: int) -> bool:
         """Delete one message and overwrite it on the disk; one that is not there is deleted already. Returns whether

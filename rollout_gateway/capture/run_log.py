@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import partial
 
 import anyio
 import msgspec
@@ -12,6 +13,7 @@ from pipeline.errors import LogShrankError
 from pipeline.events import Event, ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened, group_key
 from pipeline.log.broker import Broker, BrokerUnavailableError, HistoryGoneError, Recorded
 from pipeline.log.fast_client import Ack
+from pipeline.log.stream_reader import after_catching_up
 from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.names import name_of_token, time_of_id
 from rollout_gateway.capture.masking import Masks
@@ -54,7 +56,7 @@ class RunLog:
         Raises `LogShrankError`."""
         reconnects = int(self.broker.client.stats["reconnects"])
         if self._newest is not None and self._checked_reconnects != reconnects:
-            if not await self._holds(*self._newest):
+            if not await after_catching_up(partial(self._holds, *self._newest)):
                 self._shrank.set()
                 end = (await self.broker.stream_info(STREAM)).state.last_seq
                 raise LogShrankError(

@@ -13,6 +13,7 @@ from pipeline import crash, streams
 from pipeline.config import Config
 from pipeline.events import STATE_FILE, CheckpointPublished, GroupDiscarded
 from pipeline.log.broker import Broker
+from pipeline.log.stream_reader import after_catching_up
 from pipeline.security.signing import Signer, Trust
 from pipeline.telemetry.logs import get_logger
 from trainer.checkpoints.checkpoint import Manifest, adapter_archive
@@ -52,7 +53,13 @@ class Commits:
 
     async def require_on_log(self, model: str, step: int) -> None:
         """Raise `LogShrankError` if the log does not hold the committed checkpoint of `step`. Step 0 has none."""
-        if step and await self.broker.read_last(CheckpointPublished, step=step, **self._keys(model)) is None:
+
+        async def holds() -> bool:
+            return (
+                await self.broker.read_last(CheckpointPublished, step=step, **self._keys(model)) is not None
+            )
+
+        if step and not await after_catching_up(holds):
             raise LogShrankError(
                 f"the log lost its end: it no longer holds {model}@{step}. Start the trainer again: it reads the log "
                 "anew and publishes the steps that the log lost"

@@ -53,6 +53,8 @@ PUBLISHED_TO = {
     "policy.promoted": "N.N",
     "policy.evaluated": "N.N.N",
     "policy.alarm": "N.N",
+    "policy.erased": "N.N",
+    "policy.what_if": "N.N",
     "dead.letter": "N",
 }
 """Tag to the rest of the subject; N is an escaped name. Logs hold such subjects: change none."""

@@ -226,10 +226,14 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
         async with Broker.connect(guarded, name="store") as store:
             for name in users.user("store").consumes:
                 async with pulling(store.client, streams.consumer(name).stream, name) as puller:
-                    taken = await puller.take(100, 5 if name != "store-dead" else 0.2)
-                    for message in taken:
-                        await store.decode(message.data)
-                    await store.client.acknowledge([m.reply for m in taken])
+                    with anyio.fail_after(20):
+                        waiting = True
+                        while waiting:  # a page may come in parts
+                            taken = await puller.take(100, 0.2)
+                            for message in taken:
+                                await store.decode(message.data)
+                            await store.client.acknowledge([m.reply for m in taken])
+                            waiting = await operator.lag(name) > 0
             alarm = AlarmChanged(project="default", alarm="kl_rise", state="raised")
             await store.publish(alarm)
             assert [r.event for r in await store.read(AlarmChanged)] == [alarm]
@@ -243,7 +247,6 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
             for name in users.user("telemetry").consumes:
                 async with telemetry.consume(name) as seen:
                     assert await seen.batch(10, wait_s=5)
-        assert await operator.lag("store-rollouts") == 0
 
 
 async def test_a_message_that_no_one_can_use_is_buried_retried_and_dropped(guarded: NatsConfig) -> None:

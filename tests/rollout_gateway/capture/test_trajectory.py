@@ -118,6 +118,30 @@ async def test_a_server_that_comes_back_with_all_of_its_log_changes_nothing(
     assert (await registry.complete("t", Completion())).outcome == "scored"
 
 
+async def test_a_new_leader_that_has_yet_to_apply_the_log_lost_nothing(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry(broker, "test", TOKENS)
+    found = await registry.open(opened(), "")
+    await found.record(made("t", "a"))
+    get, info = broker.leader_get, broker.stream_info
+    answers = ["of before", "of now"]
+
+    async def leader_get(*args: Any) -> Any:
+        return None if answers.pop(0) == "of before" else await get(*args)
+
+    async def stream_info(*args: Any) -> Any:
+        found = await info(*args)
+        found.state.last_seq = 1
+        return found
+
+    monkeypatch.setattr(broker, "leader_get", leader_get)
+    monkeypatch.setattr(broker, "stream_info", stream_info)
+    broker.client.stats["reconnects"] += 1
+    await registry.log.check_end()
+    assert not answers
+
+
 async def test_a_call_whose_acknowledgement_was_lost_is_recorded_once_though_another_replica_went_on(
     nats_config: NatsConfig,
 ) -> None:
