@@ -59,6 +59,8 @@ SUBCOMMANDS = {
     "erase": ("store.erasure.command", "delete a person's runs from log, lake and data sets"),
     "dataset": ("store.datasets.command", "write runs of the history as files for supervised trainers"),
     "prepare": ("pipeline.running.prepare", "make keys and settings of a run, for containers"),
+    "backup": ("pipeline.running.backup", "copy a stopped installation: log, lake, checkpoints and keys"),
+    "restore": ("pipeline.running.restore", "make a run directory of a backup"),
     "dead": ("pipeline.log.dead_letters", "list, show, retry or drop dead letters"),
     "judge": ("judge.commands.cli", "measure a judge (judge eval) or score one group (judge score)"),
     "rejudge": ("judge.commands.rejudge", "score history again as a new verdict set"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 
 from tests.conftest import VllmServer
 from tests.kits.disk import small_disk
-from tests.kits.installation import SMALL, Up, up
+from tests.kits.installation import SMALL, Up, run_groups, up
 
 GROUP = 2
 GROUPS = 4
@@ -39,26 +38,6 @@ def fill(disk: Path) -> Path:
             with pytest.raises(OSError, match="No space left"):
                 write_for_ever(file.fileno(), bytes(size))
     return ballast
-
-
-def run_groups(url: str, name: str, count: int, finished: list[str]) -> None:
-    """Have two agents of each group make a call and finish with different rewards. Add the ids of the runs that the
-    gateway said were complete to `finished`."""
-    with httpx.Client(base_url=url, timeout=60) as client:
-        for group, attempt in itertools.product((f"{name}-{i}" for i in range(count)), range(GROUP)):
-            opening = {"model": "tictactoe", "group": group, "attempt": attempt}
-            run = client.post("/v1/trajectories", json=opening).raise_for_status().json()
-            call = {
-                "model": "tictactoe",
-                "messages": [{"role": "user", "content": f"{group}"}],
-                "max_tokens": 4,
-            }
-            key = {"Authorization": f"Bearer {run['api_key']}"}
-            client.post(f"{run['base_url']}/chat/completions", json=call, headers=key).raise_for_status()
-            client.post(
-                f"/v1/trajectories/{run['id']}/complete", json={"reward": float(attempt)}
-            ).raise_for_status()
-            finished.append(run["id"])
 
 
 def children(run: Up) -> set[int]:

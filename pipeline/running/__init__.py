@@ -9,6 +9,7 @@
 | `child` | starts a process that ends with its parent, and ends one that hangs |
 | `environment` | the environment variables that each process gets |
 | `prepare` | the command `journeywork prepare`: keys and settings for containers |
+| `backup`, `restore` | the commands `journeywork backup` and `restore`: a whole installation, stopped |
 | `runs` | which run a command means, and how to reach its log |
 | `state` | `state.json`: the processes of an installation and their addresses |
 | `run_lock` | one installation at a time in a run directory |

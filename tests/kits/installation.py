@@ -3,6 +3,7 @@ everything else."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -130,3 +131,23 @@ def up(
             yield running
     finally:
         double.stop()
+
+
+def run_groups(url: str, name: str, count: int, finished: list[str]) -> None:
+    """Have two agents of each group make a call and finish with different rewards. Add the ids of the runs that the
+    gateway said were complete to `finished`."""
+    with httpx.Client(base_url=url, timeout=60) as client:
+        for group, attempt in itertools.product((f"{name}-{i}" for i in range(count)), range(2)):
+            opening = {"model": "tictactoe", "group": group, "attempt": attempt}
+            run = client.post("/v1/trajectories", json=opening).raise_for_status().json()
+            call = {
+                "model": "tictactoe",
+                "messages": [{"role": "user", "content": f"{group}"}],
+                "max_tokens": 4,
+            }
+            key = {"Authorization": f"Bearer {run['api_key']}"}
+            client.post(f"{run['base_url']}/chat/completions", json=call, headers=key).raise_for_status()
+            client.post(
+                f"/v1/trajectories/{run['id']}/complete", json={"reward": float(attempt)}
+            ).raise_for_status()
+            finished.append(run["id"])

@@ -1,0 +1,77 @@
+"""`journeywork restore`: make a run directory of a backup.
+
+journeywork restore /mnt/backups/monday --run-dir runs/support
+journeywork up --config journeywork.toml --run-dir runs/support
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shutil
+import sys
+from pathlib import Path
+
+import msgspec
+
+from pipeline.config import ConfigError
+from pipeline.files import sync
+from pipeline.running import run_lock
+from pipeline.running.backup import MANIFEST, Manifest, copy, require_empty
+
+
+def restore(folder: Path, run_dir: Path) -> Manifest:
+    """Make the run directory `run_dir`, which must be empty or missing, of the backup in `folder`. It is there whole or
+    not at all.
+
+    Raises `ConfigError` if the backup is incomplete or a file is not what it was."""
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"{folder} is no complete backup ({error}): name a folder that `journeywork backup` finished"
+        ) from error
+    require_empty(run_dir)
+    partial = run_dir.with_name(f".restoring-{run_dir.name}-{secrets.token_hex(4)}")
+    try:
+        run_lock.make_private(partial)
+        for name, file in manifest.files.items():
+            inside = (folder / name).resolve().is_relative_to(folder.resolve())
+            if not inside or not (folder / name).is_file() or copy(folder / name, partial / name) != file:
+                raise ConfigError(
+                    f"{folder / name} is not what was copied: the backup is damaged, use another"
+                )
+        os.sync()
+        if run_dir.exists():
+            run_dir.rmdir()
+        partial.rename(run_dir)
+        sync(run_dir.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return manifest
+
+
+def main() -> None:
+    """Run the command. Exits 0, or 2 if the backup can't be used."""
+    parser = argparse.ArgumentParser(
+        prog="journeywork restore", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="what `journeywork backup` made")
+    parser.add_argument("--run-dir", type=Path, required=True, help="a new run directory")
+    args = parser.parse_args()
+    os.umask(0o077)
+    try:
+        manifest = restore(args.folder, args.run_dir)
+    except (ConfigError, OSError) as error:
+        sys.stderr.write(f"journeywork restore: {error}\n")
+        raise SystemExit(2) from error
+    sys.stdout.write(
+        f"{args.run_dir} holds the {len(manifest.files)} files of {manifest.run_dir}. Start it with the settings that "
+        f"it had: journeywork up --config FILE --run-dir {args.run_dir}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
