@@ -96,7 +96,7 @@ class MaskConfig(Section, frozen=True, kw_only=True):
     name: str
     """What stands in its place, in brackets."""
     pattern: str
-    """Regular expression in RE2's syntax, such as `[\\w.+-]+@[\\w-]+\\.[\\w.]+`."""
+    """Regular expression in RE2's syntax, such as `[\\pL\\pN._%+-]+@[\\pL\\pN-]+(\\.[\\pL\\pN-]+)+`."""
 
 
 class GatewayConfig(Section, frozen=True, kw_only=True):

@@ -176,7 +176,7 @@ async def _give(request: ControlRequest, body: Feedback, targets: list[_Target])
             by=by,
             source=body.source,
         )
-        event = gateway.registry.log.masked(event)
+        event = await gateway.registry.log.masks.apply(event)
         if body.key and len(targets) > 1:
             recorded = await gateway.broker.read_last(SignalGiven, **keys_of(event))
             if recorded is not None:

@@ -34,6 +34,7 @@ async def record_evaluation(request: ControlRequest) -> dict[str, Any]:
         access.check_model(event.model)
         _check_version(gateway, event)
     await _check_owner(gateway, event, access)
+    event = await gateway.registry.log.masks.apply(event)
     await publish_once(gateway.broker, event, "evaluation")
     return {"evaluation": event.evaluation, "position": event.position}
 

@@ -52,7 +52,7 @@ class CallHandler:
         if caller.trajectory is not None:
             caller.trajectory.begin()
         try:
-            exchange = self._exchange(call, caller)
+            exchange = await self._exchange(call, caller)
             if caller.is_retry and (before := await self._answered_before(exchange)) is not None:
                 return 200, msgspec.json.encode(before)
             attempt = await self._answer_or_record_failure(exchange)
@@ -73,7 +73,7 @@ class CallHandler:
         if caller.trajectory is not None:
             caller.trajectory.begin()
         try:
-            exchange = self._exchange(call, caller)
+            exchange = await self._exchange(call, caller)
             if caller.is_retry and (before := await self._answered_before(exchange)) is not None:
                 sink.start(ignore_flow)
                 sink.write(replay(before))
@@ -93,9 +93,10 @@ class CallHandler:
             if caller.trajectory is not None:
                 caller.trajectory.end()
 
-    def _exchange(self, call: Call, caller: Caller) -> Exchange:
+    async def _exchange(self, call: Call, caller: Caller) -> Exchange:
         exchange = Exchange(call, caller, caller.trajectory is not None)
         if exchange.captured:
+            await exchange.recorded_in.log.masks.check_call(call.body)
             exchange.answer_id = new_answer_id(exchange.recorded_in.id)
             if exchange.recorded_in.opened.references:
                 call.referenced_in = exchange.recorded_in.id

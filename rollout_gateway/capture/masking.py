@@ -2,24 +2,48 @@
 
 The agent gets what was sampled; log, judge, lake and data sets get `[name of the mask]`. A call with masked text is
 recorded without its tokens: they hold the text too, and without them nothing that follows in its conversation can be
-computed exactly. So it is not trained. Patterns are RE2's, which takes time in proportion to the text, whatever the
-pattern is.
+computed exactly. So it is not trained. What can't be searched is not recorded, or refused before it is sent: JSON that
+can't be decoded, and prompts of token ids. Patterns are RE2's, which takes time in proportion to the text, whatever
+the pattern is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import anyio.to_thread
 import msgspec
 
 from pipeline.config import ConfigError, MaskConfig
 from pipeline.events import Event, ExchangeRecorded
+from rollout_gateway.http.errors import ApiError
 
 E = TypeVar("E", bound=Event)
-_TEXTS, _JSON = ("task", "text"), ("metadata", "request", "response")
+T = TypeVar("T")
+_VALUES = (
+    "task",
+    "text",
+    "role",
+    "name",
+    "source",
+    "scenarios",
+    "rollout",
+    "rewards",
+    "metrics",
+    "tasks",
+    "measures",
+)
+_JSON = ("metadata", "request", "response")
+"""The numbers of a response are the inference server's, such as times: a pattern of digits would match each."""
 _TOKENS = frozenset(("logprobs", "prompt_logprobs", "prompt_token_ids", "token_ids"))
 """Fields of a response that hold its tokens, one by one."""
+_PERSON = (("user",), ("safety_identifier",), ("metadata", "user_id"), ("metadata", "subject"))
+"""Where a call names the person whose run it is; `journeywork erase` looks there."""
+_ESCAPE = re.compile(r'\\+(?:u((?!d[89a-f])[0-9a-f]{4})|(["/]))', re.IGNORECASE)
+"""A character in JSON in a text, such as the arguments of a tool call."""
+_LARGE_BYTES = 32 * 1024
 
 
 class Masks:
@@ -30,77 +54,136 @@ class Masks:
         self._masks = [(mask.pattern, f"[{mask.name}]") for mask in masks]
         for mask in masks:
             try:
-                self._replaced([""], [(mask.pattern, "")])
+                _replaced([""], [(mask.pattern, "")])
             except ValueError as error:  # pyarrow's is one
                 raise ConfigError(
                     f"gateway.masks: the pattern of {mask.name!r} can't be used: {error}"
                 ) from error
 
-    def __call__(self, event: E) -> E:
-        """Return the event as it may be recorded."""
+    async def check_call(self, body: bytes) -> None:
+        """Raise a 400 `ApiError` for a call that could not be recorded with its texts masked."""
+        if self._masks:
+            await _beside(len(body), self._check_call, body)
+
+    async def apply(self, event: E) -> E:
+        """Return the event as it may be recorded. Raises a 400 `ApiError` if a mask matches the person that
+        `metadata` names."""
         if not self._masks:
             return event
+        return await _beside(sum(len(getattr(event, name, b"")) for name in _JSON), self._masked, event)
+
+    def _check_call(self, body: bytes) -> None:
+        try:
+            fields = msgspec.json.decode(body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error}") from error
+        prompt = fields.get("prompt")
+        if isinstance(prompt, list) and not all(isinstance(text, str) for text in prompt):
+            message = "Token ids can't be searched for what gateway.masks names. Send the prompt as text."
+            raise ApiError(400, "tokens_not_masked", message, param="prompt")
+        for path in _PERSON:
+            self._check_person(fields, path)
+
+    def _check_person(self, fields: Any, path: tuple[str, ...]) -> None:
+        person = fields
+        for name in path:
+            person = person.get(name) if isinstance(person, dict) else None
+        if person is not None and self._changed([person], numbers=True):
+            message = (
+                f"`{'.'.join(path)}` holds what gateway.masks keeps from the record: an erasure could not find the "
+                "person. Name the person by a pseudonym."
+            )
+            raise ApiError(400, "person_masked", message, param=".".join(path))
+
+    def _masked(self, event: E) -> E:
         changed: dict[str, Any] = {}
-        for name in _TEXTS:
-            if text := getattr(event, name, ""):
-                masked = self._replaced([text], self._masks)[0]
-                changed |= {name: masked} if masked != text else {}
+        for name in _VALUES:
+            if value := getattr(event, name, None):
+                document = [msgspec.json.decode(msgspec.json.encode(value))]  # lists in place of tuples
+                if self._changed(document):
+                    kind = tuple[type(value[0]), ...] if isinstance(value, tuple) else type(value)  # type: ignore[misc]
+                    changed[name] = msgspec.convert(document[0], kind)
+        response: Any = {}
         for name in _JSON:
             if raw := bytes(getattr(event, name, b"")):
-                masked_json = self._json(raw, without_tokens=False)
-                changed |= {name: masked_json} if masked_json != raw else {}
-        if not changed:
-            return event
-        if isinstance(event, ExchangeRecorded):
-            response = self._json(bytes(event.response), without_tokens=True)
+                try:
+                    document = [msgspec.json.decode(raw)]
+                    if name == "metadata":
+                        self._check_person({name: document[0]}, _PERSON[-1])
+                    if self._changed(document, numbers=name != "response"):
+                        changed[name] = msgspec.json.encode(document[0])
+                    response = document[0]  # the last one
+                except (msgspec.DecodeError, RecursionError):
+                    changed[name] = b"{}"  # what can't be searched is not recorded
+                    response = {}
+        if isinstance(event, ExchangeRecorded) and changed:
+            for found in _containers([response]):
+                if isinstance(found, dict):
+                    for name in _TOKENS & found.keys():
+                        del found[name]
             changed |= {
-                "response": response, "prompt_ids": b"", "sampled_ids": b"", "logprobs": b"", "forced": b"",
-                "request_hash": "",
+                "response": msgspec.json.encode(response), "prompt_ids": b"", "sampled_ids": b"", "logprobs": b"",
+                "forced": b"", "request_hash": "",
             }  # fmt: skip
-        return msgspec.structs.replace(event, **changed)
+        return msgspec.structs.replace(event, **changed) if changed else event
 
-    def _json(self, raw: bytes, *, without_tokens: bool) -> bytes:
-        """Return JSON with its texts masked; the same bytes if none matches."""
-        try:
-            value = msgspec.json.decode(raw)
-        except msgspec.DecodeError:
-            return raw  # an answer that broke off
-        texts: list[str] = []
+    def _changed(self, document: list[Any], *, numbers: bool = False) -> bool:
+        """Mask all texts of decoded JSON in place, keys of objects included. Returns whether one matched. `numbers`:
+        whether a number is a text, too."""
+        kinds = (str, int, float) if numbers else (str,)
+        places: list[tuple[Any, Any]] = []
+        objects: list[tuple[dict[str, Any], str]] = []
+        for found in _containers(document):
+            if isinstance(found, dict):
+                objects += [(found, key) for key in found]
+                places += [(found, key) for key, value in found.items() if isinstance(value, kinds)]
+            else:
+                places += [(found, at) for at, value in enumerate(found) if isinstance(value, kinds)]
+        texts = [str(found[key]) for found, key in places] + [key for _, key in objects]
+        masked = self._replaced(texts)
+        for (found, key), text, new in zip(places, texts, masked, strict=False):
+            if new != text:
+                found[key] = new
+        for (found, key), new in zip(objects, masked[len(places) :], strict=True):
+            if new != key:
+                found[new] = found.pop(key)
+        return masked != texts
 
-        def take(text: str) -> str:
-            texts.append(text)
-            return text
-
-        _walk(value, take, without_tokens=False)
-        masked = self._replaced(texts, self._masks)
-        if masked == texts and not without_tokens:
-            return raw
-        new = iter(masked)
-        return msgspec.json.encode(_walk(value, lambda _: next(new), without_tokens=without_tokens))
-
-    @staticmethod
-    def _replaced(texts: list[str], masks: Sequence[tuple[str, str]]) -> list[str]:
-        import pyarrow as pa  # a gateway without masks does not load it
-        from pyarrow import compute
-
-        found = pa.array(texts, pa.large_string())
-        for pattern, replacement in masks:
-            found = compute.replace_substring_regex(found, pattern=pattern, replacement=replacement)
-        return [str(text) for text in found.to_pylist()]
+    def _replaced(self, texts: list[str]) -> list[str]:
+        masked = _replaced(texts, self._masks)
+        escaped = [
+            (i, plain) for i, text in enumerate(texts) if "\\" in text and (plain := _unescaped(text)) != text
+        ]
+        plains = [plain for _, plain in escaped]
+        for (i, plain), new in zip(escaped, _replaced(plains, self._masks), strict=True):
+            if new != plain:
+                masked[i] = new
+        return masked
 
 
-def _walk(value: Any, change: Any, *, without_tokens: bool) -> Any:
-    """Return JSON whose texts, keys of objects included, are what `change` made of them, in the order in which they
-    stand."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, list):
-        return [_walk(item, change, without_tokens=without_tokens) for item in value]
-    if isinstance(value, dict):
-        out = {}
-        for key, item in value.items():
-            new, walked = change(key), _walk(item, change, without_tokens=without_tokens)
-            if not (without_tokens and key in _TOKENS):
-                out[new] = walked
-        return out
-    return value
+def _replaced(texts: list[str], masks: Sequence[tuple[str, str]]) -> list[str]:
+    import pyarrow as pa  # a gateway without masks does not load it
+    from pyarrow import compute
+
+    found = pa.array(texts, pa.large_string())
+    for pattern, replacement in masks:
+        found = compute.replace_substring_regex(found, pattern=pattern, replacement=replacement)
+    return [str(text) for text in found.to_pylist()]
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else found[2], text)
+
+
+def _containers(document: list[Any]) -> list[Any]:
+    """Return all lists and objects of decoded JSON, however deeply they are nested."""
+    found: list[Any] = [document]
+    for container in found:  # grows meanwhile
+        values = container.values() if isinstance(container, dict) else container
+        found += [value for value in values if isinstance(value, list | dict)]
+    return found
+
+
+async def _beside(size: int, work: Callable[..., T], *args: Any) -> T:
+    """Call `work`, in a thread if it is about many bytes: the event loop goes on."""
+    return await anyio.to_thread.run_sync(work, *args) if size > _LARGE_BYTES else work(*args)

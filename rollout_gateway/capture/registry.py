@@ -240,7 +240,7 @@ class Registry:
         Raises an `ApiError`: 409 if the id belongs to a completed trajectory or to one that was opened differently, or
         the group to another key, 410 if the id belonged to a trajectory that expired, 429 if too many groups are
         untrained."""
-        event = self.log.masked(event)
+        event = await self.log.masks.apply(event)
         await self.log.check_new(event)
         if paced and self.pacing is not None:
             group = event.group or event.trajectory
@@ -281,7 +281,7 @@ class Registry:
             if completion.exchanges:
                 await copy_calls(run, [(await self._source(run, r), r) for r in completion.exchanges])
             await run.refresh()
-            event = _completed(run, completion, inferred)
+            event = await _completed(run, completion, inferred)
             ack = await self.log.publish(event, {"traceparent": run.traceparent})
             run.completed = True
         self._forget(trajectory)
@@ -319,7 +319,7 @@ class Registry:
         run = Trajectory(self.log, opened)
         if before is not None:  # its calls are not read again
             run.recorded.not_whole = int(before.metrics.get(NOT_RECORDED, 0))
-        if before is None or _results(before) != _results(_completed(run, body, inferred)):
+        if before is None or _results(before) != _results(await _completed(run, body, inferred)):
             raise already_completed(trajectory, "it can't be completed again with other results")
         return before
 
@@ -340,7 +340,7 @@ def _results(completed: TrajectoryCompleted) -> tuple[object, ...]:
     )
 
 
-def _completed(run: Trajectory, body: Completion, inferred: bool) -> TrajectoryCompleted:
+async def _completed(run: Trajectory, body: Completion, inferred: bool) -> TrajectoryCompleted:
     opened, outcome, metrics, calls = run.opened, body.outcome, body.metrics, run.recorded
     if missing := calls.not_whole:
         # Calls that can't be read can't be trained. That is a failure of infrastructure, which never becomes a reward.
@@ -363,7 +363,7 @@ def _completed(run: Trajectory, body: Completion, inferred: bool) -> TrajectoryC
         sampled_tokens=calls.sampled_tokens,
         calls_s=calls.calls_us / 1e6,
     )
-    return run.log.masked(completed)
+    return await run.log.masks.apply(completed)
 
 
 def _batch(request: BatchRequest | None, owner: str) -> TrainingBatch | None:

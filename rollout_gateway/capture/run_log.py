@@ -28,8 +28,7 @@ class RunLog:
 
     def __init__(self, broker: Broker, project: str, masks: Masks | None = None) -> None:
         self.broker, self.project = broker, project
-        self.masked = masks or Masks()
-        """Makes of an event what may be recorded."""
+        self.masks = masks or Masks()
         self._newest: tuple[int, Event] | None = None
         """The newest event that this process published or read, with its stream sequence."""
         self._checked_reconnects = 0

@@ -154,11 +154,12 @@ class Trajectory:
         Safe beside other calls of the trajectory, on this replica and on others. Raises `BrokerError` if the log does
         not take the call, and a 409 `ApiError` if another gateway process completed the trajectory."""
         async with self.lock:
+            masked = [await self.log.masks.apply(event) for event in call.events(self.recorded.next_seq)]
             while True:
                 if self.completed:
                     raise already_completed(self.id, "this call was not recorded")
                 await self.log.check_end()
-                events = [self.log.masked(event) for event in call.events(self.recorded.next_seq)]
+                events = [msgspec.structs.replace(event, seq=self.recorded.next_seq) for event in masked]
                 if await self._publish_all(events, call.traceparent or self.traceparent):
                     return events[0].seq
 

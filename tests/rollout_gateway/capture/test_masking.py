@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
 
+import anyio
 import anyio.to_thread
 import httpx
 import msgspec
 import pytest
 
 from pipeline.config import ConfigError, MaskConfig
-from pipeline.events import ExchangeRecorded, SignalGiven, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events import (
+    Event,
+    ExchangeRecorded,
+    PolicyEvaluated,
+    SignalGiven,
+    TrajectoryCompleted,
+    TrajectoryOpened,
+)
+from pipeline.events.evaluation import TaskResult
 from pipeline.log.broker import Broker
 from rollout_gateway.capture.masking import Masks
+from rollout_gateway.http.errors import ApiError
 from tests.conftest import NatsServer
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.rollout_gateway.kit import exchanges
 
-MAIL = MaskConfig(name="mail", pattern=r"[\w.+-]+@[\w-]+\.[a-z]+")
+
+def documented_pattern() -> str:
+    """The pattern for mail addresses that docs/erasure.md gives."""
+    page = Path(__file__).parents[3] / "docs" / "erasure.md"
+    return str(
+        tomllib.loads(page.read_text("utf-8").split("```toml\n")[1].split("```")[0])["gateway"]["masks"][0][
+            "pattern"
+        ]
+    )
+
+
+MAIL = MaskConfig(name="mail", pattern=documented_pattern())
+CARD = MaskConfig(name="card", pattern="4[0-9]{15}")
 SECRET = "jane.doe@example.com"
+ESCAPED = "jane.doe\\u0040example.com"
+E = TypeVar("E", bound=Event)
 pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 
 
@@ -26,7 +52,7 @@ def play(gateway: GatewayProcess, name: str, text: str, *, stream: bool = False)
     """Play a run of two calls whose texts hold `text`. Returns what the agent got."""
     opened = gateway.open(id=name, task=f"write to {text}", metadata={"who": {text: [text]}})
     said = ""
-    with gateway.agent(opened) as agent:
+    with gateway.agent(opened, default_headers={"x-journeywork-role": text}) as agent:
         for turn in range(2):
             ask: Any = [{"role": "user", "content": f"a{turn + 1}=x {text}"}]
             if stream:
@@ -39,9 +65,14 @@ def play(gateway: GatewayProcess, name: str, text: str, *, stream: bool = False)
                 said += reply.choices[0].message.content or ""
     about = f"{gateway.url}/v1/trajectories/{name}/feedback"
     for _ in range(2):  # the repetition is the same signal
-        given = {"text": f"ask {text}", "key": "one"}
+        given = {"text": f"ask {text}", "key": "one", "name": text, "source": text}
         assert httpx.post(about, json=given).status_code == 201
-        assert gateway.complete(name, reward=1.0, metadata={"to": text}).status_code == 200
+        assert (
+            gateway.complete(
+                name, rewards={text: 1.0}, metrics={text: 2.0}, metadata={"to": text}
+            ).status_code
+            == 200
+        )
         assert gateway.open(id=f"{name}-again", metadata={"to": text})
     return said
 
@@ -85,36 +116,149 @@ def exchange(request: Any, response: Any) -> ExchangeRecorded:
     )  # fmt: skip
 
 
-def test_an_answer_that_is_split_into_tokens_is_masked_whole() -> None:
+async def test_an_answer_that_is_split_into_tokens_is_masked_whole() -> None:
     tokens = {"content": [{"token": "jane.doe"}, {"token": "@example.com"}]}
     message = {
         "content": f"It is {SECRET}.",
         "tool_calls": [{"function": {"arguments": f'{{"to":"{SECRET}"}}'}}],
     }
     event = exchange({"n": 1}, {"choices": [{"message": message, "logprobs": tokens, "token_ids": [7]}]})
-    masked = Masks([MAIL])(event)
-    assert b"jane" not in bytes(masked.response)
-    assert (masked.sampled_ids, masked.request_hash) == (b"", "")
-    assert bytes(masked.request) == bytes(event.request)
+    event = await masked(event, MAIL)
+    assert b"jane" not in bytes(event.response)
+    assert (event.sampled_ids, event.request_hash) == (b"", "")
+    assert bytes(event.request) == b'{"n":1}'
 
 
-def test_what_does_not_match_stays_byte_for_byte() -> None:
-    event = exchange({"b": 1, "a": ["x  ", "ü"]}, {"choices": []})
-    assert Masks([MAIL])(event) is event
+async def test_what_does_not_match_stays_byte_for_byte() -> None:
+    event = exchange({"b": 1, "a": ["x  ", "ü", "\\u00e9"]}, {"choices": [], "created": 4111111111111111})
+    assert await Masks([MAIL, CARD]).apply(event) is event
     secret = exchange({"a": SECRET}, {})
-    assert Masks()(secret) is secret
-    broken = msgspec.structs.replace(event, response=b'{"choices": [')
-    assert Masks([MAIL])(broken) is broken
+    assert await Masks().apply(secret) is secret
 
 
-def test_masks_are_applied_in_their_order_and_bad_patterns_are_named() -> None:
-    masks = Masks([MaskConfig(name="a", pattern="sk-[a-z]+"), MaskConfig(name="b", pattern=r"\[a\]")])
-    assert bytes(masks(exchange({"k": "sk-abc"}, {})).request) == b'{"k":"[b]"}'
+async def masked(event: E, *masks: MaskConfig) -> E:
+    return await Masks(masks or [MAIL, CARD]).apply(event)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "Jane.Doe@EXAMPLE.COM",
+        "a@mail.example.co.uk",
+        "jörg@münchen.example",
+        "x+y_z%1@a-b.example",
+        "<a@b.example>",
+    ],
+)
+async def test_the_documented_pattern_leaves_nothing_of_an_address(address: str) -> None:
+    event = await masked(exchange({"a": f"to {address}, please"}, {}))
+    assert bytes(event.request) in (b'{"a":"to [mail], please"}', b'{"a":"to <[mail]>, please"}')
+
+
+def nested(depth: int, text: str) -> bytes:
+    return b'{"a":' + b"[" * depth + msgspec.json.encode(text) + b"]" * depth + b"}"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"user": 1e999, "a": "%s"}' % SECRET.encode(),
+        b'{"n": ' + b"1" * 5000 + b', "a": "%s"}' % SECRET.encode(),
+        b'{"choices": [{"message": {"content": "%s' % SECRET.encode(),
+        nested(600, SECRET),
+        nested(100_000, SECRET),
+        msgspec.json.encode({"arguments": f'{{"to": "{ESCAPED}"}}'}),
+        msgspec.json.encode({"arguments": f'{{"to": "{ESCAPED}'}),  # broken off
+        msgspec.json.encode({"a": msgspec.json.encode({"b": f'{{"to": "{ESCAPED}"}}'}).decode()}),
+        b'{"a": "jane.doe\\u0040example.com"}',
+    ],
+)
+@pytest.mark.parametrize("field", ["request", "response"])
+async def test_what_can_not_be_searched_is_not_recorded(raw: bytes, field: str) -> None:
+    event = await masked(msgspec.structs.replace(exchange({}, {}), **{field: raw}))
+    assert b"jane" not in bytes(event.request) + bytes(event.response)
+    assert (event.prompt_ids, event.sampled_ids, event.logprobs, event.request_hash) == (b"", b"", b"", "")
+
+
+async def test_numbers_of_requests_and_names_are_masked() -> None:
+    event = await masked(exchange({"card": 4111111111111111, "n": 2}, {}))
+    assert msgspec.json.decode(event.request) == {"card": "[card]", "n": 2}
+    assert not event.prompt_ids
+    event = await masked(msgspec.structs.replace(exchange({}, {}), role=SECRET))
+    assert (event.role, event.prompt_ids) == ("[mail]", b"")
+    completed = await masked(
+        TrajectoryCompleted(project="p", trajectory="t", model="m", group="g", rewards={SECRET: 1.0, "a": 2.0},
+                            metrics={SECRET: 3.0})
+    )  # fmt: skip
+    assert (completed.rewards, completed.metrics) == ({"[mail]": 1.0, "a": 2.0}, {"[mail]": 3.0})
+    signal = SignalGiven(
+        project="p", signal="s", trajectory="t", model="m", group="g", name=SECRET, source=SECRET
+    )
+    given = await masked(signal)
+    assert (given.name, given.source) == ("[mail]", "[mail]")
+    task = TaskResult(task=SECRET, metrics={SECRET: 1.0}, trajectories=("t",))
+    evaluated = await masked(
+        PolicyEvaluated(
+            project="p", evaluation="e", entrant="m@1", model="m", tasks=(task,), scenarios=SECRET
+        )
+    )
+    assert evaluated.tasks == (TaskResult(task="[mail]", metrics={"[mail]": 1.0}, trajectories=("t",)),)
+    assert evaluated.scenarios == "[mail]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"prompt": [1, 2, 3]}, "tokens_not_masked"),
+        ({"prompt": [[1, 2], [3]]}, "tokens_not_masked"),
+        ({"user": SECRET}, "person_masked"),
+        ({"safety_identifier": SECRET}, "person_masked"),
+        ({"metadata": {"user_id": 4111111111111111}}, "person_masked"),
+        ({"metadata": {"subject": f"id {SECRET}"}}, "person_masked"),
+    ],
+)
+async def test_a_call_that_could_not_be_recorded_is_refused(fields: dict[str, Any], code: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        await Masks([MAIL, CARD]).check_call(msgspec.json.encode(fields))
+    assert (refused.value.status, refused.value.code) == (400, code)
+    await Masks().check_call(msgspec.json.encode(fields))
+
+
+async def test_people_are_named_by_pseudonyms() -> None:
+    """An erasure finds them by their names, and a mask keeps names that it matches from the record."""
+    await Masks([MAIL]).check_call(
+        b'{"user": "user-17", "metadata": {"subject": "user-17"}, "prompt": ["a", "b"]}'
+    )
+    with pytest.raises(ApiError, match=r"`metadata.subject` .* Name the person by a pseudonym"):
+        await masked(TrajectoryOpened(project="p", trajectory="t", model="m", group="g",
+                                      metadata=msgspec.json.encode({"subject": SECRET})))  # fmt: skip
+
+
+async def test_masks_are_applied_in_their_order_and_bad_patterns_are_named() -> None:
+    a, b = MaskConfig(name="a", pattern="sk-[a-z]+"), MaskConfig(name="b", pattern=r"\[a\]")
+    assert bytes((await masked(exchange({"k": "sk-abc"}, {}), a, b)).request) == b'{"k":"[b]"}'
     with pytest.raises(ConfigError, match="the pattern of 'x' can't be used"):
         Masks([MaskConfig(name="x", pattern="(unclosed")])
 
 
 @pytest.mark.timeout(20)
-def test_no_pattern_takes_more_than_linear_time() -> None:
-    masks = Masks([MaskConfig(name="x", pattern="(a+)+$")])
-    assert masks(exchange({"k": "a" * 200_000 + "!"}, {})).prompt_ids
+async def test_no_pattern_takes_more_than_linear_time() -> None:
+    slow = MaskConfig(name="x", pattern="(a+)+$")
+    assert (await masked(exchange({"k": "a" * 200_000 + "!"}, {}), slow)).prompt_ids
+
+
+async def test_the_event_loop_goes_on_while_a_large_body_is_masked() -> None:
+    event = exchange({"messages": ["x" * 8] * 300_000}, {})
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await anyio.sleep(0)
+
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(turn)
+        await masked(event)
+        tg.cancel_scope.cancel()
+    assert turns > 10
