@@ -29,9 +29,12 @@ _NAMES: dict[str, str] = {
         "costs metrics.is_builder_managed_metric metrics.is_cumulative_metric_key "
         "metrics.to_cumulative_metric_key metrics_taxonomy model.METRIC_SECTIONS model.METRIC_SPLITS"
     ),
-    "import the types from journeywork.art.dev": "dev.engine dev.model dev.openai_server dev.train",
+    "pass the string that it stands for": (
+        "dev.model.DebugOption dev.model.FSDPOption dev.model.HubStrategy dev.model.IntervalStrategy "
+        "dev.model.OptimizerNames dev.model.SaveStrategy dev.model.SchedulerType"
+    ),
     "it is a part of ART's own trainer and server; here the installation trains and serves, as its settings say": (
-        "dev.get_model_config dev.is_dedicated_mode dev.validate "
+        "dev.engine.WeightTransferConfig dev.get_model_config dev.is_dedicated_mode dev.validate "
         "dev.validate_dedicated_config local.service loss "
         "megatron pipeline_trainer.binary_prefix_tool_pipeline pipeline_trainer.state "
         "pipeline_trainer.yes_no_maybe_pipeline preprocessing tinker tinker_native transformers unsloth "

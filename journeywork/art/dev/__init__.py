@@ -1,10 +1,17 @@
-"""Typed dictionaries of ART's experimental options. See docs/art.md for those that have an effect."""
+"""Typed dictionaries of ART's experimental options. See docs/art.md for those that have an effect.
+
+| module | contents |
+| --- | --- |
+| `engine`, `model`, `openai_server`, `train` | the same types, at the modules of ART that define them |
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
+
+RolloutWeightsMode = Literal["lora", "merged"]
 
 
 class InitArgs(TypedDict, total=False):
@@ -57,7 +64,7 @@ class InternalModelConfig(TypedDict, total=False):
     tinker_native_args: TinkerArgs | None
     trainer_gpu_ids: list[int]
     inference_gpu_ids: list[int]
-    rollout_weights_mode: Literal["lora", "merged"]
+    rollout_weights_mode: RolloutWeightsMode
     chat_template_kwargs: dict[str, object]
     chat_template: str
     chat_template_path: str

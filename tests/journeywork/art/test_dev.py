@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -58,3 +59,17 @@ def test_the_options_of_arts_own_server_are_a_dictionary() -> None:
     assert made["server_args"]["lora_modules"] == ['{"name": "m@12", "path": "adapters/0012"}']
     assert made["engine_args"]["served_model_name"] == "b"
     assert get_openai_server_config("m", "b", "log")["engine_args"]["served_model_name"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("engine", "EngineArgs"),
+        ("model", "TrainerArgs"),
+        ("openai_server", "ServerArgs"),
+        ("train", "TrainConfig"),
+    ],
+)
+def test_types_are_at_the_modules_that_define_them(module: str, name: str) -> None:
+    defined = importlib.import_module(f"journeywork.art.dev.{module}")
+    assert getattr(defined, name) is getattr(art.dev, name)
