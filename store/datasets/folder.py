@@ -64,6 +64,15 @@ def write(files: Mapping[str, bytes], out: Path) -> None:
         write_whole(out / name, content)
 
 
+def remove(out: Path) -> None:
+    """Delete the files of a data set, and its folder if nothing else is in it; what is gone already stays so. The card
+    goes last: an interrupted removal finds the folder again. Raises `OSError`."""
+    for name in (*(f"{split}.{ending}" for split in SPLITS for ending in ("jsonl", "parquet")), "README.md"):
+        (out / name).unlink(missing_ok=True)
+    if out.is_dir() and not any(out.iterdir()):
+        out.rmdir()
+
+
 def upload(files: Mapping[str, bytes], repository: str) -> None:
     """Write the files to a data set of the Hugging Face hub, in one commit. It takes the hub's own token.
 

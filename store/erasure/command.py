@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -29,6 +29,7 @@ from pipeline.log.broker import Broker, BrokerError
 from pipeline.printing import visible
 from pipeline.running.runs import log_of, run_settings
 from pipeline.telemetry import logs
+from store.datasets import folder as folders
 from store.erasure import on_log
 from store.erasure.in_lake import Rewriter
 from store.erasure.plan import Plan, journal_of, make_plan
@@ -117,7 +118,7 @@ async def _erase(config: Config, broker: Broker, plan: Plan, rewriter: Rewriter,
     await _until_written(broker)  # the discards of groups that waited for the trainer
     crash.point("erase.log_done")
     for folder in plan.folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        folders.remove(Path(folder))
     await anyio.to_thread.run_sync(rewriter.erase)
     crash.point("erase.lake_done")
     await broker.publish(

@@ -8,7 +8,7 @@ such rows and is not part of the table, as after a merge.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,9 @@ from store.lake.commits import add_action_of_rows, file_name_of_rows, remove_act
 from store.lake.lake import Lake
 from store.lake.table import EventTable
 
+_COMMITTED_S = 15.0
+"""Age in seconds from which on a file that is not part of its table never will be."""
+_LOOK_AGAIN_S = 1.0
 _SCORED, _DEAD = wire_name(GroupScored), wire_name(DeadLettered)
 
 
@@ -51,25 +54,43 @@ class Rewriter:
         """Replace the files, durably, and delete the old ones. May be called again."""
         for table in self._lake.tables():
             # A table object of its own: its commits are checked against the snapshot that this one read.
-            own = EventTable(self._lake.storage, table.tag)
-            while not self._replace(own):
-                pass  # another process has merged some of the files meanwhile
-            for name in self.left(own):
-                own.storage.files.delete_file(own.storage.key(own.tag, name))
+            own, replaced = EventTable(self._lake.storage, table.tag), set[str]()
+            while self._replace(own, replaced) and self._delete_left(own, replaced):
+                time.sleep(_LOOK_AGAIN_S)
 
-    def left(self, table: EventTable) -> Iterator[str]:
-        """Yield the files in a table's folder that are not part of the table and hold rows of the plan."""
+    def _delete_left(self, table: EventTable, replaced: set[str]) -> bool:
+        """Delete the files in a table's folder that are not part of the table and hold rows of the plan. A young one
+        that was never part of it may be one that the store is about to commit. Returns whether there is such a file."""
+        folder = fs.FileSelector(f"{table.storage.root}/{table.tag}", allow_not_found=True)
+        # Before the snapshot: what another process commits between the two is then part of the table.
+        there = table.storage.files.get_file_info(folder)
         files = table.files()
+        young = False
         if files is None:
-            return
-        folder = fs.FileSelector(f"{table.storage.root}/{table.tag}")
-        for info in table.storage.files.get_file_info(folder):
+            return False
+        for info in there:
             name = info.base_name
-            if name.endswith(".parquet") and name not in files.names and self._rows(table, name):
-                yield name
+            if not name.endswith(".parquet") or name in files.names:
+                continue
+            try:
+                reached = self._rows(table, name)
+            except FileNotFoundError:
+                continue  # the store's own vacuum was faster
+            if reached and name not in replaced and time.time() - info.mtime.timestamp() < _COMMITTED_S:
+                young = True
+            elif reached:
+                table.storage.files.delete_file(table.storage.key(table.tag, name))
+        return young
 
-    def _replace(self, table: EventTable) -> bool:
-        """Replace the files of a table's newest version. Returns false if another process replaced one first."""
+    def _replace(self, table: EventTable, replaced: set[str]) -> bool:
+        """Replace the files of a table's newest version, and add their names to `replaced`. Returns true, or tries
+        again if another process has merged some of the files meanwhile."""
+        while not self._replace_once(table, replaced):
+            pass
+        return True
+
+    def _replace_once(self, table: EventTable, replaced: set[str]) -> bool:
+        """Return false if another process replaced a file first."""
         files = table.files()
         for name in files.names if files is not None else ():
             if not (reached := self._rows(table, name)):
@@ -84,6 +105,7 @@ class Rewriter:
                 table.commit(actions)
             except CommitFailedError:
                 return False
+            replaced.add(name)
             crash.point("erase.file_replaced")
         return True
 

@@ -159,7 +159,11 @@ def _data_sets(folder: Path, runs: set[str]) -> Iterator[Path]:
     for card in folder.rglob("README.md"):
         for split in SPLITS:
             file = card.parent / f"{split}.parquet"
-            if file.is_file() and "journeywork dataset" in card.read_text() and _names(file) & runs:
+            if (
+                file.is_file()
+                and "journeywork dataset" in card.read_text(errors="replace")
+                and _names(file) & runs
+            ):
                 yield card.parent
                 break
 

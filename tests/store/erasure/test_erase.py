@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -41,7 +42,12 @@ from pipeline.log.broker import Broker
 from pipeline.running.runs import SETTINGS
 from pipeline.security import users
 from store.datasets import command as dataset
-from store.erasure import command
+from store.erasure import command, in_lake
+from store.erasure.in_lake import Rewriter
+from store.erasure.plan import Plan
+from store.lake.commits import add_action_of_rows
+from store.lake.lake import open_lake
+from store.lake.table import EventTable
 from store.reading import sql
 from tests.conftest import NatsServer
 from tests.store.kit import StoreProcess, checkpoint, exchange, publish, until_acked
@@ -290,6 +296,66 @@ async def test_what_is_open_or_waits_is_named_and_nothing_is_deleted(
     (discarded,) = (r.event for r in await broker.read(GroupDiscarded))
     assert (discarded.group, discarded.reason) == ("g5", "history_gone")
     assert found_in(tmp_path, SECRET) == []
+
+
+async def test_of_a_data_set_in_the_run_directory_itself_only_its_own_files_go(
+    config: Config, tmp_path: Path
+) -> None:
+    for file in (tmp_path / "exports" / "alice").iterdir():
+        shutil.copy(file, tmp_path / file.name)
+    (tmp_path / "exports" / "alice" / "notes").write_text("mine")
+    (tmp_path / "exports" / "README.md").write_bytes(b"\xff journeywork dataset")
+    done = await erase(config, "--yes")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / SETTINGS).exists()
+    assert not (tmp_path / "README.md").exists()
+    assert [file.name for file in (tmp_path / "exports" / "alice").iterdir()] == ["notes"]
+    assert found_in(tmp_path, SECRET) == []
+
+
+async def test_what_can_not_be_deleted_leaves_no_receipt(
+    config: Config, broker: Broker, tmp_path: Path
+) -> None:
+    kept = tmp_path / "exports" / "alice" / "train.jsonl"
+    kept.unlink()
+    kept.mkdir()  # can't be unlinked, whoever tries
+    failed = await erase(config, "--yes")
+    assert (failed.returncode, b"train.jsonl" in failed.stderr) == (1, True)
+    assert await broker.read(DataErased) == []
+    kept.rmdir()
+    done = await erase(config, "--yes")
+    assert done.returncode == 0, done.stderr
+    assert len(await broker.read(DataErased)) == 1
+    assert found_in(tmp_path, SECRET) == []
+
+
+async def test_a_file_that_the_store_commits_meanwhile_stays_part_of_its_table(config: Config) -> None:
+    """It is written before it is committed. One that is never committed, as of a merge that lost, is deleted."""
+    lake = open_lake(config)
+    rewriter = Rewriter(lake, "p", Plan(erasure="e", digest="d", runs=["b0"]))
+    table = lake.table("rollout.opened")
+    files = table.files()
+    assert files is not None
+    rows = table.storage.read(table.tag, files.names[0])
+    size = table.storage.write(table.tag, "about-to-commit.parquet", [rows])
+    table.storage.write(table.tag, "lost.parquet", [rows])
+    lost = Path(table.storage.uri(table.tag)) / "lost.parquet"
+    os.utime(lost, (0, 0))
+
+    def commit(_: float) -> None:
+        own = EventTable(lake.storage, table.tag)
+        own.files()
+        own.commit([add_action_of_rows("about-to-commit.parquet", size, rows)])
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(in_lake.time, "sleep", commit)
+        await anyio.to_thread.run_sync(rewriter.erase)
+    assert not lost.exists()
+    assert figures(config)
+    with sql.connect(config) as connection:
+        assert connection.execute(
+            "SELECT count(*) FROM rollout_opened WHERE trajectory = 'b0'"
+        ).fetchall() == [(0,)]
 
 
 async def test_nobody_and_somebody_unknown(config: Config, tmp_path: Path) -> None:
