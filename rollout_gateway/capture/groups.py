@@ -67,6 +67,7 @@ class Groups:
                 event = msgspec.structs.replace(
                     event, owner=named.event.owner, group_size=named.event.group_size
                 )
+        event = await self._of_before(event)
         ack = await self._log.publish(event, {})
         if ack.duplicate:
             recorded = await self._log.broker.read_last(GroupOpened, **keys_of(event))
@@ -77,6 +78,18 @@ class Groups:
         if len(self._openings) > _REMEMBERED:
             self._openings.popitem(last=False)
         return event
+
+    async def _of_before(self, event: GroupOpened) -> GroupOpened:
+        """Return the opening with the owner that the group had before ROLLOUTS, which keeps days, forgot it: GROUPS
+        keeps months."""
+        broker, keys = (
+            self._log.broker,
+            {"project": event.project, "model": event.model, "group": event.group},
+        )
+        recorded: Recorded[GroupScored] | Recorded[GroupDiscarded] | None = await broker.read_last(
+            GroupScored, **keys
+        ) or await broker.read_last(GroupDiscarded, **keys)
+        return event if recorded is None else msgspec.structs.replace(event, owner=recorded.event.owner)
 
     async def owner(self, model: str, group: str) -> str | None:
         """Return the name of the key that a group belongs to. `None` if the log does not know the group."""

@@ -2,7 +2,7 @@
 
     journeywork what-if --rubric stricter.md --rubric kinder.md --since 2026-11-20 \\
         --rollout my.agent:play --scenarios held_out.jsonl
-    journeywork what-if --with rewards.toml --set trainer.loss.kind=dapo --where "task = 'refund'" --from support@40 ...
+    journeywork what-if --with rewards.toml --set trainer.loss.type=dapo --where "task = 'refund'" --from support@40 ...
 
 Each `--rubric` and each `--with` (settings in TOML: rewards, loss, teacher) is a variant; `--set` holds for all of
 them, and is the only one if there are no others. A variant is a branch of the log: the selected groups are replayed

@@ -22,13 +22,14 @@ Verdict = Literal["promote", "rollback", "hold", "continue"]
 _RUNS = """
 WITH judged AS (
   SELECT trajectory, arg_min(reward, scored_at) AS judged, epoch_us(min(scored_at)) AS since
-  FROM rewards WHERE branch = 'main' AND outcome = 'scored' GROUP BY trajectory
+  FROM rewards WHERE project = $project AND branch = 'main' AND outcome = 'scored' GROUP BY trajectory
 ), said AS (
   SELECT trajectory, name, arg_min(value, given_at) AS value, epoch_us(min(given_at)) AS since
-  FROM signals WHERE kind = 'number' AND "call" < 0 AND contains($expressions, name) GROUP BY trajectory, name
+  FROM signals WHERE project = $project AND kind = 'number' AND "call" < 0 AND contains($expressions, name)
+  GROUP BY trajectory, name
 ), runs AS (
   SELECT *, last_step AS step, epoch_us(completed_at) AS ended FROM trajectories
-  WHERE project = $project AND model = $model AND outcome <> 'open' AND first_step = last_step
+  WHERE project = $project AND model = $model AND outcome <> 'open' AND exchanges > 0 AND first_step = last_step
     AND last_step IN ($candidate, $control) AND epoch_us(opened_at) > $since AND trajectory NOT IN (
       SELECT trajectory FROM rollout_opened WHERE project = $project AND pinned <> ''
     )
@@ -119,7 +120,7 @@ def gather(
     model, step = parse_version(begun.candidate)
     control = parse_version(begun.control)[1]
     metrics = (plan.metric, *plan.guards)
-    columns = [f"CAST(({metric.sql}) AS DOUBLE)" for metric in metrics]
+    columns = [f"nullif(CAST(({metric.sql}) AS DOUBLE), 'nan'::DOUBLE)" for metric in metrics]
     expressions = ", ".join(columns)
     _check(connection, expressions, len(metrics))
     query = _RUNS.format(

@@ -7,7 +7,8 @@ sent (`rollout.exchange`), rendered by the model's own chat template with the re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jinja2
@@ -27,6 +28,24 @@ class HintUnusableError(ValueError):
     """A hint can't be put into a call's prompt; the message says why."""
 
 
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    """Agents write requests: whatever is in one must not end the trainer."""
+    try:
+        yield
+    except (
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        msgspec.MsgspecError,
+    ) as error:
+        if isinstance(error, HintUnusableError):
+            raise
+        raise HintUnusableError(f"the call's messages are not those of a chat: {error!r}") from error
+
+
 def best_run(members: Sequence[Member], least: float | None) -> Member | None:
     """The member with the highest reward, the first of several; `None` if that is below `least`, or `least` is
     `None`."""
@@ -38,6 +57,7 @@ def is_better(run: Member, other: Member) -> bool:
     return run.reward > other.reward + REWARD_TOLERANCE
 
 
+@_readable()
 def transcript(exchanges: Sequence[ExchangeRecorded]) -> str:
     """A run as text: its reply if it made one call, else what followed the messages of its first call, each message
     under its role. Where a later call does not go on from the first, only the last reply is known to belong to it.
@@ -66,6 +86,7 @@ class HintedPrompts:
         templates = {"text": self.config.hint_template, "correction": self.config.correction_template}
         return "".join(templates[hint.kind].replace("{hint}", hint.text) for hint in hints)
 
+    @_readable()
     def render(self, exchange: ExchangeRecorded, text: str) -> npt.NDArray[np.int32]:
         """The token ids of the call's prompt with `text` at the end of its last user message.
 

@@ -66,6 +66,20 @@ async def test_what_the_runs_do_not_show_is_said(stub: StubGateway) -> None:
                 await bisect(client, good, bad, TASKS, winning(stub, lambda _: 1.0))
 
 
+async def test_easy_tasks_do_not_decide_before_hard_ones(stub: StubGateway) -> None:
+    """m@6 always wins half of the tasks, the first ones: its mean is the threshold."""
+    tasks = [f"task {n}" for n in range(50)]
+
+    async def rollout(run: Trajectory, task: str) -> float:
+        step = int(stub.opened[run.id]["pinned"].rpartition("@")[2])
+        return float(step < 6 or (step == 6 and tasks.index(task) < 25))
+
+    async with AsyncJourneywork(stub.url) as client:
+        for seed in range(5):
+            with pytest.raises(UndecidedError, match="m@6: after 100 runs"):
+                await bisect(client, "m@0", "m@12", tasks, rollout, Limits(rounds=2, seed=seed))
+
+
 @pytest.mark.parametrize("mean", [0.5, 0.2])
 def test_a_mean_at_the_threshold_is_rarely_found_on_a_side(mean: float) -> None:
     rng, sides = random.Random(7), 0

@@ -182,3 +182,17 @@ def test_an_evaluation_belongs_to_the_key_that_recorded_it_first(start_front: St
         assert code(bob.ask("POST", path, body)) == (409, "evaluation_exists")
     assert alice.status("POST", path, other) == 201
     assert boss.status("POST", path, {**other, "position": 2}) == 201
+
+
+@pytest.mark.parametrize("event", [GroupScored, GroupDiscarded])
+async def test_a_group_keeps_its_owner_after_its_opening_is_gone(
+    start_front: StartGateway, broker: Broker, event: type[GroupScored] | type[GroupDiscarded]
+) -> None:
+    """The log keeps openings for days, and what became of groups for months."""
+    more: dict[str, Any] = {"judge": "j"} if event is GroupScored else {"reason": "stale", "by": "trainer"}
+    more |= {"members": ()} if event is GroupScored else {"trajectories": ("t",)}
+    await broker.publish(event(project=PROJECT, group="old", model="tictactoe", owner="alice", **more))
+    gateway = start_front(keys=KEYS)
+    alice, bob = (Caller(gateway, name) for name in ("alice", "bob"))
+    assert code(bob.ask("POST", "/v1/trajectories", opening(id="b1", group="old"))) == (409, "group_exists")
+    assert alice.open(id="a1", group="old")["group"] == "old"

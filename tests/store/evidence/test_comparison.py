@@ -16,9 +16,10 @@ from store.evidence.comparison import Evidence, Guard, Metric, Plan, gather
 
 _TABLES = """
 CREATE TABLE trajectories (project TEXT, model TEXT, trajectory TEXT, outcome TEXT, opened_at TIMESTAMPTZ,
-  completed_at TIMESTAMPTZ, first_step INT, last_step INT, reward DOUBLE);
-CREATE TABLE rewards (trajectory TEXT, branch TEXT, outcome TEXT, reward DOUBLE, scored_at TIMESTAMPTZ);
-CREATE TABLE signals (trajectory TEXT, kind TEXT, "call" INT, name TEXT, value DOUBLE, given_at TIMESTAMPTZ);
+  completed_at TIMESTAMPTZ, first_step INT, last_step INT, reward DOUBLE, exchanges INT DEFAULT 1);
+CREATE TABLE rewards (project TEXT, trajectory TEXT, branch TEXT, outcome TEXT, reward DOUBLE, scored_at TIMESTAMPTZ);
+CREATE TABLE signals (project TEXT, trajectory TEXT, kind TEXT, "call" INT, name TEXT, value DOUBLE,
+  given_at TIMESTAMPTZ);
 CREATE TABLE rollout_opened (project TEXT, trajectory TEXT, pinned TEXT);
 """
 _PLAN = Plan(
@@ -55,14 +56,14 @@ def _look(
         connection.execute(f"DELETE FROM {table}")
     for number, (step, ended) in enumerate(runs):
         values = ("p", "m", f"r{number}", "ok", _time(1), _time(ended), step, step, number / 20)
-        connection.execute("INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        connection.execute("INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 1)", values)
     for at, number, name, value in said:
         if name:
-            given = (f"r{number}", "number", -1, name, value, _time(at))
-            connection.execute("INSERT INTO signals VALUES (?, ?, ?, ?, ?, ?)", given)
+            given = ("p", f"r{number}", "number", -1, name, value, _time(at))
+            connection.execute("INSERT INTO signals VALUES (?, ?, ?, ?, ?, ?, ?)", given)
         else:
-            scored = (f"r{number}", "main", "scored", value, _time(at))
-            connection.execute("INSERT INTO rewards VALUES (?, ?, ?, ?, ?)", scored)
+            scored = ("p", f"r{number}", "main", "scored", value, _time(at))
+            connection.execute("INSERT INTO rewards VALUES (?, ?, ?, ?, ?, ?)", scored)
     with mock.patch.object(comparison, "_compared", wraps=comparison._compared) as compared:
         found = gather(connection, "p", _PLAN, _BEGUN, until)
     return found, [(call.args[1], call.args[2]) for call in compared.call_args_list]
@@ -96,3 +97,18 @@ def test_a_run_counts_with_the_first_number_that_is_known_of_it(
     assert solved == ([0.5, 0.25], [0.75])
     assert reward == ([0.05, 0.0], [0.1])
     assert mixed == ([0.0, 0.125], [])
+
+
+def test_what_is_no_number_of_a_run_of_this_project_does_not_count(
+    connection: duckdb.DuckDBPyConnection,
+) -> None:
+    """Not a number that is none, what another project says of a run of that id, and a run without a call."""
+    runs = [(2, 5), (2, 3), (1, 4)]
+    _look(connection, runs, [(6, 0, "solved", float("nan")), (7, 2, "solved", 0.5)], _END)
+    connection.execute(
+        "INSERT INTO signals VALUES ('other', 'r1', 'number', -1, 'solved', 1.0, ?)", [_time(8)]
+    )
+    connection.execute("INSERT INTO rewards VALUES ('other', 'r1', 'main', 'scored', 1.0, ?)", [_time(8)])
+    connection.execute("UPDATE trajectories SET exchanges = 0 WHERE trajectory = 'r2'")
+    found = gather(connection, "p", _PLAN, _BEGUN, _END)
+    assert [(f.candidate_runs, f.control_runs) for f in found.findings] == [(0, 0), (2, 0), (0, 0)]

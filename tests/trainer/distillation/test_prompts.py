@@ -122,3 +122,22 @@ def test_a_lesson_is_the_teachers_prompt_and_the_trained_tokens_of_the_call() ->
     assert lesson.slots.tolist() == [2, 3]
     everything = sequence.calls == 1
     assert lessons_of(sequence.masking_out(everything), {1: np.array([20], np.int32)}) == ()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"", b"{", b"7", b"[]", b'{"messages": [7]}', b'{"messages": [{}]}', b'{"messages": ["x"]}',
+        b'{"messages": [{"role": "user", "content": 7}]}', b'{"messages": [{"role": "user", "content": [7]}]}',
+        b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
+        b'{"messages": [{"role": "user", "content": "x", "tool_calls": [7]}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 7}',
+        b'{"messages": ' + b"[" * 100_000,
+    ],
+)  # fmt: skip
+def test_a_request_that_is_no_chat_is_refused(prompts: HintedPrompts, request_bytes: bytes) -> None:
+    call = exchange("t", 0, [5], [6], request=request_bytes)
+    with pytest.raises(HintUnusableError):
+        prompts.render(call, "x")
+    with pytest.raises(HintUnusableError):
+        transcript([call])
