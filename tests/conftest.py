@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -17,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from pipeline import streams
@@ -24,6 +26,10 @@ from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from tests.kits import clients
 from tests.kits.quick_service import quick_consumers
+
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # no test asserts a time
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture
@@ -227,15 +233,33 @@ DOUBLE = os.environ.get("JOURNEYWORK_TEST_INFERENCE") == "double"
 """Whether tests marked `inference` get the double: `make check` sets this."""
 
 
+_PORTS = range(15_000, 31_000)
+"""Below those that Linux gives to outgoing connections (from 32768): one of those could be taken by any connection of
+the machine while a server that tests kill is down."""
+
+
+def _ports() -> Iterator[int]:
+    """Each worker's ports in turn, from a random one on, so that no other test of this run is given a port again while
+    its server is starting or is down."""
+    worker, workers = (
+        os.environ.get("PYTEST_XDIST_WORKER", "gw0"),
+        os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"),
+    )
+    own = _PORTS[int(worker.removeprefix("gw")) :: int(workers)]
+    start = random.SystemRandom().randrange(len(own))  # hypothesis seeds `random`, in each worker alike
+    yield from itertools.cycle([*own[start:], *own[:start]])
+
+
+_next_ports = _ports()
+
+
 def free_port() -> int:
-    """A port that nobody listens at, below those that Linux gives to outgoing connections (from 32768): one of those
-    could be taken by any connection of the machine while a server that tests kill is down."""
-    chosen = random.SystemRandom()  # hypothesis seeds `random`, in each worker alike
-    while True:
-        port = chosen.randrange(15_000, 32_000)
+    """Return a port that nobody listens at and that this run's tests did not get recently."""
+    for port in _next_ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+    raise AssertionError  # the ports come round for ever
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,8 @@ class NatsCluster:
 
     def stop(self) -> None:
         for node in self.nodes:
-            node.kill()
+            if node.process is not None:  # else a node before it did not start
+                node.kill()
             shutil.rmtree(node.folder / "js", ignore_errors=True)
 
     def node(self, name: str) -> Node:

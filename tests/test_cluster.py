@@ -54,9 +54,11 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NatsClus
     """One whose servers have users, if its parameter is "guarded"."""
     extra = server_users(tmp_path) if getattr(request, "param", "") == "guarded" else ""
     made = NatsCluster(tmp_path / "nats", max_payload=32_768, extra=extra)
-    made.start()
-    yield made
-    made.stop()
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
 
 
 @pytest.fixture

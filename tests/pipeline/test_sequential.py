@@ -15,7 +15,7 @@ VALUES = st.lists(st.floats(-1, 1), min_size=1, max_size=60)
 
 
 @given(values=VALUES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_an_interval_lies_in_the_range_and_in_those_before_it(values: list[float]) -> None:
     before = interval(values[:-1], -1, 1)
     after = interval(values, -1, 1)
@@ -26,7 +26,7 @@ def test_an_interval_lies_in_the_range_and_in_those_before_it(values: list[float
 
 
 @given(values=VALUES, low=st.floats(-5, 5), width=st.floats(0.1, 10))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_units_and_signs_change_nothing(values: list[float], low: float, width: float) -> None:
     """Of a mean in other units, and of its negative."""
     plain, turned = interval(values, -1, 1), interval([-v for v in values], -1, 1)

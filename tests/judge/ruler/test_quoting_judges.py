@@ -157,7 +157,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.sampled_from(sorted(FORMS)),
     st.lists(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), min_size=3, max_size=3),
@@ -243,7 +243,7 @@ def quoting_replies(draw: st.DrawFn) -> str:
     return "".join(tokens)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(quoting_replies())
 def test_no_quotation_in_any_place_of_a_reply_changes_a_score(reply: str) -> None:
     assert read(reply) in ({}, dict(zip(IDS, TRUTH, strict=True))), reply

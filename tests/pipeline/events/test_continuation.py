@@ -53,7 +53,7 @@ def read(form: Form, memory: RememberedExchanges, held: list[Form]) -> ExchangeR
     return whole
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     runs(),
     st.lists(MEMORIES, min_size=1, max_size=3),
