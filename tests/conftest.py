@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 from pipeline import streams
@@ -27,9 +26,11 @@ from pipeline.log.broker import Broker
 from tests.kits import clients
 from tests.kits.quick_service import quick_consumers
 
+with contextlib.suppress(ImportError):  # the GPU lock has no hypothesis, and its tests need none
+    import hypothesis
 
-hypothesis.settings.register_profile("untimed", deadline=None)  # no test asserts a time
-hypothesis.settings.load_profile("untimed")
+    hypothesis.settings.register_profile("untimed", deadline=None)  # no test asserts a time
+    hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture
