@@ -2,9 +2,10 @@
 
 | module | command |
 | --- | --- |
-| `cli` | `journeywork judge`, which has the two next ones |
+| `cli` | `journeywork judge`, which has the three next ones |
 | `options` | the options that all of them have |
 | `eval` | `journeywork judge eval`: a judge's agreement with known rewards |
 | `score` | `journeywork judge score`: one group from a file or from user code |
+| `serve` | `journeywork judge serve`: groups that a program sends |
 | `rejudge` | `journeywork rejudge`: history scored again |
 """

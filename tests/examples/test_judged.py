@@ -31,17 +31,20 @@ ENDED = """SELECT (SELECT count(DISTINCT group_id) FROM trajectories WHERE split
 """The double answers at random: all attempts of a group may be worth the same, and then it trains nothing."""
 
 
-@pytest.fixture(params=BASES)
-def double(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[InferenceDouble]:
+@pytest.fixture(scope="module", params=BASES)
+def double(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[InferenceDouble]:
     """A double of the example's tiny model, which replies with words of its task."""
     name = BASES[request.param]
     pytest.importorskip("mcp", reason="the package mcp is not installed")
-    base = tmp_path / "model"
+    folder = tmp_path_factory.mktemp(request.param)
+    base = folder / "model"
     run(f"examples.{name}.make_model", "--steps", "0", "--out", str(base))
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens([word for word in EXAMPLES[name] if len(tokenizer(word).input_ids) > 1])
     tokenizer.save_pretrained(base)
-    server = InferenceDouble(tmp_path, args=("--end-every", "2", "--words", *EXAMPLES[name]))
+    server = InferenceDouble(folder, args=("--end-every", "2", "--words", *EXAMPLES[name]))
     server.base, server.model = base, request.param
     server.start()
     yield server

@@ -1,24 +1,24 @@
 """RULER: a judge model scores the trajectories of a group relative to each other.
 
-It is the judge of an installation (docs/judging.md), for programs that score their groups themselves: the command
-`journeywork judge score` judges in several orders, without the effect of positions, asks again where a reply can't be
+It is the judge of an installation (docs/judging.md), for programs that score their groups themselves: a process
+`journeywork judge serve` judges in several orders, without the effect of positions, asks again where a reply can't be
 read, and takes what trajectories say for evidence, never for instructions. Nothing is recorded.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-import anyio
 import pydantic
 from openai.types.chat import ChatCompletionMessageParam
 
+from journeywork.art.rewards.judge_process import JudgeDiedError, judge_answer
 from journeywork.art.trajectories import TrajectoryGroup
 from journeywork.art.types import Tools
 
@@ -32,7 +32,7 @@ that does not.
 - Small differences in quality are small differences in score.
 """
 _KEY = "JOURNEYWORK_RULER_KEY"
-"""Environment variable that hands the judge's key to the command."""
+"""Beginning of the environment variable that hands a judge's key to its process."""
 _SETTINGS = {
     "api_base": "api_base", "base_url": "api_base", "timeout": "request.timeout_s", "num_retries": "request.retries",
     "max_retries": "request.retries", "temperature": "request.temperature", "max_tokens": "request.max_tokens",
@@ -130,9 +130,12 @@ async def ruler_score_group(
 
 
 async def _judge(group: dict[str, Any], model: str, params: dict[str, Any], rubric: str) -> dict[str, Any]:
-    """Return the answer of `journeywork judge score`. Raises `ValueError` with its reason if it gave none."""
-    environment = {**os.environ, _KEY: str(params.pop("api_key", None) or "")}
-    settings: dict[str, Any] = {"model": model, "api_key_env": _KEY if environment[_KEY] else ""}
+    """Return the judge's answer. Raises `ValueError` with its reason if it gave no scores."""
+    settings: dict[str, Any] = {"model": model}
+    environment = dict(os.environ)
+    if key := str(params.pop("api_key", None) or ""):
+        settings["api_key_env"] = f"{_KEY}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        environment[settings["api_key_env"]] = key
     settings |= {_SETTINGS[name]: params.pop(name) for name in list(params) if name in _SETTINGS}
     with NamedTemporaryFile("w", suffix=".md", encoding="utf-8") as file:
         file.write(rubric)
@@ -140,24 +143,14 @@ async def _judge(group: dict[str, Any], model: str, params: dict[str, Any], rubr
         settings["rubric"] = file.name
         if params:
             settings["request.params"] = json.dumps(params)
-        # A command: it is a service's code, which this package does not import.
-        done = await anyio.run_process(
-            [
-                sys.executable, "-m", "judge.commands.cli", "score", "-",
-                *(part for name, value in settings.items() for part in ("--set", f"judge.{name}={value}")),
-            ],
-            input=json.dumps(group, default=_plain).encode(), env=environment, check=False,
-        )  # fmt: skip
-    why = done.stderr.decode(errors="replace").strip()
-    if "No module named" in why:
-        raise ModuleNotFoundError(
-            f"RULER needs the judge: install journeywork[judge] ({why.splitlines()[-1]})"
-        )
-    answer: dict[str, Any] = json.loads(done.stdout or b"{}")
-    if done.returncode or "scores" not in answer:
-        raise ValueError(f"the judge {model} scored nothing: {answer.get('error') or why}")
+        request = {"group": group, "settings": [f"judge.{name}={value}" for name, value in settings.items()]}
+        try:
+            answer = await judge_answer(request, environment)
+        except JudgeDiedError as died:
+            if "No module named" in str(died):
+                why = f"RULER needs the judge: install journeywork[judge] ({str(died).splitlines()[-1]})"
+                raise ModuleNotFoundError(why) from died
+            raise ValueError(f"the judge {model} scored nothing: its process died twice: {died}") from died
+    if not answer["scores"]:
+        raise ValueError(f"the judge {model} scored nothing: {answer.get('error')}")
     return answer
-
-
-def _plain(value: Any) -> Any:
-    return value.model_dump() if isinstance(value, pydantic.BaseModel) else str(value)

@@ -1,0 +1,126 @@
+"""The judge of this program: one process `journeywork judge serve`, which scores all its groups."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from tempfile import TemporaryFile
+from typing import Any
+
+import pydantic
+
+_STOP_S = 10.0
+"""How long the process may take to end."""
+_ATTEMPTS = 2
+"""Processes that a group is given to: it is scored by the next one if the first dies."""
+_ERROR_BYTES = 4000
+"""Bytes of the process's log in an error message."""
+
+
+class JudgeDiedError(Exception):
+    """The process ended before it answered. The message is the end of its log."""
+
+
+class JudgeProcess:
+    """One process. It ends with the program, because its standard input does."""
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._log = TemporaryFile()  # noqa: SIM115 - open as long as the process
+        # A process: the judge is a service's code, which this package does not import.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "judge.commands.cli", "serve"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True,
+        )  # fmt: skip
+        self._writing, self._numbers = threading.Lock(), itertools.count()
+        self._answers: dict[int, Future[dict[str, Any]]] = {}
+        self.alive = True
+        self._reader = threading.Thread(target=self._read, name="journeywork judge", daemon=True)
+        self._reader.start()
+        atexit.register(self.close)
+
+    def ask(self, request: dict[str, Any], environment: Mapping[str, str]) -> Future[dict[str, Any]]:
+        """Send a request. The answer's future raises `JudgeDiedError` if there is none. Blocks while the process does
+        not read, as while it imports its libraries."""
+        changed = {name: value for name, value in environment.items() if self._environment.get(name) != value}
+        answer: Future[dict[str, Any]] = Future()
+        answer.set_running_or_notify_cancel()  # it can't be cancelled, so that the reader can always set it
+        with self._writing:
+            number = next(self._numbers)
+            line = json.dumps({"id": number, "environment": changed, **request}, default=_plain) + "\n"
+            self._answers[number] = answer
+            assert self._process.stdin is not None
+            with contextlib.suppress(OSError):  # it has ended, which the reader tells
+                self._process.stdin.write(line.encode())
+                self._process.stdin.flush()
+            if not self.alive:
+                self._fail()
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        atexit.unregister(self.close)
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._reader.join()
+        self._log.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout:
+            for line in self._process.stdout:
+                answer = json.loads(line)
+                self._answers.pop(answer["id"]).set_result(answer)
+        self._process.wait()
+        with self._writing:
+            self.alive = False
+            self._fail()
+
+    def _fail(self) -> None:
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _ERROR_BYTES))
+        why = self._log.read().decode(errors="replace").strip()
+        while self._answers:
+            self._answers.popitem()[1].set_exception(JudgeDiedError(why))
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, pydantic.BaseModel) else str(value)
+
+
+_starting = threading.Lock()
+_process: JudgeProcess | None = None
+
+
+async def judge_answer(request: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the answer of the program's judge to a request of `judge.commands.serve`, without its `id`. The process
+    begins with the first request, and again where it died. Raises `JudgeDiedError`."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return await asyncio.wrap_future(await asyncio.to_thread(_ask, request, environment))
+        except JudgeDiedError:
+            if attempt == _ATTEMPTS:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _ask(request: dict[str, Any], environment: Mapping[str, str]) -> Future[dict[str, Any]]:
+    global _process
+    with _starting:
+        if _process is None or not _process.alive:
+            _process = JudgeProcess()
+        process = _process
+    return process.ask(request, environment)

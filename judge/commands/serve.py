@@ -1,0 +1,69 @@
+"""`journeywork judge serve`: score groups that a program sends, one JSON object a line, until standard input ends.
+
+A line is a `Request`. Its answer is that of `journeywork judge score`, on one line of standard output, with the
+request's `id`; `error` says why a group was not scored. Groups are scored at the same time and answered as they are
+done. The libraries of a judge model are imported once, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from judge.commands.score import score_group
+from judge.labelled import GroupFile
+from judge.scoring import UnscoredError
+from pipeline.config import ConfigError, load
+from pipeline.telemetry.logs import get_logger
+
+log = get_logger("judge.commands.serve")
+
+
+class Request(msgspec.Struct, forbid_unknown_fields=True):
+    """A group to score."""
+
+    id: int
+    group: GroupFile
+    settings: list[str] = []
+    """Settings as `--set` takes them."""
+    environment: dict[str, str] = {}
+    """Environment variables that the program has set since this process began."""
+
+
+async def serve() -> None:
+    """Answer the requests of standard input. What is not answered when it ends, nobody waits for."""
+    async with anyio.create_task_group() as answers:
+        while line := await anyio.to_thread.run_sync(sys.stdin.buffer.readline):
+            answers.start_soon(_answer, msgspec.json.decode(line, type=Request))
+        answers.cancel_scope.cancel()
+
+
+async def _answer(request: Request) -> None:
+    os.environ.update(request.environment)
+    answer: dict[str, Any] = {"scores": {}}
+    try:
+        answer = (await score_group(load(None, request.settings), request.group)).as_dict()
+    except (ConfigError, UnscoredError) as error:
+        answer["error"] = str(error)
+    except Exception as error:  # noqa: BLE001 - the other groups are scored all the same
+        log.error("a group was not scored", exc=error, request=request.id)
+        answer["error"] = repr(error)
+    sys.stdout.buffer.write(msgspec.json.encode({"id": request.id, **answer}) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def add_command(commands: Any) -> None:
+    """Add `serve` to the subcommands of `journeywork judge`."""
+    parser = commands.add_parser("serve", help="scores of the groups that a program sends, a line each")
+    parser.set_defaults(run=run_command)
+
+
+def run_command(_: argparse.Namespace) -> None:
+    """Answer until standard input ends."""
+    anyio.run(serve)
