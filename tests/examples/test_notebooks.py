@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from journeywork.starter.command import write_project
 from tests.conftest import InferenceDouble
-from tests.kits.installation import ROOT, up
+from tests.kits.installation import JOURNEYWORK, ROOT, program, up
 
 FOLDER = ROOT / "examples" / "notebooks"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
@@ -43,22 +43,30 @@ def shown(cell: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_both_run_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert os.access(sys.executable, os.X_OK)
-    run_dir = tmp_path / "run"
-    flags = ("--set", "models.0.name=tictactoe", "--set", f"models.0.base={InferenceDouble.base}")
-    with up(tmp_path, run_dir, "--run-dir", str(run_dir), *flags) as running:
+def test_a_starter_project_trains_and_is_evaluated_and_the_notebooks_train_on_and_ask_its_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands of the project's README, with a small model before the inference double."""
+    project = tmp_path / "tictactoe"  # the double serves this name
+    run_dir = project / "runs" / "tictactoe"
+    write_project("tictactoe", project, str(InferenceDouble.base))
+    with up(tmp_path, run_dir, "--config", "journeywork.toml", cwd=project) as running:
+        said = program([sys.executable, "agent.py", "--passes", "1"], project, JOURNEYWORK_URL=running.url)
+        assert [line.partition(":")[0] for line in said.splitlines()] == ["pass 0"]
+        running.until_step(1)
+        played = ["--rollout", "agent:play", "--scenarios", "agent:held_out", "--limit", "4", "--json"]
+        told = json.loads(program([*JOURNEYWORK, "eval", "tictactoe@0", *played], project))
+        assert {m["name"] for m in told["entrants"][0]["measures"]} == {"reward", "right"}
+        url = running.url
         cells = run(
-            "train.ipynb",
-            tmp_path,
-            monkeypatch,
-            JOURNEYWORK_URL=running.url,
-            JOURNEYWORK_MODEL="tictactoe",
-            PASSES="2",
+            "train.ipynb", tmp_path, monkeypatch, JOURNEYWORK_URL=url, JOURNEYWORK_MODEL="tictactoe", PASSES="1"
         )
         assert " over 40" in shown(cells[-3])
         assert "reward   tictactoe@0 " in shown(cells[-2])
-        running.until_step(1)
+    runs = "SELECT split, count(*) AS runs FROM trajectories GROUP BY split ORDER BY split"
+    assert running.query(runs) == [{"split": "train", "runs": 2 * 128}, {"split": "val", "runs": 4 + 2 * 40}]
+    evaluated = "SELECT entrant FROM evaluations WHERE measure = 'right' ORDER BY scenarios, position"
+    assert [row["entrant"] for row in running.query(evaluated)] == ["tictactoe@0", "tictactoe", "tictactoe@0"]
     told = "".join(map(shown, run("history.ipynb", tmp_path, monkeypatch, JOURNEYWORK_RUN_DIR=str(run_dir))))
     for word in ("tictactoe@1", "user: ", "share_without_variance", "tictactoe@0"):
         assert word in told

@@ -1,8 +1,7 @@
-"""A project of `journeywork init` runs: its test, its training, its evaluation."""
+"""`journeywork init`. `tests/examples/test_notebooks.py` trains and evaluates a project."""
 
 from __future__ import annotations
 
-import json
 import sys
 import tomllib
 from pathlib import Path
@@ -10,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from journeywork.starter.command import FILES, InitError, main, write_project
-from tests.conftest import InferenceDouble
-from tests.kits.installation import JOURNEYWORK, program, up
+from tests.kits.installation import JOURNEYWORK, program
 
 
 @pytest.mark.slow
@@ -61,27 +59,3 @@ def test_a_base_model_in_an_oddly_named_folder_is_a_valid_setting(tmp_path: Path
     write_project("support", tmp_path / "p", base)
     settings = tomllib.loads((tmp_path / "p" / "journeywork.toml").read_text())
     assert settings["models"][0]["base"] == base
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-def test_a_project_trains_and_is_evaluated(tmp_path: Path) -> None:
-    """The commands of its README, with a small model before the inference double."""
-    project = tmp_path / "tictactoe"  # the double serves this name
-    write_project("tictactoe", project, str(InferenceDouble.base))
-    with up(tmp_path, project / "runs" / "tictactoe", "--config", "journeywork.toml", cwd=project) as running:
-        said = program([sys.executable, "agent.py", "--passes", "2"], project, JOURNEYWORK_URL=running.url)
-        assert [line.partition(":")[0] for line in said.splitlines()] == ["pass 0", "pass 1"]
-        running.until_step(1)
-        played = ["--rollout", "agent:play", "--scenarios", "agent:held_out", "--limit", "4", "--json"]
-        told = json.loads(program([*JOURNEYWORK, "eval", "tictactoe@0", *played], project))
-        assert {m["name"] for m in told["entrants"][0]["measures"]} == {"reward", "right"}
-    assert running.query(
-        "SELECT split, count(*) AS runs FROM trajectories GROUP BY split ORDER BY split"
-    ) == [
-        {"split": "train", "runs": 256},
-        {"split": "val", "runs": 4},
-    ]
-    assert running.query("SELECT entrant FROM evaluations WHERE measure = 'right'") == [
-        {"entrant": "tictactoe@0"}
-    ]
