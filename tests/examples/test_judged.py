@@ -1,5 +1,5 @@
-"""From a sentence and from an MCP server to a trained adapter: the script, then the notebook, on one installation before
-the double. `test_fine_tuned` has a script that starts its own."""
+"""From a sentence and from an MCP server to a trained adapter: script, then notebook, on one installation before the
+double. `test_fine_tuned` has a script that starts its own."""
 
 from __future__ import annotations
 
@@ -41,10 +41,17 @@ def test_script_and_notebook_train_two_steps_each_and_compare_held_out_scenarios
     double = InferenceDouble(tmp_path, args=("--end-every", "2", "--words", *words))
     double.base, double.model = base, name
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    settings = {"vllm.max_model_len": 256, "trainer.lora.rank": 8, "trainer.logprob_bound": 1000, "ui.port": 0}
+    settings = {
+        "vllm.max_model_len": 256,
+        "trainer.lora.rank": 8,
+        "trainer.logprob_bound": 1000,
+        "ui.port": 0,
+    }
     double.start()
     try:
-        up = Up(tmp_path / "run", double.url, **settings, **{"models.0.name": name, "models.0.base": str(base)})
+        up = Up(
+            tmp_path / "run", double.url, **settings, **{"models.0.name": name, "models.0.base": str(base)}
+        )
         try:
             monkeypatch.setenv("JOURNEYWORK_URL", up.wait())
             said = run(

@@ -59,7 +59,12 @@ def test_a_starter_project_trains_and_is_evaluated_and_the_notebooks_train_on_an
         assert {m["name"] for m in told["entrants"][0]["measures"]} == {"reward", "right"}
         url = running.url
         cells = run(
-            "train.ipynb", tmp_path, monkeypatch, JOURNEYWORK_URL=url, JOURNEYWORK_MODEL="tictactoe", PASSES="1"
+            "train.ipynb",
+            tmp_path,
+            monkeypatch,
+            JOURNEYWORK_URL=url,
+            JOURNEYWORK_MODEL="tictactoe",
+            PASSES="1",
         )
         assert " over 40" in shown(cells[-3])
         assert "reward   tictactoe@0 " in shown(cells[-2])
