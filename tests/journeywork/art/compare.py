@@ -15,27 +15,27 @@ import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 SUITE = Path(__file__).with_name("test_compatibility.py")
 RESULT = Path(__file__).with_name("compatibility.json")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 PACKAGES = (
-    "openpipe-art==0.5.18",
-    "openai==2.54.0",
-    "langgraph>=1.0",
-    "langchain-openai>=1.0",
-    "pytest>=9.2",
-)
-"""OpenAI's client before 3.0: openpipe-art listens to httpx, and later clients bring another library."""
+    "openpipe-art==0.5.18", "openai==2.54.0", "langgraph>=1.0", "langchain-openai>=1.0", "pytest>=9.2",
+    *EXTRAS["pipeline"], "psutil>=7.2",
+)  # fmt: skip
+"""OpenAI's client before 3.0: openpipe-art listens to httpx, and later clients bring another library. The last ones are
+what our judge needs besides."""
 
 
 def environment(folder: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", *PACKAGES], check=True)
+    subprocess.run([str(python), "-m", "pip", "install", "-q", *PACKAGES], check=True)
     return python
 
 
