@@ -8,6 +8,7 @@ With an OPENAI_API_KEY the model that writes and judges is $HELPER_MODEL; withou
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import anyio
@@ -36,29 +37,10 @@ async def play(model: art.TrainableModel[Any], scenario: str, version: str) -> a
 
 async def main() -> None:
     args = running.arguments(__doc__, "auto_rl", steps=12, held_out=24, base=BASE)
-    base = args.base or str(await anyio.to_thread.run_sync(running.base_model, "support"))
-    running.make_room(args.run_dir)
-    model: art.TrainableModel[Any] = art.TrainableModel(
-        name="auto_rl", project="auto_rl", base_model=base, base_path=str(args.run_dir)
-    )
-    with judged.helper(score, [ticket(f"written/{n}").text for n in range(200)]) as helper:
+    written = [ticket(f"written/{n}").text for n in range(200)]
+    async with judged.installation(args, "support", score, written) as (model, helper):
         scenarios = await helper.scenarios(TASK, 32 + args.held_out)
-        async with judged.backend(args) as backend:
-            await model.register(backend)
-
-            async def rollout(scenario: str, version: str) -> art.Trajectory:
-                return await play(model, scenario, version)
-
-            await judged.train(
-                model,
-                scenarios[args.held_out :],
-                rollout,
-                helper,
-                steps=args.steps,
-                learning_rate=LEARNING_RATE,
-            )
-            difference = await judged.compare(model, scenarios[: args.held_out], rollout, helper)
-    print(f"judge's score of the last version less that of the base model: {difference}")
+        await judged.train_and_compare(args, model, scenarios, partial(play, model), helper, LEARNING_RATE)
 
 
 if __name__ == "__main__":

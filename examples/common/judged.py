@@ -7,10 +7,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
+
+import anyio
+import anyio.to_thread
 
 import journeywork.art as art
 from examples.common import running, stand_in
@@ -61,6 +64,38 @@ def backend(args: argparse.Namespace) -> art.LocalBackend:
     options = ["--config", str(config), *(part for given in args.set for part in ("--set", given))]
     options += ["--vllm-url", args.vllm_url] if args.vllm_url else []
     return art.LocalBackend(path=str(args.run_dir), up_options=options)
+
+
+@contextlib.asynccontextmanager
+async def installation(
+    args: argparse.Namespace, tiny_model: str, score: stand_in.Score, tasks: Sequence[str]
+) -> AsyncIterator[tuple[art.TrainableModel[Any], Helper]]:
+    """Run an installation with the example's model, by default the tiny one of the example `tiny_model`, and yield the
+    model and its helper (`score` and `tasks` are those of `helper`)."""
+    base = args.base or str(await anyio.to_thread.run_sync(running.base_model, tiny_model))
+    running.make_room(args.run_dir)
+    model: art.TrainableModel[Any] = art.TrainableModel(
+        name=args.name, project=args.name, base_model=base, base_path=str(args.run_dir)
+    )
+    with helper(score, tasks) as asked:
+        async with backend(args) as started:
+            await model.register(started)
+            yield model, asked
+
+
+async def train_and_compare(
+    args: argparse.Namespace,
+    model: art.TrainableModel[Any],
+    scenarios: Sequence[str],
+    rollout: Rollout,
+    helper: Helper,
+    learning_rate: float,
+) -> None:
+    """Train on the scenarios but the held-out ones, the first, and print the difference on those."""
+    held_out, training = scenarios[: args.held_out], scenarios[args.held_out :]
+    await train(model, training, rollout, helper, steps=args.steps, learning_rate=learning_rate)
+    difference = await compare(model, held_out, rollout, helper)
+    print(f"judge's score of the last version less that of the base model: {difference}")
 
 
 async def train(

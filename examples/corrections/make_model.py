@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import random
 
-import torch
-from transformers import Qwen3ForCausalLM
-
 from examples.common import tiny
 from examples.corrections.user import words
 from examples.tictactoe.game import CELLS, Game, describe, free_cells
-from examples.tictactoe.make_model import BATCH, make_tokenizer, teach
+from examples.tictactoe.make_model import make_player, teach
 
 NAMED = 0.5
 """Share of the boards with a move named under it."""
@@ -39,16 +36,5 @@ def taught_game(seed: str) -> tuple[tiny.Chat, list[list[float]]]:
     return chat, shares
 
 
-def main() -> None:
-    args = tiny.arguments(__doc__, tiny.MODELS / "corrections", steps=600)
-    tokenizer = make_tokenizer()
-
-    def loss_of(model: Qwen3ForCausalLM, step: int) -> torch.Tensor:
-        games = [taught_game(f"pretrain/{args.seed}/{step * BATCH + i}") for i in range(BATCH)]
-        return tiny.choice_loss(model, tokenizer, CELLS, games)
-
-    tiny.make(args, tokenizer, loss_of, width=192, mlp=512)
-
-
 if __name__ == "__main__":
-    main()
+    make_player(__doc__, tiny.MODELS / "corrections", 600, taught_game)

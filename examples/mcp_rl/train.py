@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import anyio
@@ -86,33 +87,17 @@ async def play(
 
 async def main() -> None:
     args = running.arguments(__doc__, "mcp_rl", steps=12, held_out=8, base=BASE)
-    base = args.base or str(await anyio.to_thread.run_sync(running.base_model, "mcp_rl"))
-    running.make_room(args.run_dir)
-    model: art.TrainableModel[Any] = art.TrainableModel(
-        name="mcp_rl", project="mcp_rl", base_model=base, base_path=str(args.run_dir)
-    )
-    with judged.helper(score, TASKS) as helper:
-        async with connect(SERVER) as (session, tools), judged.backend(args) as backend:
-            written = await generate_scenarios(
-                tools, num_scenarios=len(TASKS), generator_model=helper.model, generator_api_key=helper.key,
-                generator_base_url=helper.url,
-            )  # fmt: skip
-            scenarios = [scenario.task for scenario in written.shuffle()]
-            await model.register(backend)
-
-            async def rollout(scenario: str, version: str) -> art.Trajectory:
-                return await play(model, session, tools, scenario, version)
-
-            await judged.train(
-                model,
-                scenarios[args.held_out :],
-                rollout,
-                helper,
-                steps=args.steps,
-                learning_rate=LEARNING_RATE,
-            )
-            difference = await judged.compare(model, scenarios[: args.held_out], rollout, helper)
-    print(f"judge's score of the last version less that of the base model: {difference}")
+    async with (
+        connect(SERVER) as (session, tools),
+        judged.installation(args, "mcp_rl", score, TASKS) as (model, helper),
+    ):
+        written = await generate_scenarios(
+            tools, num_scenarios=len(TASKS), generator_model=helper.model, generator_api_key=helper.key,
+            generator_base_url=helper.url,
+        )  # fmt: skip
+        scenarios = [scenario.task for scenario in written.shuffle()]
+        rollout = partial(play, model, session, tools)
+        await judged.train_and_compare(args, model, scenarios, rollout, helper, LEARNING_RATE)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ a divergence of 0.02 nats per move."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -78,11 +79,11 @@ def teach(board: str) -> list[float]:
     return share
 
 
-def taught_game(seed: str) -> tuple[list[dict[str, str]], list[list[float]]]:
+def taught_game(seed: str) -> tuple[tiny.Chat, list[list[float]]]:
     """One game of the teacher as a chat, and the distribution of each of its moves."""
     rng = random.Random(f"teacher/{seed}")
     game = Game(seed)
-    chat: list[dict[str, str]] = []
+    chat: tiny.Chat = []
     shares = []
     while game.result is None:
         shares.append(teach(game.board))
@@ -92,16 +93,19 @@ def taught_game(seed: str) -> tuple[list[dict[str, str]], list[list[float]]]:
     return chat, shares
 
 
-def main() -> None:
-    args = tiny.arguments(__doc__, MODEL_DIR, steps=400)
+def make_player(
+    doc: str | None, out: Path, steps: int, taught: Callable[[str], tuple[tiny.Chat, list[list[float]]]]
+) -> None:
+    """Make a model that imitates games of a teacher, each by its seed, as the flags say."""
+    args = tiny.arguments(doc, out, steps=steps)
     tokenizer = make_tokenizer()
 
     def loss_of(model: Qwen3ForCausalLM, step: int) -> torch.Tensor:
-        games = [taught_game(f"pretrain/{args.seed}/{step * BATCH + i}") for i in range(BATCH)]
+        games = [taught(f"pretrain/{args.seed}/{step * BATCH + i}") for i in range(BATCH)]
         return tiny.choice_loss(model, tokenizer, CELLS, games)
 
     tiny.make(args, tokenizer, loss_of, width=192, mlp=512)
 
 
 if __name__ == "__main__":
-    main()
+    make_player(__doc__, MODEL_DIR, 400, taught_game)
