@@ -49,7 +49,7 @@ async def play(broker: Broker, groups: int) -> None:
     """Publish every trajectory, group by group."""
     limiter = anyio.CapacityLimiter(128)
 
-    async def one(group: int) -> None:
+    async def publish_group(group: int) -> None:
         async with limiter:
             for member in range(MEMBERS):
                 name = f"t{group}-{member}"
@@ -60,7 +60,7 @@ async def play(broker: Broker, groups: int) -> None:
 
     async with anyio.create_task_group() as tg:
         for group in range(groups):
-            tg.start_soon(one, group)
+            tg.start_soon(publish_group, group)
 
 
 async def until(broker: Broker, groups: int) -> None:

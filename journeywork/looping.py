@@ -192,7 +192,7 @@ class _Loop(Generic[Task]):
         """Play the held-out tasks with the version of `step`, as far as they were not played before."""
         means: list[float] = []
 
-        async def one(number: int, task: Task) -> None:
+        async def play_task(number: int, task: Task) -> None:
             label = f"eval-{step}-{number}"
             progress = await self.attempts.progress(label, number, 1)
             await self.play(label, task, progress, pinned=f"{self._model}@{step}")
@@ -200,7 +200,7 @@ class _Loop(Generic[Task]):
 
         async with anyio.create_task_group() as playing:
             for number, task in enumerate(tasks):
-                playing.start_soon(one, number, task)
+                playing.start_soon(play_task, number, task)
         self.result.evaluations[step] = mean_or_share(means)
 
     # -- keeping pace ----------------------------------------------------------------------------------------------

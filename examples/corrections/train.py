@@ -88,13 +88,13 @@ async def play_round(client: AsyncJourneywork, seeds: list[str], *, shuffled: bo
     and of objections."""
     objections: list[list[Said]] = [[] for _ in seeds]
 
-    async def one(i: int, run: Trajectory) -> None:
+    async def play_game(i: int, run: Trajectory) -> None:
         objections[i] = await play(run, seeds[i])
 
     async with contextlib.AsyncExitStack() as open_runs:
         async with anyio.create_task_group() as tg:
             for i in range(len(seeds)):
-                tg.start_soon(one, i, await open_runs.enter_async_context(client.trajectory(MODEL)))
+                tg.start_soon(play_game, i, await open_runs.enter_async_context(client.trajectory(MODEL)))
         said = exchanged(objections) if shuffled else list(itertools.chain.from_iterable(objections))
         async with anyio.create_task_group() as tg:
             for answer, words in said:

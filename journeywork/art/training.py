@@ -70,7 +70,7 @@ async def send(
     """Complete groups of trajectories by name. Raises `TrainingError` if the gateway refuses one."""
     limiter = anyio.CapacityLimiter(_CONCURRENT)
 
-    async def one(name: str, members: list[Member]) -> None:
+    async def complete(name: str, members: list[Member]) -> None:
         async with limiter:
             try:
                 await gateway.complete_group(name, model, members, task=tasks[name], split=split)
@@ -86,7 +86,7 @@ async def send(
     with plain_errors(Exception):
         async with anyio.create_task_group() as sending:
             for name, members in groups.items():
-                sending.start_soon(one, name, members)
+                sending.start_soon(complete, name, members)
 
 
 async def train_groups(

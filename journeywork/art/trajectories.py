@@ -30,7 +30,7 @@ class PydanticException(pydantic.BaseModel):
     traceback: str
 
     @classmethod
-    def of(cls, error: BaseException) -> PydanticException:
+    def from_exception(cls, error: BaseException) -> PydanticException:
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         return cls(type=str(type(error)), message=str(error), traceback="".join(lines))
 
@@ -212,7 +212,9 @@ class TrajectoryGroup(pydantic.BaseModel):
         ]
         super().__init__(
             trajectories=[item for item in items if not isinstance(item, BaseException)],
-            exceptions=[e if isinstance(e, PydanticException) else PydanticException.of(e) for e in raised],
+            exceptions=[
+                e if isinstance(e, PydanticException) else PydanticException.from_exception(e) for e in raised
+            ],
             metadata=fields.get("metadata") or {},
             metrics=fields.get("metrics") or {},
             logs=fields.get("logs") or [],

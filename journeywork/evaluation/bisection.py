@@ -92,7 +92,7 @@ class Played(NamedTuple):
 
 @dataclass
 class Bisection:
-    """What was found."""
+    """The step that lost the tasks, and what was played to find it."""
 
     threshold: float
     played: list[Played] = field(default_factory=list)
@@ -127,6 +127,46 @@ class Limits:
     """Of the draws of tasks."""
 
 
+class _Runs:
+    """Runs of versions at the tasks, whose rewards are shares of the way from `low` to `high`."""
+
+    def __init__(
+        self, client: EvaluationClient, tasks: Sequence[Any], rollout: Any, limits: Limits, options: Any
+    ) -> None:
+        self._client, self._tasks, self._rollout = client, tasks, rollout
+        self._limits, self._options = limits, {"progress": False} | options
+        self._draws = random.Random(limits.seed)
+
+    async def shares(self, version: str) -> list[float]:
+        """Play as many runs as there are tasks. Raises `UndecidedError` if none has a reward."""
+        # Drawn, not in turn: the test needs values whose mean does not depend on those before. In the order of the
+        # tasks, the easy ones could decide before the hard ones play.
+        drawn = self._draws.choices(self._tasks, k=len(self._tasks))
+        report = await play(self._client, [version], drawn, self._rollout, record=False, **self._options)
+        rewards = [task.values[REWARD] for task in report.entrants[0].tasks if REWARD in task.values]
+        if not rewards:
+            raise UndecidedError(f"{version}: no run has a reward: return it from the rollout")
+        low, high = self._limits.low, self._limits.high
+        return [(min(max(reward, low), high) - low) / (high - low) for reward in rewards]
+
+    def reward(self, share: float) -> float:
+        return self._limits.low + share * (self._limits.high - self._limits.low)
+
+    async def tested(self, version: str, threshold: float, alpha: float) -> Played:
+        """Play until the version's side of the threshold is shown. Raises `UndecidedError` after the last round."""
+        test = SequentialTest(threshold, alpha)
+        for _ in range(self._limits.rounds):
+            for value in await self.shares(version):
+                test.add(value)
+            if test.side:
+                return Played(version, self.reward(test.mean), len(test.values), test.side < 0)
+        raise UndecidedError(
+            f"{version}: after {len(test.values)} runs its mean, {self.reward(test.mean):.3g}, is not shown to lie on "
+            f"either side of {self.reward(threshold):.3g}: give more --rounds, or tasks on which the versions differ "
+            "more"
+        )
+
+
 async def bisect(
     client: EvaluationClient,
     good: str,
@@ -151,60 +191,28 @@ async def bisect(
     known = {v for v in await client.models() if v.rpartition("@")[0] == model}
     between = sorted((v for v in known if _step(good) < _step(v) < _step(bad)), key=_step)
     alpha = limits.alpha / (math.ceil(math.log2(len(between) + 1)) + 2)
-
-    draws = random.Random(limits.seed)
-
-    async def rewards(version: str) -> list[float]:
-        # Drawn, not in turn: the test needs values whose mean does not depend on those before. In the order of the
-        # tasks, the easy ones could decide before the hard ones play.
-        drawn = draws.choices(tasks, k=len(tasks))
-        report = await play(
-            client, [version], drawn, rollout, record=False, **({"progress": False} | options)
-        )
-        found = [task.values[REWARD] for task in report.entrants[0].tasks if REWARD in task.values]
-        if not found:
-            raise UndecidedError(f"{version}: no run has a reward: return it from the rollout")
-        return [
-            (min(max(r, limits.low), limits.high) - limits.low) / (limits.high - limits.low) for r in found
-        ]
-
-    async def tested(version: str, threshold: float) -> Played:
-        test = SequentialTest(threshold, alpha)
-        for _ in range(limits.rounds):
-            for value in await rewards(version):
-                test.add(value)
-            if test.side:
-                break
-        mean = limits.low + test.mean * (limits.high - limits.low)
-        if not test.side:
-            raise UndecidedError(
-                f"{version}: after {len(test.values)} runs its mean, {mean:.3g}, is not shown to lie on either side of "
-                f"{limits.low + threshold * (limits.high - limits.low):.3g}: give more --rounds, or tasks on which the "
-                "versions differ more"
-            )
-        return Played(version, mean, len(test.values), test.side < 0)
-
+    runs = _Runs(client, tasks, rollout, limits, options)
     ends: list[list[float]] = [[], []]
     for values, version in zip(ends, (good, bad), strict=True):
         while len(values) < _FIRST:
-            values += await rewards(version)
+            values += await runs.shares(version)
     means = [sum(values) / len(values) for values in ends]
     threshold = sum(means) / 2
     if means[0] <= means[1]:
         raise UndecidedError(f"{good} is not better than {bad}: {means[0]:.3g} against {means[1]:.3g}")
-    found = Bisection(limits.low + threshold * (limits.high - limits.low))
+    bisection = Bisection(runs.reward(threshold))
     for version, lost in ((good, False), (bad, True)):
-        played = await tested(version, threshold)
+        played = await runs.tested(version, threshold, alpha)
         if played.lost != lost:
             raise UndecidedError(f"{good} is not better than {bad}: {version} has {played.mean:.3g}")
-        found.played.append(played)
+        bisection.played.append(played)
     low, high = 0, len(between)
     while low < high:
         middle = (low + high) // 2
-        played = await tested(between[middle], threshold)
-        found.played.append(played)
+        played = await runs.tested(between[middle], threshold, alpha)
+        bisection.played.append(played)
         low, high = (low, middle) if played.lost else (middle + 1, high)
-    return found
+    return bisection
 
 
 def _step(version: str) -> int:
@@ -231,13 +239,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     with exit_status((ValueError, OSError), (JourneyworkError, TooManyExceptionsError, UndecidedError)):
         rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios)
         limits = Limits(args.alpha, args.range[0], args.range[1], args.rounds)
-        found = anyio.run(_run, args, gateway_of(args), tasks, rollout, limits)
-    for version, mean, runs, lost in found.played:
+        bisection = anyio.run(_run, args, gateway_of(args), tasks, rollout, limits)
+    for version, mean, runs, lost in bisection.played:
         sys.stdout.write(f"{version}: {mean:.3g} in {runs} runs, {'lost' if lost else 'had'} the tasks\n")
-    culprit = found.culprit.version
+    culprit = bisection.culprit.version
     sys.stdout.write(
-        f"\n{culprit} lost them, after {found.before.version}: {found.comparisons} comparisons, threshold "
-        f"{found.threshold:.3g}, any of them wrong with a probability of at most {args.alpha:g}\n"
+        f"\n{culprit} lost them, after {bisection.before.version}: {bisection.comparisons} comparisons, threshold "
+        f"{bisection.threshold:.3g}, any of them wrong with a probability of at most {args.alpha:g}\n"
         f"what it learned from:  journeywork sql \"FROM lineage WHERE version = '{culprit}'\"\n"
     )
 

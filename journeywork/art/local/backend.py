@@ -220,8 +220,8 @@ class LocalBackend(RemoteBackend):
             if step in (0, *steps):
                 break
             await asyncio.sleep(_POLL_S)  # another process writes the newest version
-        for held in steps:
-            await asyncio.to_thread(copy_version, lake, bucket, model.project, model.name, held)
+        for stored in steps:
+            await asyncio.to_thread(copy_version, lake, bucket, model.project, model.name, stored)
         logs = f"{bucket}/{model.project}/models/{model.name}"
         await asyncio.to_thread(copy_logs, str(run_dir.parent), logs)
         log.log(_level(verbose), "%s is in %s", model.name, bucket)
@@ -248,8 +248,8 @@ class LocalBackend(RemoteBackend):
         if bucket is None or (run_dir / "config.toml").exists():
             return
         chosen = step if only_step in (None, "latest") else only_step
-        held = await asyncio.to_thread(steps_in, bucket, model.project, model.name)
-        newest = max(held, default=None) if chosen is None else chosen
+        stored = await asyncio.to_thread(steps_in, bucket, model.project, model.name)
+        newest = max(stored, default=None) if chosen is None else chosen
         await asyncio.to_thread(
             copy_logs, f"{bucket}/{model.project}/models/{model.name}", str(run_dir.parent)
         )
@@ -279,14 +279,16 @@ class LocalBackend(RemoteBackend):
         bucket = self._bucket(s3_bucket, prefix) if s3_bucket else None
         names, run_dir = (model.project, model.name), self.run_dir(model)
         lakes = [str(run_dir / "store"), *([bucket] if bucket else [])]
-        held = {n: lake for lake in reversed(lakes) for n in await asyncio.to_thread(steps_in, lake, *names)}
-        chosen = max(held, default=-1) if step in (None, "latest") else int(step)
-        if chosen not in held:
+        lake_of = {
+            n: lake for lake in reversed(lakes) for n in await asyncio.to_thread(steps_in, lake, *names)
+        }
+        chosen = max(lake_of, default=-1) if step in (None, "latest") else int(step)
+        if chosen not in lake_of:
             raise LookupError(f"no version {step or 'latest'} of {model.name} in {' or '.join(lakes)}")
         # Not `checkpoints/<step>` of the model's folder: that is a link to the trainer's own checkpoint.
         folder = local_path or str(run_dir.with_name("pulled") / "adapters" / f"{chosen:04d}")
         version = Version(model.project, "main", model.name, chosen)
-        await asyncio.to_thread(unpack_adapter, held[chosen], version, folder)
+        await asyncio.to_thread(unpack_adapter, lake_of[chosen], version, folder)
         log.log(_level(verbose), "version %d of %s is in %s", chosen, model.name, folder)
         return folder
 
