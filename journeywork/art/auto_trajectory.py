@@ -75,9 +75,24 @@ def _continues(earlier: list[Any], messages: list[Any]) -> bool:
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two messages say the same. Clients leave fields out that are empty."""
-    names = {name for name in (*one, *other) if name in ("role", "content", "tool_calls", "tool_call_id")}
-    return all((one.get(name) or None) == (other.get(name) or None) for name in names)
+    """Whether two messages say the same. Clients leave fields out that are empty, and some write the arguments of a
+    call anew when they send it back."""
+    names = {name for name in (*one, *other) if name in ("role", "content", "tool_call_id")}
+    if any((one.get(name) or None) != (other.get(name) or None) for name in names):
+        return False
+    return _calls(one) == _calls(other)
+
+
+def _calls(message: dict[str, Any]) -> list[Any]:
+    """Return id, name and arguments of a message's calls of tools."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        arguments: Any = function.get("arguments")
+        with contextlib.suppress(ValueError, TypeError):  # what is no JSON is compared as it is
+            arguments = json.loads(arguments)
+        calls.append((call.get("id"), function.get("name"), arguments))
+    return calls
 
 
 # -- listening to httpx --------------------------------------------------------------------------------------------

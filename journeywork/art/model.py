@@ -17,7 +17,16 @@ from typing_extensions import TypeVar, Unpack
 
 from journeywork.art.backend import Backend
 from journeywork.art.metrics import MetricsBuilder
-from journeywork.art.records import RunFolder, merge
+from journeywork.art.records import (
+    SPLITS,
+    RunFolder,
+    counts,
+    in_groups,
+    merge,
+    scenario_ids,
+    summary,
+    with_sections,
+)
 from journeywork.art.refused import METHODS, refuse_method, refusing
 from journeywork.art.supervised import batches_of
 from journeywork.art.tracking import WandbRun
@@ -76,6 +85,7 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
     _wandb_run: Any = None
     """ART's slot of the run at Weights & Biases: programs put one of their own here."""
     _builder: MetricsBuilder | None = None
+    _began: float = pydantic.PrivateAttr(default_factory=time.monotonic)
     _rowed: tuple[int, float] = pydantic.PrivateAttr(default_factory=lambda: (-1, time.monotonic()))
     """The step of the last row of the split `train`, and when it was written."""
     _clients: weakref.WeakKeyDictionary[Any, AsyncOpenAI] = pydantic.PrivateAttr(
@@ -180,8 +190,9 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
     ) -> None:
         """Append trajectories and metrics to the files of the model's folder.
 
-        Rows of `history.jsonl` hold the means of rewards and metrics by `<split>/<name>`. They are also sent to Weights
-        & Biases where the environment variable WANDB_API_KEY is set, unless `report_metrics` leaves out `wandb`.
+        Rows of `history.jsonl` hold the means of rewards and metrics by `<split>/<name>`; names that begin with a
+        section (`loss/`, `time/`, ...) or a split stay. They are also sent to Weights & Biases where the environment
+        variable WANDB_API_KEY is set, unless `report_metrics` leaves out `wandb`.
         Captured trajectories of a trainable model are also recorded on the log as validation runs if `split` is `val`;
         `train` records those that it trains. The row also holds what `metrics_builder` collected."""
         at = step if step is not None else await self.get_step()
@@ -192,19 +203,21 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
         if split == "train" and metrics is not None:
             self._add_step_metrics(builder, at)
         if trajectories is not None:
-            groups = as_groups(trajectories)
-            row |= self._folder.write_trajectories(groups, split, at)
-            told = [group.metrics for group in groups] + [
-                t.metrics for group in groups for t in group.trajectories
-            ]
-            for counted in told:
-                builder.take({name: value for name, value in counted.items() if name.startswith("costs/")})
+            items = list(trajectories)
+            groups = in_groups(items)
+            self._folder.write_trajectories(groups, split, at)
+            if split in SPLITS:
+                builder.take({n: v for n, v in counts(groups, split).items() if n not in (metrics or {})})
+                builder.add_data(scenario_ids=scenario_ids(groups))
+            row = summary(groups, builder.take) | row
             if self.trainable and self._backend is not None and split == "val":
-                await self._backend.log_validation(self, groups, split)
+                await self._backend.log_validation(self, as_groups(items), split)
         if measured := await builder.flush():
             row |= measured
             self.merge_state({METRICS_BUILDER_STATE_KEY: builder.state_dict()})
         if row:
+            since = time.monotonic() - self._began
+            row = with_sections(row, split) | {"training_step": at, "time/wall_clock_sec": since}
             self._folder.append_metrics(row, at)
             if self.report_metrics is None or "wandb" in self.report_metrics:
                 await asyncio.to_thread(self._tracked().log, row, at)

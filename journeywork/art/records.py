@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from journeywork.art.trajectories import TrajectoryGroup
+from journeywork.art.training import trains
+from journeywork.art.trajectories import Trajectory, TrajectoryGroup, as_groups
+
+SECTIONS = ("reward", "loss", "offpolicy", "pipeline", "throughput", "costs", "time", "data", "trainer")
+"""ART's sections of metrics, and the trainer's own."""
+SPLITS = ("train", "val", "test")
 
 
 class RunFolder:
@@ -33,8 +38,8 @@ class RunFolder:
         temporary.replace(self.path / "state.json")
 
     def append_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Append a row to `history.jsonl`."""
-        row = {**metrics, "step": step, "recorded_at": time.time()}
+        """Append a row to `history.jsonl`, without numbers that are none."""
+        row = {n: v for n, v in metrics.items() if v == v} | {"step": step, "recorded_at": time.time()}
         self._append(self.path / "history.jsonl", [row])
 
     def best_step(self, metric: str) -> int | None:
@@ -48,11 +53,8 @@ class RunFolder:
                 values[int(row["step"])].append(row[metric])
         return max(values, key=lambda step: (fmean(values[step]), step), default=None)
 
-    def write_trajectories(
-        self, groups: Sequence[TrajectoryGroup], split: str, step: int
-    ) -> dict[str, float]:
-        """Append groups to the file of their split and step. Returns the means of their rewards and metrics, by
-        `<split>/<name>`."""
+    def write_trajectories(self, groups: Sequence[TrajectoryGroup], split: str, step: int) -> None:
+        """Append groups to the file of their split and step."""
         rows = [
             {
                 "trajectories": [t.for_logging() for t in group.trajectories],
@@ -64,7 +66,6 @@ class RunFolder:
             for group in groups
         ]
         self._append(self.path / "trajectories" / split / f"{step:04}.jsonl", rows)
-        return {f"{split}/{name}": value for name, value in summary(groups).items()}
 
     def _append(self, file: Path, rows: Sequence[dict[str, Any]]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -72,24 +73,60 @@ class RunFolder:
             out.writelines(json.dumps(row, default=str) + "\n" for row in rows)
 
 
-def summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+def in_groups(items: Sequence[Any]) -> list[TrajectoryGroup]:
+    """Return what `model.log` was given as the groups whose means it logs: single trajectories are one group."""
+    if items and all(isinstance(item, Trajectory | BaseException) for item in items):
+        return [TrajectoryGroup(items)]
+    return as_groups(items)
+
+
+def summary(groups: Sequence[TrajectoryGroup], take: Callable[[Any], dict[str, float]]) -> dict[str, float]:
     """Return the mean reward, its mean standard deviation within groups, the share of exceptions, and the means of all
-    metrics but costs: of trajectories over all trajectories, of groups over the groups."""
+    metrics that `take` leaves: of trajectories over all trajectories, and as `group_<name>` of groups over the groups
+    that have trajectories."""
     values: dict[str, list[float]] = defaultdict(list)
-    exceptions = sum(len(group.exceptions) for group in groups)
+    deviations: list[float] = []
     for group in groups:
         rewards = [t.reward for t in group.trajectories]
         if len(rewards) > 1:
-            values["reward_std_dev"].append(pstdev(rewards))
+            deviations.append(pstdev(rewards))
         values["reward"] += rewards
-        for metrics in (group.metrics, *(t.metrics for t in group.trajectories)):
-            for name, value in metrics.items():
-                if name.startswith("costs/"):
-                    continue
-                values[name].append(float(value))
+        values["exception_rate"] += [0.0] * len(rewards) + [1.0] * len(group.exceptions)
+        for prefix, metrics in (("group_", group.metrics), *(("", t.metrics) for t in group.trajectories)):
+            for name, value in take(metrics).items():
+                if rewards:
+                    values[prefix + name].append(float(value))
     means = {name: fmean(numbers) for name, numbers in values.items() if numbers}
-    attempts = exceptions + len(values["reward"])
-    return {**means, "exception_rate": exceptions / attempts if attempts else 0.0}
+    return {**means, "reward_std_dev": fmean(deviations or [0.0])}
+
+
+def counts(groups: Sequence[TrajectoryGroup], split: str) -> dict[str, float]:
+    """Return how many groups and trajectories a step has, exceptions included."""
+    numbers = {
+        "scenarios": len(groups), "trajectories": sum(len(g.trajectories) + len(g.exceptions) for g in groups),
+        "groups_submitted": len(groups), **({"groups_trainable": sum(map(trains, groups))} if split == "train" else {}),
+    }  # fmt: skip
+    return {f"data/step_num_{name}": float(number) for name, number in numbers.items()}
+
+
+def scenario_ids(groups: Sequence[TrajectoryGroup]) -> list[str]:
+    """Return the scenarios that groups, or their first trajectories that name one, name in their metadata."""
+    ids = []
+    for group in groups:
+        named = (
+            m["scenario_id"] for m in (group.metadata, *(t.metadata for t in group)) if "scenario_id" in m
+        )
+        ids += [str(name) for name in list(named)[:1] if name is not None]
+    return ids
+
+
+def with_sections(metrics: Mapping[str, float], split: str) -> dict[str, float]:
+    """Return metrics under the names of a row: `<split>/<name>`, unless a section or split begins the name already."""
+    sections = (*SECTIONS, *SPLITS) if split in SPLITS else ()
+    return {
+        name if "/" in name and name.partition("/")[0] in sections else f"{split}/{name}": value
+        for name, value in metrics.items()
+    }
 
 
 def merge(into: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

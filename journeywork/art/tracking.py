@@ -8,12 +8,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from journeywork.art.records import merge
+from journeywork.art.records import SECTIONS, SPLITS, merge
 
 log = logging.getLogger("journeywork.art")
 
 KEY = "WANDB_API_KEY"
-_PREFIXES = ("reward", "loss", "throughput", "costs", "time", "data", "train", "val", "test", "discarded")
+_PREFIXES = (*SECTIONS, *SPLITS, "discarded")
 """Of metrics; their axis is `training_step`, so that rows of earlier steps may come later."""
 
 
@@ -40,7 +40,7 @@ class WandbRun:
         """Send a row. An error of Weights & Biases is a warning: a step that was trained is not lost to it."""
         try:
             if (run := self.open()) is not None:
-                run.log({"training_step": step, **metrics})
+                run.log(dict(metrics))
         except Exception as error:  # noqa: BLE001 - wandb's errors have no common class
             log.warning("the metrics of step %d are not at Weights & Biases: %s", step, error)
 

@@ -24,7 +24,7 @@ SUITE = Path(__file__).with_name("test_compatibility.py")
 RESULT = Path(__file__).with_name("compatibility.json")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 PACKAGES = (
-    "openpipe-art==0.5.18", "openai==2.54.0", "langgraph>=1.0", "langchain-openai>=1.0", "pytest>=9.2",
+    "openpipe-art==0.5.18", "openai==2.54.0", "langgraph>=1.0", "langchain-openai>=1.0", "pytest>=9.2", "pyarrow",
     *EXTRAS["pipeline"], "psutil>=7.2",
 )  # fmt: skip
 """OpenAI's client before 3.0: openpipe-art listens to httpx, and later clients bring another library. The last ones are

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -52,6 +53,34 @@ async def test_a_compressed_stream_is_captured(encoding: str, compress: Callable
     assert [m.get("content") for m in made.messages()] == ["a", "hello"]  # type: ignore[union-attr]
     cut_off = await art.capture_auto_trajectory(stream(compress(STREAM)[:-40]))
     assert cut_off.messages() == []
+
+
+async def test_a_call_whose_arguments_a_client_wrote_anew_continues_the_conversation() -> None:
+    """As LangChain does, which reads them and writes them with spaces and escapes of its own."""
+    said = iter(('{"q":"é",\n"n":1}', '{"q": 2}'))
+
+    def call(arguments: str) -> dict[str, Any]:
+        return {"id": "c", "type": "function", "function": {"name": "find", "arguments": arguments}}
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        message = {"role": "assistant", "content": None, "tool_calls": [call(next(said))]}
+        choice = {"index": 0, "finish_reason": "tool_calls", "message": message}
+        return httpx.Response(200, json={**TOP, "object": "chat.completion", "choices": [choice]})
+
+    async def work() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            chat: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+            await client.post(URL, json={"model": "m", "messages": chat})
+            again = call(json.dumps({"n": 1, "q": "é"}))
+            chat += [
+                {"role": "assistant", "tool_calls": [again]},
+                {"role": "tool", "tool_call_id": "c", "content": "x"},
+            ]
+            await client.post(URL, json={"model": "m", "messages": chat})
+
+    made = await art.capture_auto_trajectory(work())
+    assert [m["role"] for m in made.messages()] == ["user", "assistant", "tool", "assistant"]
+    assert made.additional_histories == []
 
 
 PROGRAM = """

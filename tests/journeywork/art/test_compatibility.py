@@ -539,6 +539,59 @@ def test_state_is_kept_and_merged(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "p" / "models" / "a" / "state.json").read_text()) == {"z": 1}
 
 
+def test_rows_of_the_history_have_the_names_and_means_of_art(tmp_path: Path) -> None:
+    model = art.Model(
+        name="m",
+        project="p",
+        base_path=str(tmp_path),
+        inference_api_key="k",
+        inference_base_url="http://x/v1",
+    )
+    won = {"won": True, "reward": 5, "costs/search": 0.5}
+    pair = [art.Trajectory(reward=1, metrics=won), art.Trajectory(reward=0, metrics={"won": False})]
+    group = art.TrajectoryGroup([*pair, ValueError("x")], metrics={"won": 9}, metadata={"scenario_id": "s"})
+
+    async def log() -> None:
+        await model.log([group, art.TrajectoryGroup([art.Trajectory(reward=3)])], split="val", step=1)
+        await model.log([*pair, ValueError("y")], split="val", step=2)
+        await model.log(
+            metrics={"loss": 1.0, "val/acc": 2.0, "loss/kl": 3.0, "reward": 7, "none": float("nan")}, step=3
+        )
+        await model.log([group], metrics={"x": 1.0, "data/step_num_trajectories": 5}, split="train", step=4)
+        await model.log([], split="val", step=5)
+        await model.log([group], split="discarded", step=6)
+
+    asyncio.run(log())
+    rows = []
+    for line in (tmp_path / "p" / "models" / "m" / "history.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert row.pop("step") == row.pop("training_step")
+        skipped = re.compile("data/cum|time/|recorded_at|.*costs/")
+        rows.append({k: v for k, v in row.items() if not skipped.match(k)})
+    named = {"exception_rate": 1 / 3, "reward": 2.0, "reward_std_dev": 0.5, "won": 0.5, "group_won": 9.0}
+
+    def counted(scenarios: int, trajectories: int, **more: int) -> dict[str, int]:
+        numbers = {
+            "scenarios": scenarios,
+            "trajectories": trajectories,
+            "groups_submitted": scenarios,
+            **more,
+        }
+        return {f"data/step_num_{name}": number for name, number in numbers.items()}
+
+    def of(split: str, metrics: dict[str, float]) -> dict[str, float]:
+        return {f"{split}/{name}": value for name, value in metrics.items()}
+
+    assert rows == [
+        of("val", named | {"exception_rate": 0.25, "reward": 2.25}) | counted(2, 4),
+        of("val", {k: v for k, v in named.items() if k != "group_won"}) | counted(1, 3),
+        of("val", {"loss": 1.0, "acc": 2.0, "reward": 7}) | {"loss/kl": 3.0},
+        of("train", named | {"x": 1.0}) | counted(1, 5, groups_trainable=1),
+        of("val", {"reward_std_dev": 0}) | counted(0, 0),
+        of("discarded", named),
+    ]
+
+
 def test_configurations_and_results_have_defaults() -> None:
     config, sft = art.TrainConfig(), art.TrainSFTConfig()
     assert (config.learning_rate, config.kl_penalty_coef, config.grad_accumulation_sequences) == (

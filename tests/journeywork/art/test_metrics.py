@@ -57,7 +57,7 @@ async def test_costs_of_a_judge_and_of_a_gpu_are_in_the_rows_and_summed_over_ste
     assert second["costs/cum/train/judge"] == pytest.approx(2400e-6)
     assert second["data/cum/num_unique_scenarios"] == 3
     assert second["throughput/avg_actor_tok_per_s"] > 0
-    assert (first["train/won"], first["loss"]) == (1.0, 1.0)
+    assert (first["train/won"], first["train/loss"]) == (1.0, 1.0)
     assert "train/costs/search" not in first
 
 
