@@ -105,7 +105,9 @@ async def test_each_call_is_rewarded_once_whenever_a_judge_dies(
     ):
         config = msgspec.structs.replace(settings(nats_config, model), run_dir=str(tmp_path))
         save(config, tmp_path / "judge.toml")
-        async with fork_server(tmp_path / "judge.toml", "judge", ack_wait_s=0.5) as server:
+        async with fork_server(
+            tmp_path / "judge.toml", "judge", "openai.resources.chat", ack_wait_s=0.5
+        ) as server:
             for point in POINTS:
                 model.delay_s = 60.0 if point == "votes" else 0.0
                 before = model.calls

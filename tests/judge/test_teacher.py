@@ -262,7 +262,7 @@ async def test_each_run_is_taught_once_whenever_a_judge_dies(
     save(config, tmp_path / "judge.toml")
     names = [f"{point.replace('.', '-')}-{number}" for point in POINTS for number in range(RUNS)]
     async with Broker.connect(msgspec.structs.replace(nats_config, provision=True)) as broker:
-        async with fork_server(tmp_path / "judge.toml", "judge", ack_wait_s=0.5) as server:
+        async with fork_server(tmp_path / "judge.toml", "judge", "tokenizers", ack_wait_s=0.5) as server:
             for index, point in enumerate(POINTS):
                 dying = server.start("judge", f"{point}:2")
                 for name in names[index * RUNS : (index + 1) * RUNS]:

@@ -1,9 +1,8 @@
 """Runs the trainer in forked processes that die, as by `kill -9`, at a chosen point of the commit protocol.
 
-    python crash_child.py <config.toml> [<longest>]
-
-Reads one line per life from standard input, `<point> <nth>`, and answers with the process's exit code: 9 if it died
-there, 0 if it reached `max_steps` first. The fork saves each life the import of PyTorch.
+Reads one line per life from standard input, `<config.toml> <point> <nth> <longest>`, and answers with the process's
+exit code: 9 if it died there, 0 if it reached `max_steps` first. Memory does not hold a sequence of more than `longest`
+tokens. The fork saves each life the import of PyTorch.
 """
 
 from __future__ import annotations
@@ -17,9 +16,11 @@ from typing import Any
 import anyio
 import torch
 
+from pipeline import streams
 from pipeline.config import load
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker, Delivery
+from tests.kits.quick_service import quick_consumers
 from trainer import service
 from trainer.batches.packing import MicroBatch
 from trainer.checkpoints import checkpoint
@@ -80,18 +81,18 @@ def _limit(longest: int) -> None:
 
 def _live(config_path: str, point: str, nth: int) -> None:
     _instrument(point, nth)
+    streams.CONSUMERS = quick_consumers()
     anyio.run(service.train, load(config_path), lambda **_: None)
 
 
 def main() -> None:
-    if len(sys.argv) > 2:
-        _limit(int(sys.argv[2]))
     for line in sys.stdin:
-        point, nth = line.split()
+        config, point, nth, longest = line.split()
         pid = os.fork()
         if pid == 0:
             try:
-                _live(sys.argv[1], point, int(nth))
+                _limit(int(longest))
+                _live(config, point, int(nth))
                 os._exit(0)
             except BaseException:  # noqa: BLE001 - a forked child must never return into the parent's loop
                 traceback.print_exc()

@@ -6,7 +6,8 @@ import random
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,35 +23,35 @@ from tests.trainer.crash_child import DIED, POINTS
 from tests.trainer.distillation import kit as hinted
 from trainer.checkpoints import checkpoint
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]  # each starts the trainer again and again
+pytestmark = [  # each starts the trainer again and again
+    pytest.mark.anyio, pytest.mark.timeout(400), pytest.mark.usefixtures("quick_redelivery"), pytest.mark.slow
+]  # fmt: skip
 
 
 class Lives:
+    """A process that forks trainers: it has imported PyTorch."""
+
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def live(self, point: str = "none", nth: int = 1) -> int:
+    def live(self, config: Config, point: str = "none", nth: int = 1, longest: int = 10**6) -> int:
         """One life of the trainer; its exit code."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{point} {nth}\n")
+        path = Path(config.run_dir) / "config.toml"
+        configuration.save(config, path)
+        self._process.stdin.write(f"{path} {point} {nth} {longest}\n")
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
 
-@contextmanager
-def lives(config: Config, *arguments: str) -> Iterator[Lives]:
-    path = Path(config.run_dir) / "config.toml"
-    configuration.save(config, path)
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.trainer.crash_child", str(path), *arguments],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        try:
-            yield Lives(process)
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
+@pytest.fixture(scope="module")
+def lives() -> Iterator[Lives]:
+    command = [sys.executable, "-m", "tests.trainer.crash_child"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Lives(process)
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def run(base: str, folder: Path, nats: NatsConfig, steps: int, **changed: object) -> Config:
@@ -80,14 +81,13 @@ def final_weights(config: Config, step: int) -> dict[str, np.ndarray]:
 
 
 async def _uninterrupted(
-    base: str, folder: Path, server: NatsServer, steps: int, groups: int, **changed: object
+    lives: Lives, base: str, folder: Path, server: NatsServer, steps: int, groups: int, **changed: object
 ) -> tuple[list[tuple[str, ...]], dict[str, np.ndarray]]:
     nats = NatsConfig(url=server.url, ack_timeout_s=60)
     config = run(base, folder, nats, steps, **changed)
     async with Broker.connect(nats) as broker:
         await fill(broker, groups, hints="distill.weight" in changed)
-        with lives(config) as trainer:
-            assert trainer.live() == 0
+        assert lives.live(config) == 0
         return [e.groups for e in await kit.checkpoints(broker)], final_weights(config, steps)
 
 
@@ -111,24 +111,23 @@ async def _check(
 
 @asynccontextmanager
 async def killed(
-    start_nats: Callable[..., NatsServer], base: str, folder: Path, steps: int, groups: int, **changed: object
-) -> AsyncIterator[Lives]:
+    lives: Lives, start_nats: Callable[..., NatsServer], base: str, folder: Path, steps: int, groups: int,
+    **changed: object,
+) -> AsyncIterator[Callable[..., int]]:  # fmt: skip
     """Lives of a trainer over `groups` groups. At the end it runs undisturbed, and has to reach the steps and weights
     of a run that nothing interrupted."""
-    expected = await _uninterrupted(base, folder / "whole", start_nats(), steps, groups, **changed)
+    expected = await _uninterrupted(lives, base, folder / "whole", start_nats(), steps, groups, **changed)
     nats = NatsConfig(url=start_nats().url, ack_timeout_s=60)
     config = run(base, folder / "killed", nats, steps, **changed)
     async with Broker.connect(nats) as broker:
         await fill(broker, groups, hints="distill.weight" in changed)
-        with lives(config) as trainer:
-            yield trainer
-            assert trainer.live() == 0
+        yield partial(lives.live, config)
+        assert lives.live(config) == 0
         await _check(
             broker, config, steps, *expected, exact=bool({"distill.weight", "loss.baseline"} & changed.keys())
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -140,20 +139,23 @@ async def killed(
     ],
 )
 async def test_killed_at_every_point_of_the_commit(
-    start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, settings: dict[str, object]
+    lives: Lives,
+    start_nats: Callable[..., NatsServer],
+    tiny_base: str,
+    tmp_path: Path,
+    settings: dict[str, object],
 ) -> None:
-    async with killed(start_nats, tiny_base, tmp_path, 8, 20, **settings) as trainer:
+    async with killed(lives, start_nats, tiny_base, tmp_path, 8, 20, **settings) as live:
         # With the group as baseline, four groups are discarded and acknowledged: the fifth is in the middle of a
         # batch's.
-        assert trainer.live("acked", 5) == DIED
+        assert live("acked", 5) == DIED
         for point in POINTS:
             # The second passage: of a file, that is in the middle of a checkpoint.
-            assert trainer.live(point, 2) == DIED, point
+            assert live(point, 2) == DIED, point
 
 
-@pytest.mark.slow
 async def test_a_step_with_hints_is_the_same_bit_for_bit_after_a_death(
-    start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
+    lives: Lives, start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
 ) -> None:
     """Each hint is learned from once, and the average that teaches is part of the checkpoint."""
     base = hinted.chat_base(tiny_base, tmp_path / "base")
@@ -162,15 +164,14 @@ async def test_a_step_with_hints_is_the_same_bit_for_bit_after_a_death(
         "distill.divergence": "reverse_kl",
         "distill.teacher": "average",
     }
-    async with killed(start_nats, base, tmp_path, 4, 8, **distil) as trainer:
+    async with killed(lives, start_nats, base, tmp_path, 4, 8, **distil) as live:
         for point in ("written", "published", "committed"):
-            assert trainer.live(point) == DIED, point
+            assert live(point) == DIED, point
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("point", ["written", "published", "committed"])
 async def test_a_too_large_trajectory_is_discarded_once_at_whatever_point_the_trainer_dies(
-    start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, point: str
+    lives: Lives, start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, point: str
 ) -> None:
     """Regression: a trainer that died between a step's commit and the event never published it."""
     nats = NatsConfig(url=start_nats().url, ack_timeout_s=60)
@@ -186,21 +187,19 @@ async def test_a_too_large_trajectory_is_discarded_once_at_whatever_point_the_tr
         for turn, prompt in enumerate(([5] * 80, [5] * 80 + [6, 7, 8])):
             await broker.publish(kit.exchange("g-2", turn, prompt, [6, 7]))
         await broker.publish(kit.group("g", [0.0, 1.0, 0.5]))
-        with lives(config, "70") as trainer:
-            assert trainer.live(point) == DIED
-            assert [trainer.live() for _ in range(2)] == [0, 0]
+        assert lives.live(config, point, longest=70) == DIED
+        assert [lives.live(config, longest=70) for _ in range(2)] == [0, 0]
         (step,) = await kit.checkpoints(broker)
         (told,) = await kit.discards(broker)
         assert step.metrics["sequences_dropped"] == 1
         assert (told.reason, told.trajectories, told.version) == ("too_large", ("g-2",), "tiny@1")
 
 
-@pytest.mark.slow
 async def test_killed_ten_times_at_random(
-    start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
+    lives: Lives, start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
 ) -> None:
     rng = random.Random(6)
-    async with killed(start_nats, tiny_base, tmp_path, 30, 75) as trainer:
+    async with killed(lives, start_nats, tiny_base, tmp_path, 30, 75) as live:
         for _ in range(10):
             # A step passes about ten of these points: the ten deaths spread over the run.
-            assert trainer.live("any", rng.randrange(1, 50)) == DIED
+            assert live("any", rng.randrange(1, 50)) == DIED
