@@ -101,6 +101,7 @@ def judge_hash(config: JudgeConfig) -> str:
             "judgings": config.passes,
             "temperature": config.request.temperature,
             "context_tokens": config.context_tokens,
+            "max_images": config.max_images,
             "params": scoring_params(config),
             "prompt": PROMPT_VERSION,
         }

@@ -33,6 +33,7 @@ from pipeline.events import (
     unpack_ids,
 )
 from pipeline.gather import gather
+from pipeline.images import Media, media_of
 from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.telemetry.logs import get_logger
 
@@ -174,6 +175,8 @@ class Teacher:
         calls = TeacherAnswered.calls_of(exchanges)
         if not calls:
             raise TeacherError("the run has no recorded tokens")
+        if any(media_of(call.request) != Media() for call in calls):
+            raise TeacherError("the run has images or other media, which are not sent to a teacher")
         asked = conversations(calls)
         tokens = sum(len(c.ids) for c in asked)
         if 0 < self.config.max_tokens < tokens:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipeline.events import ExchangeRecorded
+from pipeline.images import image_name, image_of
 
 Message = dict[str, Any]
 _PROMPT = "prompt"
@@ -264,12 +265,20 @@ def _canonical(arguments: Any) -> Any:
 
 
 def text_of(content: Any) -> str:
-    """Return a message's content as text. A part that is no text is replaced by its type."""
+    """Return a message's content as text. An image is replaced by its name, other parts that are no text by their
+    type."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {} for part in content]
-        return "\n".join(str(p["text"]) if "text" in p else f"({p.get('type', 'part')})" for p in parts)
+        return "\n".join(map(_part_text, parts))
     return msgspec.json.encode(content).decode()
+
+
+def _part_text(part: dict[str, Any]) -> str:
+    if "text" in part:
+        return str(part["text"])
+    image = image_of(part)
+    return f"({part.get('type', 'part')})" if image is None else f"(image {image_name(image)})"

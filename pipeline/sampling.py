@@ -2,7 +2,8 @@
 
 The trainer and the pages of the store use the same rule: the tokens of a complete reply of the agent are trained,
 except those that a grammar forced. A reply is context as a whole where its settings leave no distribution to learn
-from (greedy decoding), or one that the trainer can't compute (penalties, biases, lists of tokens).
+from (greedy decoding), or one that the trainer can't compute (penalties, biases, lists of tokens, media that the
+record does not hold).
 
 The request names the settings; for those that it does not name, vLLM uses the model's generation_config.json.
 """
@@ -14,6 +15,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from pipeline.images import media_of
 
 GREEDY = 1e-5
 """A temperature below this means greedy decoding."""
@@ -58,7 +61,8 @@ class Sampling(msgspec.Struct, frozen=True):
     top_p: float = 1.0
     min_p: float = 0.0
     unsupported: str = ""
-    """Names of the settings that the trainer can't apply, separated by commas; empty if it can apply all."""
+    """Names of the settings that the trainer can't apply and of the media that it does not have, separated by commas;
+    empty if it can compute the call."""
 
     @property
     def greedy(self) -> bool:
@@ -88,6 +92,8 @@ def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
         for name in ("min_tokens", "logit_bias", "bad_words", "allowed_token_ids", "logits_processors", "vllm_xargs")
         if getattr(settings, name)
     ]  # fmt: skip
+    if missing := media_of(request).missing:
+        unsupported.append(missing)
     return Sampling(
         temperature=float(effective("temperature", 1.0)),
         top_k=max(0, int(effective("top_k", 0))),

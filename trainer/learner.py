@@ -51,6 +51,7 @@ from trainer.checkpoints.start import Start
 from trainer.checkpoints.validation import Validation
 from trainer.distillation.prompts import HintedPrompts
 from trainer.engine.engine import Engine
+from trainer.engine.images import ImageUnusableError
 from trainer.engine.late import LateRunsError, is_late
 from trainer.engine.model import fixed_settings
 from trainer.engine.parallel import ProcessGroup
@@ -189,14 +190,23 @@ class Learner:
         self.discarded_rewards += rewards
         self.equal_groups += equal
 
-    def unknown_token(self, sequences: Sequence[TokenSequence]) -> int | None:
-        """Return a token id of `sequences` that is outside the model's vocabulary, or `None` if there is none. Such a
-        token would make the whole batch fail."""
+    def unusable(self, sequences: Sequence[TokenSequence]) -> str:
+        """Return why the model can't compute one of `sequences`, which would make the whole batch fail; an empty string
+        if it can compute all."""
+        model = self.engine.model
         for sequence in sequences:
-            outside = (sequence.ids < 0) | (sequence.ids >= self.engine.model.vocabulary)
+            outside = (sequence.ids < 0) | (sequence.ids >= model.vocabulary)
             if outside.any():
-                return int(sequence.ids[outside][0])
-        return None
+                return f"token {int(sequence.ids[outside][0])} is not in the model's vocabulary"
+            if not sequence.images:
+                continue
+            if model.images is None:
+                return f"the run has images, and {model.base} is trained without images: the trainer's log says why"
+            try:
+                model.images.check(sequence.ids, sequence.images)
+            except ImageUnusableError as error:
+                return str(error)
+        return ""
 
     # -- a step --------------------------------------------------------------------------------------------------
 

@@ -322,11 +322,10 @@ class Trainer:
         refusals = await queue.histories.read_all(candidates)
         settings = queue.settings_of(queue.request)
         for group in candidates:
-            if token := queue.learner.unknown_token(group.sequences or ()):
+            # Decoding images takes a while.
+            if reason := await run_sync(queue.learner.unusable, group.sequences or ()):
                 queue.batch.remove(group)
-                await self._dead_letter(
-                    group, "untrainable", f"token {token} is not in the model's vocabulary"
-                )
+                await self._dead_letter(group, "untrainable", reason)
                 continue
             refusal = (
                 refusals.get(group.place)

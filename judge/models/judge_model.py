@@ -19,6 +19,7 @@ from judge.models.litellm_client import LiteLlmClient
 from judge.models.openai_client import OpenAiClient
 from judge.models.params import read_api_key
 from pipeline.config import JudgeConfig
+from pipeline.conversations import text_of
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.models.judge_model")
@@ -66,7 +67,7 @@ class JudgeModel:
 
         Return whether the call is worth repeating. A limit set in `judge.request.params` is never changed."""
         own = {**self._config.request.params, **self._config.request.model_params.get(self._config.model, {})}
-        prompt_tokens = sum(len(m["content"].encode()) for m in messages) // 3
+        prompt_tokens = sum(len(text_of(m["content"]).encode()) for m in messages) // 3
         if {"max_tokens", "max_completion_tokens"} & own.keys() or prompt_tokens > reserved:
             return False
         if self._max_tokens < reserved:

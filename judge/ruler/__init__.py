@@ -8,6 +8,7 @@ the judge of what happened next (`judge.next_state`).
 | `transcripts` | what the judge reads of a trajectory: everything that trains |
 | `layout`, `budget`, `prompt` | how it is asked: common text once, cut only if it has to be, all of it between nonce
 lines |
+| `images` | the images of trajectories, attached to a call |
 | `replies` | how its replies are parsed |
 | `aggregation` | one score per trajectory from several judge passes, without the effect of positions |
 | `rubrics` | what a judge looks for: files, identified by their hash |

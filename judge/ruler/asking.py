@@ -19,6 +19,7 @@ import msgspec
 from judge.models.chat import ChatModel, ContextWindowError, ModelError, ModelReply
 from judge.ruler import prompt, replies
 from judge.ruler.aggregation import JudgePass, PositionBias, pairwise_agreement
+from judge.ruler.images import attach_images
 from judge.ruler.replies import UnreadableReplyError
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript
@@ -41,6 +42,8 @@ _MIN_CONTEXT_TOKENS = 2_000
 """A prompt that is refused as too long is halved down to this."""
 _LARGE = 50_000
 """Characters from which work on a text is done in a thread, so that the event loop is not blocked."""
+_PARTS = 25_000
+"""Characters that a message of parts counts for: the names of its images are made of their bytes."""
 
 
 Failure = Literal["", "unreadable", "out_of_range", "cut_off", "no_answer", "too_long"]
@@ -215,7 +218,10 @@ class Asker:
         for attempt in range(self._config.attempts):
             self.statistics.asked_again += attempt > 0
             try:
-                reply = await self._model(messages, asked.schema())
+                sent = await _in_thread_if_large(
+                    _characters(shown), attach_images, messages, shown, self._config.max_images
+                )
+                reply = await self._model(sent, asked.schema())
             except ContextWindowError:
                 raise
             except ModelError as error:
@@ -270,7 +276,7 @@ def charged(verdicts: Sequence[Verdict], usage: Usage) -> tuple[Verdict, ...]:
 def _characters(transcripts: Sequence[Transcript]) -> int:
     """Estimate how much text there is, without rendering it."""
     return sum(
-        len(content) if isinstance(content := m.get("content"), str) else 100
+        len(content) if isinstance(content := m.get("content"), str) else _PARTS
         for t in transcripts
         for c in t.conversations
         for m in c.messages

@@ -192,6 +192,8 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     context_tokens: Prompt = 100_000
     """Longest prompt of one call, in tokens. Longer trajectories are cut. The judge halves it if the model refuses a
     prompt as too long."""
+    max_images: Natural = 16
+    """Most images that are shown in one call; the others are named only. 0: for a judge model that takes no images."""
     combine: Literal["mean", "sum", "product", "min"] = "mean"
     """How `rewards` become one number: weighted mean, weighted sum, product, or the smallest."""
     rewards: tuple[RewardConfig, ...] = ()

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.conversations import text_of
 from store.reading.history import Row
 from store.reading.texts import pretty
 
@@ -41,13 +42,13 @@ def after(before: list[Any], later: list[Any]) -> list[Any]:
 
 
 def message(sent: Any) -> Row:
-    """A message of a request for the page: its role, its text (JSON where it has parts) and its tool calls."""
+    """A message of a request for the page: its role, its text, with the names of its images, and its tool calls."""
     if not isinstance(sent, dict):
         return {"role": "", "content": str(sent), "tool_calls": None}
     content, calls = sent.get("content"), sent.get("tool_calls")
     return {
         "role": str(sent.get("role", "")),
-        "content": content if isinstance(content, str) else "" if content is None else pretty(content),
+        "content": text_of(content),
         "tool_calls": pretty(calls) if calls else None,
     }
 

@@ -119,6 +119,20 @@ async def test_side_calls_are_not_asked_about(nats_config: NatsConfig, inference
     assert [c.calls for c in conversations(events[:2])] == [[(0, 3, 2), (1, 6, 3)]]
 
 
+async def test_runs_with_images_are_not_asked_about(
+    nats_config: NatsConfig, inference_double: VllmServer
+) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    request = msgspec.json.encode({"messages": [{"role": "user", "content": [picture]}]})
+    async with (
+        Broker.connect(nats_config) as broker,
+        open_teacher(settings(nats_config, inference_double.url), broker) as teacher,
+    ):
+        assert teacher is not None
+        with pytest.raises(TeacherError, match="images"):
+            await teacher._answer("m", [msgspec.structs.replace(calls("a", FIRST)[0], request=request)])
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -105,9 +105,10 @@ def started(
     # Tests run beside each other: each dashboard takes any port, so that none is tried twice.
     command = [*JOURNEYWORK, "up", *flags, "--set", "ui.port=0"]
     command += [part for setting in settings for part in ("--set", setting)]
+    path = [str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
     with (folder / "up.log").open("wb") as log:
         process = subprocess.Popen(
-            command, cwd=cwd, env={**env, "PYTHONPATH": str(ROOT)}, stdout=log, stderr=log
+            command, cwd=cwd, env={**env, "PYTHONPATH": os.pathsep.join(path)}, stdout=log, stderr=log
         )
     running = Up(process, run_dir, folder / "up.log")
     try:

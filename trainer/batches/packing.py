@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -59,6 +59,8 @@ class Layout:
     """Number of tokens that go through the model, without padding."""
     cuts_N3: torch.Tensor | None = None
     """top_k, top_p and min_p under which each trained token was sampled. `None` where nothing was cut."""
+    images: tuple[tuple[bytes, ...], ...] = ()
+    """For each row the files of its images, among them those of tokens that were cut off. Empty: no row has any."""
 
     def dense_mask(self, span: AttentionSpan = FULL) -> torch.Tensor | None:
         """`ends_RL` as a mask of shape [R, 1, L, L]: true where the query (third axis) sees the key (last axis).
@@ -131,7 +133,10 @@ def padded(sequences: Sequence[TokenSequence]) -> Layout:
     for row, ids in enumerate(used):
         ids_RL[row, : len(ids)] = ids
     where = [(row, np.arange(len(ids))) for row, ids in enumerate(used)]
-    return _layout(sequences, ids_RL, where, sum(len(u) for u in used))
+    layout = _layout(sequences, ids_RL, where, sum(len(u) for u in used))
+    if any(s.images for s in sequences):
+        return replace(layout, images=tuple(s.images for s in sequences))
+    return layout
 
 
 @dataclass(eq=False)
@@ -186,7 +191,8 @@ def by_group(groups: Sequence[int]) -> list[list[int]]:
 
 
 def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> Layout:
-    """One row per group, in which shared prefixes are computed once and each token sees its own sequence only.
+    """One row per group, in which shared prefixes are computed once and each token sees its own sequence only. The
+    sequences have no images.
 
     `groups[s]` is the group of sequence s."""
     members = by_group(groups)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs, unpack_mask
+from pipeline.images import media_of
 from pipeline.sampling import NO_DEFAULTS, Defaults, Sampling, loss_mask, sampling_of, untrained_reason
 
 OTHER_BRANCH = 2**30
@@ -42,6 +43,8 @@ class TokenSequence:
     """top_k, top_p and min_p of each token, shape [T, 3]; `None` where no token was sampled under any of them."""
     calls: npt.NDArray[np.int32] | None = None
     """The call that sampled each token: `seq` of its exchange, -1 for context. `None`: not known."""
+    images: tuple[bytes, ...] = ()
+    """The files of the images whose places are among the ids, in their order."""
 
     @classmethod
     def made_up(cls, name: str, ids: npt.NDArray[np.integer[Any]], trained: int) -> TokenSequence:
@@ -69,6 +72,7 @@ class _Builder:
 
     def __init__(self) -> None:
         self.ids = np.zeros(0, np.int32)
+        self.images: tuple[bytes, ...] = ()
         self._parts: list[tuple[npt.NDArray[Any], ...]] = []
         """Loss mask, logprobs, steps, temperatures, cuts and calls of every part added."""
 
@@ -101,8 +105,9 @@ class _Builder:
         loss_mask[:1] = False  # no token before it predicts the first one
         uncut = (cuts == _UNCUT).all()
         return TokenSequence(
-            trajectory, self.ids, loss_mask, logprobs, steps, temperatures, None if uncut else cuts, calls
-        )
+            trajectory, self.ids, loss_mask, logprobs, steps, temperatures, None if uncut else cuts, calls,
+            self.images,
+        )  # fmt: skip
 
 
 def build(
@@ -134,12 +139,15 @@ def build(
         prompt, sampled = unpack_ids(exchange.prompt_ids), unpack_ids(exchange.sampled_ids)
         if not len(sampled):
             continue
-        prefixes = [b for b in builders if b.is_prefix_of(prompt)]
+        images = media_of(exchange.request).images
+        # Prompts with different images may have the same tokens.
+        prefixes = [b for b in builders if b.is_prefix_of(prompt) and b.images == images[: len(b.images)]]
         builder = max(prefixes, key=lambda b: len(b.ids), default=None)
         if builder is None:
             builder = _Builder()
             builders.append(builder)
         builder.add_context(prompt[len(builder.ids) :])
+        builder.images = images
         reproducible = not sampling.greedy and not sampling.unsupported
         if sampling.unsupported and left_out is not None:
             left_out[sampling.unsupported] += len(sampled)

@@ -33,7 +33,8 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
     from trainer.engine.verify import RefusedError
 
     out: dict[str, Any] = {
-        "model": base, "padded_difference": None, "packed_difference": None, "layout": None, "refused": None,
+        "model": base, "padded_difference": None, "packed_difference": None, "images_difference": None, "layout": None,
+        "refused": None,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -56,6 +57,7 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
             )
     out["padded_difference"] = verified.padded.largest
     out["packed_difference"] = verified.packed.largest if verified.packed else None
+    out["images_difference"] = verified.images.largest if verified.images else None
     out["layout"] = verified.layout if out["refused"] is None else None
     out["attention"], out["why_padded"] = verified.attention, verified.why_padded
     return out
@@ -67,7 +69,9 @@ def report(findings: dict[str, Any]) -> str:
         f"{findings['model']}: "
         + (f"refused: {findings['refused']}" if findings["refused"] else "trains right")
     ]
-    for name, text in (("padded", "one row a sequence"), ("packed", "prefixes shared")):
+    for name, text in (
+        ("padded", "one row a sequence"), ("packed", "prefixes shared"), ("images", "rows with images"),
+    ):  # fmt: skip
         if (difference := findings[f"{name}_difference"]) is not None:
             lines.append(f"  {text}: at most {difference:.3g} nats from the model's own logprobs")
     if findings["layout"]:

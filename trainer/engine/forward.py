@@ -27,6 +27,7 @@ from pipeline.config import ConfigError
 from trainer.batches.packing import AttentionSpan, Layout
 from trainer.batches.sampling import restrict
 from trainer.distillation.divergence import reverse_kl
+from trainer.engine.images import ImageInputs, ImageUnusableError
 
 _FULL = ("full_attention", "attention", "global_attention")
 
@@ -87,13 +88,28 @@ class _TrunkStub(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
         return self.output
 
 
+def towers_of(model: Any) -> list[str]:
+    """Return the paths of the modules of a vision-language model that are beside its text model, such as its vision
+    tower; empty for a text model."""
+    if getattr(model.config, "vision_config", None) is None:
+        return []
+    parent, _, leaf = _path_in(model, model.get_decoder()).rpartition(".")
+    beside = (name for name, _ in model.get_submodule(parent).named_children() if name != leaf)
+    return [f"{parent}.{name}" for name in beside] if parent else []
+
+
+def _path_in(model: Any, module: Any) -> str:
+    """Return the path of a module of `model`, or an empty string."""
+    return next((str(name) for name, other in model.named_modules() if other is module), "")
+
+
 def _trunk_of(model: Any) -> str:
     """Return the path of the trunk: the module whose output the head reads. Raises `ConfigError` if there is none."""
     decoder = model.get_decoder()
-    if decoder is not model:
-        for name, module in model.named_modules():
-            if module is decoder:
-                return str(name)
+    if towers_of(model):  # the trunk puts the images' features in their places
+        return _path_in(model, decoder).rpartition(".")[0]
+    if decoder is not model and (path := _path_in(model, decoder)):
+        return path
     for name, module in model.named_children():  # `base_model_prefix` may name another attribute
         if isinstance(module, PreTrainedModel):
             return str(name)
@@ -103,10 +119,11 @@ def _trunk_of(model: Any) -> str:
 
 
 class Forward:
-    """The trunk and the head of a causal language model. `model` is the model inside PEFT's wrapper."""
+    """The trunk and the head of a causal language model. `model` is the model inside PEFT's wrapper, `images` what
+    makes inputs of images; `None`: its layouts have none."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, images: ImageInputs | None = None) -> None:
+        self.model, self.images = model, images
         self.text = model.config.get_text_config()
         path = _trunk_of(model)
         parent, _, self._leaf = path.rpartition(".")
@@ -129,10 +146,18 @@ class Forward:
             attention_mask=None if layout.ends_RL is None else self._masks(layout),
             position_ids=layout.positions_RL,
             use_cache=False,
+            **self._image_inputs(layout),
         )
         self._output = type(output)
         hidden_RLD: torch.Tensor = output.last_hidden_state
         return hidden_RLD
+
+    def _image_inputs(self, layout: Layout) -> dict[str, torch.Tensor]:
+        if not layout.images:
+            return {}
+        if self.images is None:
+            raise ImageUnusableError(f"{type(self.model).__name__} is trained without images")
+        return self.images.inputs(layout.ids_RL, layout.images)
 
     def _masks(self, layout: Layout) -> Any:
         spans = attention_spans(self.text)

@@ -14,13 +14,18 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import ConfigError, TrainerConfig
 from pipeline.config.checks import check_trainer
 from pipeline.telemetry.logs import get_logger
-from trainer.engine.forward import disable_randomness
+from trainer.engine.forward import disable_randomness, towers_of
 
 log = get_logger("trainer.engine.loading")
 
@@ -82,10 +87,15 @@ def first_sentence(error: BaseException) -> str:
 
 
 def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype_for(config, device))
+    sees = type(AutoConfig.from_pretrained(base)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = auto.from_pretrained(base, dtype=dtype_for(config, device))
+    # vLLM serves no adapters on vision towers, unless it is told to.
+    towers = "|".join(map(re.escape, towers_of(model)))
     lora = LoraConfig(
         r=config.lora.rank, lora_alpha=config.lora.alpha, lora_dropout=0.0, bias="none",
-        target_modules=find_lora_targets(model, config), task_type="CAUSAL_LM",
+        target_modules=find_lora_targets(model, config), exclude_modules=rf"({towers})\..*" if towers else None,
+        task_type="CAUSAL_LM",
     )  # fmt: skip
     torch.manual_seed(config.seed)
     peft = get_peft_model(model, lora).to(device)
@@ -130,10 +140,11 @@ def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
     whose names are numbers, as those of the decoder's layers are, nor layers whose weight another module reads. Raises
     `ConfigError` if the setting names a layer that can't have an adapter."""
     head = model.get_output_embeddings()
+    towers = tuple(f"{path}." for path in towers_of(model))
     linear = {
         name: m
         for name, m in model.named_modules()
-        if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head
+        if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head and not name.startswith(towers)
     }
     # A model's own subclass of Linear may return more than the product: Llama4's router returns scores and logits.
     excluded = {_leaf(name) for name, m in linear.items()

@@ -19,6 +19,7 @@ from trainer.batches.sequences import TokenSequence
 from trainer.distillation.lessons import Teaching
 from trainer.engine.fitting import detect_out_of_memory
 from trainer.engine.forward import Forward
+from trainer.engine.images import image_inputs_of
 from trainer.engine.loading import device_for, load
 from trainer.engine.state import Logprobs, Weights
 
@@ -51,7 +52,9 @@ class PolicyModel:
         self.peft, self.lora, self.checkpointing = loaded.model, loaded.lora, loaded.checkpointing
         self.accepts_masks, self.longest = loaded.accepts_masks, loaded.longest
         inner = self.peft.get_base_model()
-        self.forward = Forward(inner)
+        # Unsloth loads the text model alone.
+        self.images = image_inputs_of(base, inner.config) if config.engine == "transformers" else None
+        self.forward = Forward(inner, self.images)
         # Views of the adapter's parameters under PEFT's names; a step changes them in place.
         self._live: Weights = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
         self.parameters = [p for p in self.peft.parameters() if p.requires_grad]

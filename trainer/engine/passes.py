@@ -170,6 +170,8 @@ class Passes:
     def packing_of(self, examples: Sequence[Example], groups: Sequence[int]) -> Packing:
         """The layout in which a batch is trained."""
         packing = self.config.memory.packing if self.verified.layout == "prefix" else "padded"
+        if any(e.sequence.images for e in examples):
+            return "padded"  # the places of an image have positions of their own in each row
         if packing != "auto":
             return packing
         return "prefix" if sharing_pays([e.sequence for e in examples], groups, self.cost) else "padded"

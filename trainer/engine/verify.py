@@ -10,19 +10,22 @@ The sequences are random tokens. They are longer than the sliding window, up to 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 
 from pipeline.config import ConfigError, TrainerConfig
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.packing import Layout, padded, prefix_shared
 from trainer.batches.sequences import TokenSequence
 from trainer.engine.forward import attention_spans, mask_formats
+from trainer.engine.images import ImageInputs
 from trainer.engine.model import PolicyModel, shape_of
 from trainer.engine.state import Weights
 
@@ -65,6 +68,8 @@ class Verified:
     """The attention implementation under which the logprobs were compared last."""
     why_padded: str = ""
     """Why prefixes can't be shared; empty if they can."""
+    images: Difference | None = None
+    """In padded rows with images. `None` for a model that is trained without images."""
     refused: str = ""
     """Why the model can't be trained under these settings; empty if it can."""
 
@@ -107,6 +112,27 @@ def sequences(vocabulary: int, longest: int, span: int) -> list[TokenSequence]:
     return [TokenSequence.made_up("verify", ids, _TAIL) for ids in branches]
 
 
+def image_sequences(images: ImageInputs, vocabulary: int) -> list[TokenSequence]:
+    """Return test sequences with no, one and two images of different sizes, among random tokens."""
+    rng = np.random.default_rng(1)
+    files = [_random_image(rng, width, height) for width, height in ((56, 56), (84, 56))]
+    text = np.delete(np.arange(vocabulary), images.token)
+    out = []
+    for chosen in ([files[0]], [], [files[1], files[0]]):
+        parts = [rng.choice(text, 5)]
+        for file in chosen:
+            parts += [np.full(images.features(file), images.token), rng.choice(text, 4)]
+        ids = np.concatenate([*parts, rng.choice(text, _TAIL)])
+        out.append(replace(TokenSequence.made_up("verify", ids, _TAIL), images=tuple(chosen)))
+    return out
+
+
+def _random_image(rng: np.random.Generator, width: int, height: int) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)).save(out, "PNG")
+    return out.getvalue()
+
+
 @contextmanager
 def _inference_mode(model: PolicyModel, eager: bool) -> Iterator[None]:
     """Put the model into inference mode, with eager attention if `eager`, and restore it afterwards."""
@@ -132,7 +158,8 @@ def _reference_logprobs(
         for s in samples:
             ids_1L = torch.from_numpy(s.ids.astype(np.int64))[None].to(model.device)
             keep = s.trained_tokens + 1
-            logits_LV = model.peft(input_ids=ids_1L, use_cache=False, logits_to_keep=keep).logits[0]
+            inputs = model.images.inputs(ids_1L, [s.images]) if s.images and model.images else {}
+            logits_LV = model.peft(input_ids=ids_1L, use_cache=False, logits_to_keep=keep, **inputs).logits[0]
             logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
             logprobs_LV = torch.log_softmax(logits_LV[-keep:-1], -1)
             out.append(logprobs_LV.gather(1, ids_1L[0, -keep + 1 :, None]).squeeze(1).cpu())
@@ -213,7 +240,29 @@ def _verify(model: PolicyModel) -> Verified:
         )))  # fmt: skip
     if why:
         log.info("prefixes can't be shared: every sequence gets its own row", model=model.base, why=why)
-    return Verified(rows, packed, "padded" if why else "prefix", forward.attention, why)
+    verified = Verified(rows, packed, "padded" if why else "prefix", forward.attention, why)
+    return verified if model.images is None else replace(verified, images=_verify_images(model, model.images))
+
+
+def _verify_images(model: PolicyModel, images: ImageInputs) -> Difference | None:
+    """Compare rows with images; where they are wrong, the model is trained without images, which is logged."""
+    try:
+        samples = image_sequences(images, model.vocabulary)
+        reference = _reference_logprobs(model, samples, eager=True)
+        difference = _difference(model, padded(samples), samples, reference)
+        why = (
+            ""
+            if difference.within_bound(model.config, model.dtype)
+            else f"its logprobs differ by {difference}"
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        difference, why = None, f"{type(error).__name__}: {error}"[:300]
+    if why:
+        log.warning("runs with images are not trained", model=model.base, why=why)
+        model.images = model.forward.images = None
+    return difference
 
 
 def _verify_prefix_sharing(
