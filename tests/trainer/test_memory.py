@@ -22,7 +22,7 @@ from tests.trainer import kit
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 ROUNDS = int(os.environ.get("JOURNEYWORK_TEST_MEMORY_ROUNDS", "3"))
-STEPS, DISCARDED = 50, 20
+STEPS, DISCARDED = 20, 50
 """Steps of a round, and groups of equal rewards that come with each of them."""
 BYTES_PER_GROUP = 100
 """What a group may leave behind. Its id alone takes 60 bytes, its place in the log 150."""

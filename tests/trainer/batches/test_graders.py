@@ -68,7 +68,7 @@ def size(
     return sum(of_loss[name] * float(np.abs(v).mean()) for name, v in step.items())
 
 
-@pytest.mark.parametrize("max_share", [0.0, 0.05, 0.2, 0.4])
+@pytest.mark.parametrize("max_share", [0.0, 0.4])
 def test_ten_thousand_thumbs_of_one_key_decide_no_more_than_its_limit(max_share: float) -> None:
     rng = np.random.default_rng(7)
     others = [run(f"run{i}", float(rng.random())) for i in range(200)]
