@@ -162,10 +162,13 @@ FLEET = KeyValueSpec(
     (
         "sampler.<project>.<replica>",
         "gateway.<project>.<gateway>",
+        "trainer.<project>.<branch>",
+        "experiment.<project>.<branch>",
         "deaths.<consumer>.<stream>.<sequence>-<time>",
     ),
     "the inference servers that sampler agents have registered, and the versions that each gateway uses; a record is "
-    "gone when its writer has not renewed it for `sampler.ttl_s`. How often a message ended the process that handled "
+    "gone when its writer has not renewed it for `sampler.ttl_s`. Which trainer trains the branch `main`, or another "
+    "one. How often a message ended the process that handled "
     "it, for a day",
 )
 KEY_VALUES: tuple[KeyValueSpec, ...] = (FLEET,)

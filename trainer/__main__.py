@@ -35,6 +35,11 @@ def _run() -> None:
         from trainer.engine.parallel import launch
 
         launch(config.trainer.processes, sys.argv[1:])
+    if config is not None and config.trainer.memory.sharded:
+        sys.stderr.write(
+            "trainer: trainer.memory.sharded: set trainer.processes, among which to divide the model\n"
+        )
+        raise SystemExit(2)
     _import_first(config)
     from trainer.service import serve
 
@@ -52,18 +57,21 @@ def _import_first(config: Config | None) -> None:
 
 
 def _run_as_one_of_several(file: str) -> None:
-    from trainer.engine.parallel import ProcessGroup, adopt_ready_fd
+    from trainer.engine.parallel import ProcessGroup
 
-    with ProcessGroup.join() as process_group:  # first: it selects this process's GPU
-        _import_first(load(file) if file else None)
-        if process_group.rank:
-            _work(load(file), process_group)
-            return
-        from trainer.service import serve
+    process_group = ProcessGroup.join()  # first: it selects this process's GPU
+    _import_first(load(file) if file else None)
+    if process_group.rank:
+        _work(load(file), process_group)
+        process_group.close(0)
+    from trainer.service import serve
 
-        sys.argv[1:] = adopt_ready_fd(sys.argv[1:])
+    try:
         main("trainer", partial(serve, process_group=process_group))
-        process_group.send(None)
+    except SystemExit as end:
+        process_group.close(int(end.code or 0))
+    process_group.send(None)
+    process_group.close(0)
 
 
 def _work(config: Config, process_group: ProcessGroup) -> None:

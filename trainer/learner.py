@@ -46,7 +46,7 @@ from trainer.checkpoints.checkpoint import (
     state_of,
     weights_of,
 )
-from trainer.checkpoints.compatibility import base_digest, require_compatible
+from trainer.checkpoints.compatibility import require_compatible
 from trainer.checkpoints.start import Start
 from trainer.checkpoints.validation import Validation
 from trainer.distillation.prompts import HintedPrompts
@@ -87,7 +87,6 @@ class Learner:
         self.config, self.model, self.engine = config, model, engine
         self.settings = config.trainer_of(model)
         self.checkpoints = Checkpoints.of(config, model.name)
-        self.checkpoints.prepare_folder()
         self.state = engine.initial_state()
         self._fresh = self.state.weights
         """The adapter of step 0, with which the model computes the same as the base model."""
@@ -105,8 +104,7 @@ class Learner:
             if self.settings.distill.weight and not self.settings.distill.asks_outside
             else None
         )
-        self.base_digest = base_digest(model.base, engine.model.peft.get_base_model())
-        self.validation = Validation(self.checkpoints.best(), self.settings.best_min_trajectories)
+        self.validation = Validation(None, self.settings.best_min_trajectories)
         self.equal_groups = 0
         """Number of groups whose rewards were all equal that no step's metrics count yet."""
         self.discarded_rewards: list[float] = []
@@ -119,12 +117,17 @@ class Learner:
 
     # -- recovery ------------------------------------------------------------------------------------------------
 
+    def open_folder(self) -> None:
+        """Begin to write checkpoints. No other process may write those of this model from here on."""
+        self.checkpoints.prepare_folder()
+        self.validation = Validation(self.checkpoints.best(), self.settings.best_min_trajectories)
+
     def resume(self, step: int) -> None:
         """Load the checkpoint of `step` from disk, and those adapters of earlier steps within the staleness bound that
         are on disk. Raises `CheckpointError` if the checkpoint is missing or damaged, `ConfigError` if it was trained
         on another base model or with another shape of the adapter."""
         manifest, files = self.checkpoints.read(step)
-        require_compatible(manifest.event, files, self.base_digest, self.engine.model.lora)
+        self._require_compatible(manifest.event, files)
         state = state_of(step, files)
         for earlier in self.checkpoints.steps():
             if step - self.settings.max_staleness - 1 <= earlier < step:
@@ -142,7 +145,7 @@ class Learner:
         """Continue from the object store, as a checkpoint that is not on disk: `files` are those of its adapter, with
         the training state if it was there, and `earlier` the adapters of the steps before it. Without the training
         state, the optimizer is a fresh one. Raises `ConfigError` as `resume` does."""
-        require_compatible(event, files, self.base_digest, self.engine.model.lora)
+        self._require_compatible(event, files)
         state = self._state_of(event.step, files)
         state.history |= earlier
         if event.step <= self.settings.max_staleness + 1:
@@ -155,6 +158,11 @@ class Learner:
                 checkpoints=str(self.checkpoints.folder),
             )  # fmt: skip
 
+    def _require_compatible(
+        self, event: CheckpointPublished | None, files: Mapping[str, bytes], name: str = ""
+    ) -> None:
+        require_compatible(event, files, self.engine.model.base_digest, self.engine.model.lora, name)
+
     def _state_of(self, step: int, files: Mapping[str, bytes]) -> TrainState:
         if STATE_FILE in files:
             return state_of(step, files)
@@ -166,7 +174,7 @@ class Learner:
 
         Raises `ConfigError` as `resume` does, and if the adapter does not fit the model."""
         adapter, step = start.files, start.event.step if start.event else 1
-        require_compatible(start.event, adapter, self.base_digest, self.engine.model.lora, start.source)
+        self._require_compatible(start.event, adapter, start.source)
         state = self._state_of(step, adapter)
         try:
             self.engine.model.load_adapter(state.weights)
@@ -177,7 +185,7 @@ class Learner:
     def adopt(self, start: Start) -> PendingStep:
         """Write the next checkpoint with a version of another branch or lake, optimizer included: training goes on from
         it. Raises `ConfigError` as `resume` does."""
-        require_compatible(start.event, start.files, self.base_digest, self.engine.model.lora, start.source)
+        self._require_compatible(start.event, start.files, start.source)
         theirs, step = self._state_of(self.state.step + 1, start.files), self.state.step + 1
         state = dataclasses.replace(theirs, history=self.state.history | {step: theirs.weights})
         return self.write_step(state, source=start.source, started_at=now_us())
@@ -230,7 +238,7 @@ class Learner:
         metrics = result.metrics | self.validation.metrics()
         metrics |= _group_metrics(batch, self.discarded_rewards[:discarded], equal_groups)
         metrics["step_s"] = time.perf_counter() - began
-        metrics["gpu_s"] = metrics["step_s"] * self.config.trainer.processes
+        metrics["gpu_s"] = metrics["step_s"] * self.engine.passes.processes
         manifest, files = self._write(
             result.state, batch, settings, trace=trace or {}, dropped=result.dropped,
             group_seqs=pack_seqs([p.seq for p in places]), group_times=pack_seqs([p.at for p in places]),
@@ -262,7 +270,7 @@ class Learner:
         event = CheckpointPublished(
             project=self.config.project, at=now_us(), model=self.model.name, step=state.step, version=version,
             parent=self.version, batch_id=self._batch_id(batch, settings), groups=tuple(g.event.group for g in batch),
-            config_hash=config_hash(settings), base_model=self.model.base, base_digest=self.base_digest,
+            config_hash=config_hash(settings), base_model=self.model.base, base_digest=self.engine.model.base_digest,
             adapter=f"{self.config.project}/{version}/{digest[:16]}", adapter_sha256=digest,
             adapter_bytes=len(archive),
             files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
@@ -316,9 +324,13 @@ class Learner:
         self, batch: Sequence[TrainingGroup], settings: TrainerConfig, max_attempts: int
     ) -> StepResult:
         """Compute a step. The state is unchanged. Raises `UntrainableError`."""
-        if self.checkpoints.count_attempt(self._batch_id(batch, settings)) > max_attempts:
+        attempt = self.checkpoints.count_attempt(self._batch_id(batch, settings))
+        if attempt > max_attempts:
             raise UntrainableError(f"the trainer died {max_attempts} times while it computed this batch")
         self.engine.configure(settings)
+        if self.engine.model.sharded:  # its processes can't try again when one of them runs out of memory
+            budget = self.engine.passes.budget
+            budget.tokens = max(1, settings.memory.tokens_per_batch >> (attempt - 1))
         group_of = [i for i, g in enumerate(batch) for _ in g.sequences or ()]
         made, metrics = limit_graders(batch, settings, self.config.feedback.max_share)
         result = self.engine.step(self.state, made, group_of)
@@ -400,8 +412,8 @@ def make_engines(
     for model in config.models:
         shape = _shape(config, model)
         if shape not in engines:
-            engine = engines[shape] = Engine(model.base, config.trainer_of(model), scratch)
-            engine.passes.number, engine.passes.process_group = len(engines) - 1, process_group
+            settings = config.trainer_of(model)
+            engines[shape] = Engine(model.base, settings, scratch, process_group, len(engines))
     return engines
 
 

@@ -43,6 +43,7 @@ async def catch_up(commits: Commits, learner: Learner) -> list[CheckpointPublish
 
     Raises `TrainerError` if the disk does not continue the log, and `ConfigError` if the newest step was trained on
     another base model or with another shape of the adapter."""
+    await run_sync(learner.open_folder)
     published = await commits.published(learner.model.name)
     last = max(published, key=lambda event: event.step, default=None)
     log_id = await _log_id(commits.broker)

@@ -44,6 +44,7 @@ from trainer.engine.late import LateRunsError
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import UntrainableError
 from trainer.learner import Learner, PendingStep, make_learners
+from trainer.lease import Lease
 from trainer.queues import ModelQueue, RequestedBatch
 from trainer.recovery import catch_up, unacknowledged
 
@@ -467,22 +468,37 @@ async def train(
     nats = msgspec.structs.replace(config.nats, exchange_memory_bytes=remembered)
     async with Broker.connect(nats, name=user_of(config)) as broker:
         learners = await run_sync(make_learners, config, scratch, process_group)
-        trainer = Trainer(config, broker, learners)
-        spec = streams.trainer_consumer(config.trainer.branch)
-        await broker.provision_consumer(spec)
-        await trainer.recover()
-        ready(step=max(q.step for q in trainer.queues.values()))
-        try:
-            async with broker.consume(spec) as consumption, anyio.create_task_group() as tg:
-                tg.start_soon(trainer.intake, consumption)
-                tg.start_soon(trainer.watch_log)
-                tg.start_soon(Retention(config, broker, learners).run)
-                await trainer.run_steps(until_empty)
-                await trainer.until_redelivered(2 * spec.ack_wait_s)
-                tg.cancel_scope.cancel()
-        except* LogShrankError:
-            log.error("the log lost its end: the trainer ends, and reads it anew at its next start")
-            raise
+        with Lease(broker, config, user_of(config)) as lease:
+            if not await lease.take():
+                log.warning("another trainer trains this branch: this one waits until it ends")
+                ready(step=0)
+                await lease.wait()
+            try:
+                await _train(config, broker, learners, lease, ready, until_empty=until_empty)
+            finally:
+                await lease.release()
+
+
+async def _train(
+    config: Config, broker: Broker, learners: Mapping[str, Learner], lease: Lease, ready: Ready, *, until_empty: bool
+) -> None:  # fmt: skip
+    trainer = Trainer(config, broker, learners)
+    spec = streams.trainer_consumer(config.trainer.branch)
+    await broker.provision_consumer(spec)
+    await trainer.recover()
+    ready(step=max(q.step for q in trainer.queues.values()))
+    try:
+        async with broker.consume(spec) as consumption, anyio.create_task_group() as tg:
+            tg.start_soon(lease.keep)
+            tg.start_soon(trainer.intake, consumption)
+            tg.start_soon(trainer.watch_log)
+            tg.start_soon(Retention(config, broker, learners).run)
+            await trainer.run_steps(until_empty)
+            await trainer.until_redelivered(2 * spec.ack_wait_s)
+            tg.cancel_scope.cancel()
+    except* LogShrankError:
+        log.error("the log lost its end: the trainer ends, and reads it anew at its next start")
+        raise
 
 
 async def serve(config: Config, ready: Ready, process_group: ProcessGroup | None = None) -> None:

@@ -133,6 +133,8 @@ def check_trainer(config: TrainerConfig) -> None:
         )
     if config.engine != "unsloth" and config.unsloth.load_in_4bit:
         raise ConfigError("trainer.unsloth.load_in_4bit: only trainer.engine `unsloth` loads in four bits")
+    if config.engine == "unsloth" and config.memory.sharded:
+        raise ConfigError("trainer.memory.sharded: only trainer.engine `transformers` divides a model")
     if config.engine == "unsloth" and packing == "prefix":
         raise ConfigError(
             "trainer.memory.packing: unsloth replaces the attention mask, so prefixes can't be shared; use `padded` or "

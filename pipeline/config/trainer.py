@@ -190,6 +190,9 @@ class MemoryConfig(Section, frozen=True, kw_only=True):
     gpu_share: Share = 0.0
     """Share of the GPU's memory that the trainer's process may use. 0: no limit. `journeywork up` sets 0.45 if its
     inference server runs on the same GPU."""
+    sharded: bool = False
+    """Divide the frozen base model among the trainer's processes (`trainer.processes`), for a model that one GPU does
+    not hold. Otherwise each process holds all of it, which is faster. Needs engine `transformers`."""
     packing: Literal["auto", "prefix", "padded"] = "auto"
     """`prefix`: sequences of a group compute their common prefix once. `padded`: one row per sequence. `auto`:
     `prefix` where it takes less computation and the model supports it."""
@@ -231,7 +234,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """A batch that an agent requested ends if none of its groups was scored or discarded for this time. Its groups that
     wait are discarded as `incomplete`."""
     processes: SmallCount = 1
-    """Processes, one per GPU, that share the passes of a step. `journeywork up` starts them by `accelerate launch`."""
+    """Processes, one per GPU, that share the passes of a step. `journeywork up` starts them by torchrun.
+    For several machines, start them yourself."""
     threads: SmallCount = 1
     """CPU threads of the trainer's computation. The inference server uses the other cores."""
     start_timeout_s: Positive = 600.0

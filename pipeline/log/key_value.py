@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import nats.js.errors
+
 from pipeline import streams
 from pipeline.log.follow import follow_subjects
 from pipeline.log.stream_reader import StreamReader
+
+_WRONG_LAST_SEQUENCE = 10071
 
 
 async def put(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s: float) -> None:
@@ -19,6 +23,24 @@ async def put(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s: 
 
     Repeated while the log is unavailable. Raises `BrokerUnavailableError` after `nats.publish_deadline_s`."""
     await _publish(reader, bucket, key, value, {"Nats-TTL": _ttl(ttl_s)})
+
+
+async def take(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s: float) -> bool:
+    """Write a value unless the key has another one. Returns whether the key has this one now. Of several writers at
+    once, one gets it. Raises as `put` does."""
+    stream, subject = streams.key_value_stream(bucket), streams.key_subject(bucket, key)
+    while True:
+        newest = await reader.leader_get(stream, {"last_by_subj": subject})
+        if newest is not None and newest.payload not in (b"", value):
+            return False
+        after = {"Nats-Expected-Last-Subject-Sequence": str(newest.seq if newest is not None else 0)}
+        try:
+            await _publish(reader, bucket, key, value, {"Nats-TTL": _ttl(ttl_s), **after})
+        except nats.js.errors.APIError as error:
+            if error.err_code != _WRONG_LAST_SEQUENCE:
+                raise
+        else:
+            return True
 
 
 async def delete(reader: StreamReader, bucket: str, key: str) -> None:

@@ -1,78 +1,84 @@
-"""One of several trainer processes: `accelerate launch … --module tests.trainer.parallel_child BASE OUT`.
+"""One of several trainer processes: `torchrun … -m tests.trainer.parallel_child BASE OUT PHASE…`.
 
-The first process takes steps under several settings and writes what came out; with `fail` the other one runs out
-of memory in the middle of the first step. With `too_large` neither process holds a pass with the first sequence.
+In each phase the first process takes steps and the others take part in them; what came out is written to OUT.
+
+| phase | what happens |
+| --- | --- |
+| `whole` | steps under several settings; each process holds the whole model |
+| `sharded` | the same with the model divided among the processes |
+| `fails` | as `whole`, and the second process runs out of memory in the middle of the first step |
+| `too_large` | no process holds a pass with the first sequence |
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from pipeline.config import with_values
+from pipeline.telemetry import logs
 from tests.trainer.kit import backward, exactly, settings, tree_of_conversations
-from trainer import learner
 from trainer.batches.groups import Example
 from trainer.batches.packing import MicroBatch
 from trainer.engine.engine import Engine
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.passes import Passes
 
-SETTINGS: list[dict[str, Any]] = [
-    {"loss.type": "dapo", "memory.packing": "prefix", "memory.tokens_per_batch": 150},
-    {
-        "loss.type": "grpo",
-        "memory.packing": "padded",
-        "memory.tokens_per_batch": 40,
-        "loss.entropy_coef": 0.05,
-    },
-    {"loss.type": "bnpo", "memory.packing": "padded", "loss.beta": 0.1},
-    {"loss.type": "dr_grpo", "memory.packing": "padded", "memory.tokens_per_batch": 1},
-    {"memory.packing": "padded", "optimizer.epochs": 2, "optimizer.minibatches": 2},
-]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dapo": {"memory.packing": "prefix", "memory.tokens_per_batch": 150},
+    "grpo": {"memory.packing": "padded", "memory.tokens_per_batch": 40, "loss.entropy_coef": 0.05},
+    "bnpo": {"memory.packing": "padded", "loss.beta": 0.1},
+    "dr_grpo": {"memory.packing": "padded", "memory.tokens_per_batch": 1},
+    "cispo": {"loss.kl_penalty": 0.1},
+    "sapo": {"memory.packing": "padded", "memory.tokens_per_batch": 60, "loss.importance_sampling": "sequence_mask"},
+    "vespo": {},
+    "luspo": {"loss.importance_level": "sequence"},
+    "sft": {"memory.tokens_per_batch": 30},
+    "dapo, four updates": {"memory.packing": "padded", "optimizer.epochs": 2, "optimizer.minibatches": 2},
+}  # fmt: skip
+"""By loss type, and one with more updates."""
+FAST: dict[str, Any] = {"check_share": 1.0, "optimizer.learning_rate": 1e-4, "dtype": "float64"}
 
 
-def steps(engine: Engine) -> list[dict[str, Any]]:
-    """Gradients of a step under each of the settings; weights and metrics after two."""
-    out = []
+def examples_and_groups() -> tuple[list[Example], list[int]]:
     sequences, groups = tree_of_conversations(3)
     advantages = torch.linspace(-1.0, 1.5, len(sequences)).tolist()
-    examples = [Example(s, a) for s, a in zip(sequences, advantages, strict=True)]
-    config, state = engine.config, engine.initial_state()
-    for changed in SETTINGS:
-        engine.configure(with_values(config, changed))
+    return [Example(s, a) for s, a in zip(sequences, advantages, strict=True)], groups
+
+
+def steps(engine: Engine) -> dict[str, dict[str, Any]]:
+    """Gradients of a step under each of the settings; weights and metrics after two."""
+    examples, groups = examples_and_groups()
+    config, state, out = engine.config, engine.initial_state(), {}
+    for name, changed in SETTINGS.items():
+        engine.configure(with_values(config, {"loss.type": name.partition(",")[0], **changed}))
         first = engine.step(state, examples, groups)
         engine.model.load_adapter(first.state.weights)
         engine.model.peft.zero_grad(set_to_none=True)
         backward(engine, examples, groups, 1)
         gradients = {str(i): p.grad.clone() for i, p in enumerate(engine.model.parameters)}
         second = engine.step(first.state, examples[3:], groups[3:])
-        out.append(
-            {
-                "gradients": gradients,
-                "weights": second.state.weights,
-                "metrics": second.metrics,
-                "first": first.metrics,
-            }
-        )
+        out[name] = {
+            "gradients": gradients,
+            "weights": second.state.weights,
+            "metrics": second.metrics,
+            "first": first.metrics,
+        }
     return out
-
-
-TOO_LARGE = 0
-"""Index of the sequence that `limited` has no room for."""
 
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Memory does not hold a pass with the sequence `TOO_LARGE`."""
+    """Memory does not hold a pass with the first sequence."""
     original = Passes._backward
-    large = tree_of_conversations(3)[0][TOO_LARGE].ids
+    large = examples_and_groups()[0][0].sequence.ids
 
     def backward(self: Passes, batch: MicroBatch, examples: Sequence[Example], *rest: Any) -> None:
         if any(np.array_equal(examples[i].sequence.ids, large) for i in batch.indices):
@@ -88,65 +94,67 @@ def limited() -> Iterator[None]:
 
 def step_without_room(engine: Engine) -> dict[str, Any]:
     """The weights and metrics of a step of which a sequence is left out, and the trajectories of such."""
-    sequences, groups = tree_of_conversations(3)
-    advantages = torch.linspace(-1.0, 1.5, len(sequences)).tolist()
-    examples = [Example(s, a) for s, a in zip(sequences, advantages, strict=True)]
-    with limited():
-        result = engine.step(engine.initial_state(), examples, groups)
+    result = engine.step(engine.initial_state(), *examples_and_groups())
     return {
         "weights": result.state.weights, "metrics": result.metrics, "dropped": [s.ids.tolist() for s in result.dropped]
     }  # fmt: skip
 
 
-def main() -> None:
-    base, out, *how = sys.argv[1:]
-    with ProcessGroup.join() as process_group:
-        _take_steps(process_group, base, Path(out), how)
-    left = threads_of_gloo()
-    assert not left, left
-
-
-def threads_of_gloo() -> list[str]:
-    """The names of this process's threads that gloo started."""
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return [name for name in names if "gloo" in name]
-
-
-def _take_steps(process_group: ProcessGroup, base: str, out: Path, how: list[str]) -> None:
-    original = learner.make_engines
-
-    def make_engines(*given: Any) -> Any:
-        return {shape: exactly(engine) for shape, engine in original(*given).items()}
-
-    learner.make_engines = make_engines
-    config = settings(
-        base, out.parent / f"run{process_group.rank}", dtype="float64", **{"optimizer.learning_rate": 1e-4}
-    )
-    assert threads_of_gloo()
-    if process_group.rank == 0:
-        (engine,) = make_engines(config, out.parent, process_group).values()
-        torch.save(step_without_room(engine) if how == ["too_large"] else steps(engine), out)
-        process_group.send(None)
-        return
-    if how == ["fail"]:
-        _fail_once()
-    engines = list(make_engines(config, out.parent, process_group).values())
-    with limited() if how == ["too_large"] else nullcontext():
-        process_group.worker_loop(lambda job: engines[job.engine].passes.take_part(job))
-
-
-def _fail_once() -> None:
+@contextmanager
+def failing_once() -> Iterator[None]:
     original = Passes.own_gradients
-    failed = False
 
     def gradients(self: Passes, *args: Any) -> Any:
-        nonlocal failed
-        if self.process_group is not None and not failed:
-            failed = True
-            raise torch.OutOfMemoryError("no room, says the test")
-        return original(self, *args)
+        Passes.own_gradients = original  # type: ignore[method-assign]
+        raise torch.OutOfMemoryError("no room, says the test")
 
     Passes.own_gradients = gradients  # type: ignore[method-assign]
+    yield
+
+
+def engine_of(base: str, scratch: Path, process_group: ProcessGroup | None = None, **changed: Any) -> Engine:
+    config = settings(base, scratch, **(FAST | changed)).trainer
+    return exactly(Engine(base, config, scratch, process_group))
+
+
+def share(engine: Engine) -> float:
+    """This process's share of the bytes of the base model's weights."""
+    base = [p for n, p in engine.model.peft.named_parameters() if "lora_" not in n]
+    local: int = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in base)
+    return float(local / sum(p.numel() for p in base))
+
+
+PHASES: dict[str, tuple[Callable[[Engine], Any], Callable[[int], AbstractContextManager[None]]]] = {
+    "whole": (steps, lambda _: nullcontext()),
+    "sharded": (steps, lambda _: nullcontext()),
+    "fails": (steps, lambda rank: failing_once() if rank == 1 else nullcontext()),
+    "too_large": (step_without_room, lambda _: limited()),
+}
+
+
+def main() -> None:
+    base, out, *phases = sys.argv[1:]
+    found: dict[str, Any] = {}
+    logs.configure("trainer", "ERROR")
+    process_group = ProcessGroup.join()
+    torch.set_num_threads(1)
+    for phase in phases:
+        found |= take_part(phase, base, Path(out).parent, process_group)
+    if process_group.rank == 0:
+        torch.save(found, out)
+    process_group.close(0)
+
+
+def take_part(phase: str, base: str, scratch: Path, process_group: ProcessGroup) -> dict[str, Any]:
+    work, around = PHASES[phase]
+    engine = engine_of(base, scratch, process_group, **{"memory.sharded": phase == "sharded"})
+    with around(process_group.rank):
+        if process_group.rank:
+            process_group.worker_loop(lambda job: engine.passes.take_part(job))
+            return {}
+        result = work(engine)
+        process_group.send(None)
+        return {phase: result, **({"share": share(engine)} if phase == "sharded" else {})}
 
 
 if __name__ == "__main__":

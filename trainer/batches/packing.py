@@ -218,6 +218,8 @@ class MicroBatch:
 
     indices: tuple[int, ...]
     layout: Layout
+    counts: bool = True
+    """Whether its results count. Not those of a pass that a process makes only because others make one more."""
 
 
 Packing = Literal["prefix", "padded"]

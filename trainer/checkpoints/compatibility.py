@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
-from transformers import PretrainedConfig
 
 from pipeline.config import ConfigError
 from pipeline.events import CheckpointPublished
@@ -17,28 +14,8 @@ from trainer.checkpoints.checkpoint import adapter_config
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_VALUES_PER_TENSOR = 64
-_NOT_THE_MODELS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-"""Keys of a config.json that differ between copies of one model."""
 _ADAPTER_SETTINGS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 """Keys of adapter_config.json that a run can't change, and the settings under `trainer.lora` that they come from."""
-
-
-def base_digest(base: str, model: torch.nn.Module) -> str:
-    """Return a hash of a base model: its config.json, and of every tensor the name, the shape and some values.
-
-    `base` is its folder or hub name, `model` the model as it is loaded. Models of one family have equal names and
-    shapes, so only values tell a fine-tuned model from its base. They are rounded to bfloat16: the digest does not
-    depend on `trainer.dtype`. Adapters and quantised tensors are left out."""
-    config = {k: v for k, v in PretrainedConfig.get_config_dict(base)[0].items() if k not in _NOT_THE_MODELS}
-    digest = hashlib.sha256(msgspec.json.encode(config, order="sorted"))
-    for name, tensor in sorted(model.named_parameters()):
-        if "lora_" in name or not tensor.is_floating_point():
-            continue
-        digest.update(f"{name.replace('.base_layer', '')} {tuple(tensor.shape)}".encode())
-        values = tensor.detach().flatten()[:: max(1, tensor.numel() // _VALUES_PER_TENSOR)]
-        digest.update(values.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def require_compatible(

@@ -5,8 +5,8 @@
     journeywork train --run-dir runs/x --adopt 'runs/x#stricter/support@40'     go on from another branch's version
     journeywork train --run-dir runs/x --set trainer.branch=stricter --until-empty     what the branch holds
 
-Every start resumes from the newest committed step. Several GPUs: the same under
-`accelerate launch -m trainer.commands.train`. Ctrl-C stops it between steps.
+Every start resumes from the newest committed step, once no other trainer trains the branch. Ctrl-C stops it between
+steps. Several GPUs: `torchrun … -m trainer` (`trainer.engine.parallel`).
 """
 
 from __future__ import annotations

@@ -19,4 +19,5 @@
 | `late` | runs older than the staleness bound: their correction and effective sample size |
 | `statistics` | metrics from the passes of a step |
 | `parallel` | `ProcessGroup`: the processes that share the passes of a step |
+| `sharding` | `ShardedModel`: a base model divided among these processes |
 """

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.batches.groups import Example
-from trainer.batches.packing import MicroBatch, Packing, common_prefix, micro_batches, used_ids
+from trainer.batches.packing import Packing, common_prefix, used_ids
 from trainer.batches.sequences import TokenSequence
-from trainer.engine.model import PolicyModel
+from trainer.engine.passes import Passes, Scores
 from trainer.engine.state import Logprobs, TrainState
 
 EVERY = 10
@@ -84,17 +84,16 @@ def sample_due(candidates: Sequence[Candidate], step: Step, share: float) -> lis
     return sample(candidates, share * step.tokens * EVERY, step.packing, rng) or [shortest]
 
 
-def batches_of(drawn: Sequence[Candidate], step: Step, budget: int) -> list[MicroBatch]:
-    """The passes over a sample, of at most `budget` tokens each; their indices are places in `drawn`."""
+def _scores(passes: Passes, drawn: Sequence[Candidate], step: Step, *, base: bool) -> tuple[Scores, int]:
+    """The logprobs of a sample, by place in `drawn`, in the layout of training, and how many tokens that took."""
     trees = list(dict.fromkeys(c.tree for c in drawn))
-    return micro_batches(
-        [c.sequence for c in drawn], [trees.index(c.tree) for c in drawn], budget, step.packing
-    )
+    examples = [Example(c.sequence, 0.0) for c in drawn]
+    return passes.counted_scores(examples, [trees.index(c.tree) for c in drawn], step.packing, base=base)
 
 
-def compare_earlier_versions(model: PolicyModel, step: Step, share: float, budget: int) -> Metrics:
+def compare_earlier_versions(passes: Passes, step: Step, share: float) -> Metrics:
     """Compare recorded logprobs with logprobs recomputed at the versions that sampled, for tokens of versions before
-    that of the step, in passes of at most `budget` tokens in the layout of training.
+    that of the step.
 
     Returns `sampler_logprob_diff` and `sampler_logprob_diff_max` (mean and maximum absolute difference in nats) and
     `sampler_logprob_checked` (number of tokens compared), and `tokens_checked` (tokens of the passes). Returns {} if
@@ -115,12 +114,12 @@ def compare_earlier_versions(model: PolicyModel, step: Step, share: float, budge
     tokens = 0
     for version in sorted({c.tree[1] for c in drawn}):
         of_version = [c for c in drawn if c.tree[1] == version]
-        batches = batches_of(of_version, step, budget)
-        tokens += sum(b.layout.tokens for b in batches)
-        with model.with_adapter(step.state.history[version]):
-            for place, computed in model.logprobs_of(batches, [c.sequence for c in of_version]).items():
-                s = of_version[place].sequence
-                differences.append(np.abs(computed - s.logprobs[s.loss_mask]))
+        with passes.model.with_adapter(step.state.history[version]):
+            computed, taken = _scores(passes, of_version, step, base=False)
+        tokens += taken
+        for place, logprobs in computed.items():
+            s = of_version[place].sequence
+            differences.append(np.abs(logprobs - s.logprobs[s.loss_mask]))
     if not differences:
         return {}
     all_differences = np.concatenate(differences)
@@ -136,22 +135,17 @@ def _comparable(sequence: TokenSequence, version: int) -> TokenSequence:
     return sequence.masking_out((sequence.steps != version) | np.isnan(sequence.logprobs))
 
 
-def kl_to_base(model: PolicyModel, step: Step, share: float, budget: int) -> Metrics:
+def kl_to_base(passes: Passes, step: Step, share: float) -> Metrics:
     """Return `kl`: the KL divergence of the policy before the step from the base model, estimated on a sample.
 
     In nats per token, by the k3 estimator. Returns `tokens_checked` (tokens of the passes) too, and {} if the check is
-    not due, or the loss has a KL term and computes it anyway. A pass has at most `budget` tokens."""
-    if model.config.loss.beta:
+    not due, or the loss has a KL term and computes it anyway."""
+    if passes.config.loss.beta:
         return {}
     candidates = [Candidate(e.sequence, i, (step.groups[i], 0)) for i, e in enumerate(step.examples)]
     drawn = sample_due(candidates, step, share)
     if not drawn:
         return {}
-    batches = batches_of(drawn, step, budget)
-    with model.peft.disable_adapter():
-        base = model.logprobs_of(batches, [c.sequence for c in drawn])
+    base, tokens = _scores(passes, drawn, step, base=True)
     differences = np.concatenate([base[i] - step.logprobs[c.example] for i, c in enumerate(drawn)])
-    return {
-        "kl": float((np.exp(differences) - differences - 1).mean()),
-        "tokens_checked": float(sum(b.layout.tokens for b in batches)),
-    }
+    return {"kl": float((np.exp(differences) - differences - 1).mean()), "tokens_checked": float(tokens)}

@@ -30,6 +30,7 @@ from trainer.engine.fitting import NothingFitsError, check_within_memory, run_wi
 from trainer.engine.late import is_late, late_metrics
 from trainer.engine.model import PolicyModel
 from trainer.engine.optimizer import PolicyOptimizer
+from trainer.engine.parallel import ProcessGroup
 from trainer.engine.passes import Passes, PassResult, Scores, first_logprobs
 from trainer.engine.state import (
     SamplerMismatchError,
@@ -85,9 +86,18 @@ class Update:
 class Engine:
     """A model, the passes over it, and its optimizer steps."""
 
-    def __init__(self, base: str, config: TrainerConfig, scratch: Path) -> None:
-        self.model = PolicyModel(base, config)
-        self.passes = Passes(self.model, scratch)
+    def __init__(
+        self,
+        base: str,
+        config: TrainerConfig,
+        scratch: Path,
+        process_group: ProcessGroup | None = None,
+        number: int = 0,
+    ) -> None:
+        """`process_group`: the processes that share the passes, if there are several; `number`: the engine's index
+        among those of a process, equal in all processes."""
+        self.model = PolicyModel(base, config, process_group)
+        self.passes = Passes(self.model, scratch, process_group, number)
 
     @property
     def config(self) -> TrainerConfig:
@@ -271,7 +281,7 @@ class Engine:
         share = self.config.check_share / 2
         metrics["tokens_checked"] = 0.0
         for check in (checks.compare_earlier_versions, checks.kl_to_base):
-            result = check_within_memory(passes.budget, passes.free, partial(check, self.model, step, share))
+            result = check_within_memory(passes.budget, passes.free, partial(check, passes, step, share))
             result["tokens_checked"] = metrics["tokens_checked"] + result.get("tokens_checked", 0.0)
             metrics |= result
         self._require_sampler_logprobs(metrics, state.step)

@@ -92,14 +92,14 @@ def run_within_memory(
 
 
 def check_within_memory(
-    budget: Budget, free: Callable[[], None], work: Callable[[int], dict[str, float]]
+    budget: Budget, free: Callable[[], None], work: Callable[[], dict[str, float]]
 ) -> dict[str, float]:
-    """Return the metrics that `work` computes in passes of so many tokens, fewer when memory runs out.
+    """Return the metrics that `work` computes, in passes within the budget, which is halved when memory runs out.
 
     If one sequence does not fit even alone, the check is skipped and the metric `checks_left_out` is 1."""
     while True:
         try:
-            return work(budget.tokens)
+            return work()
         except RuntimeError as error:
             only_index = _handle_out_of_memory(budget, error)
         free()

@@ -16,7 +16,7 @@ Shape letters as in `trainer.batches.packing`, and D hidden size, V vocabulary, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -28,6 +28,8 @@ from trainer.batches.packing import AttentionSpan, Layout
 from trainer.batches.sampling import restrict
 from trainer.distillation.divergence import reverse_kl
 from trainer.engine.images import ImageInputs, ImageUnusableError
+from trainer.engine.parallel import ProcessGroup
+from trainer.engine.sharding import ShardedModel
 
 _FULL = ("full_attention", "attention", "global_attention")
 
@@ -131,8 +133,17 @@ class Forward:
         self.trunk = model.get_submodule(path)
         self._stub = _TrunkStub(self.trunk)
         self._output: Any = None
+        self._shards: ShardedModel | None = None
         self.mask_format: MaskFormat | None = None
         """The mask format that the trunk accepts. `None` if prefixes can't be shared."""
+
+    def shard(self, device: torch.device, process_group: ProcessGroup) -> None:
+        """Divide the model's weights among the processes, and move this one's share to `device`."""
+        self._shards = ShardedModel(self.model, self.trunk, device, process_group)
+
+    def one_pass(self) -> AbstractContextManager[None]:
+        """The context of one forward pass and its backward pass, whatever they consist of."""
+        return nullcontext() if self._shards is None else self._shards.whole_head()
 
     @property
     def attention(self) -> str:

@@ -7,11 +7,13 @@ model in four bits, but it replaces the attention mask by a plain causal one, so
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 import re
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
@@ -19,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PretrainedConfig,
 )
 from transformers.pytorch_utils import Conv1D
 
@@ -31,6 +34,11 @@ log = get_logger("trainer.engine.loading")
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Names of the linear layers that get an adapter with Unsloth, if `trainer.lora.targets` is empty."""
+
+
+_VALUES_PER_TENSOR = 64
+_NOT_THE_MODELS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+"""Keys of a config.json that differ between copies of one model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,9 +106,26 @@ def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -
         task_type="CAUSAL_LM",
     )  # fmt: skip
     torch.manual_seed(config.seed)
-    peft = get_peft_model(model, lora).to(device)
+    peft = get_peft_model(model, lora)
     disable_randomness(peft)
     return LoadedModel(peft, lora, accepts_masks=True, checkpointing=_checkpoint(model, config, device))
+
+
+def base_digest(base: str, model: torch.nn.Module) -> str:
+    """Return a hash of a base model: its config.json, and of every tensor the name, the shape and some values.
+
+    `base` is its folder or hub name, `model` the model as it is loaded. Models of one family have equal names and
+    shapes, so only values tell a fine-tuned model from its base. They are rounded to bfloat16: the digest does not
+    depend on `trainer.dtype`. Adapters and quantised tensors are left out."""
+    config = {k: v for k, v in PretrainedConfig.get_config_dict(base)[0].items() if k not in _NOT_THE_MODELS}
+    digest = hashlib.sha256(msgspec.json.encode(config, order="sorted"))
+    for name, tensor in sorted(model.named_parameters()):
+        if "lora_" in name or not tensor.is_floating_point():
+            continue
+        digest.update(f"{name.replace('.base_layer', '')} {tuple(tensor.shape)}".encode())
+        values = tensor.detach().flatten()[:: max(1, tensor.numel() // _VALUES_PER_TENSOR)]
+        digest.update(values.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def wants_checkpointing(config: TrainerConfig, device: torch.device) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from trainer.distillation.lessons import Teaching
 from trainer.engine.fitting import detect_out_of_memory
 from trainer.engine.forward import Forward
 from trainer.engine.images import image_inputs_of
-from trainer.engine.loading import device_for, load
+from trainer.engine.loading import base_digest, device_for, load
+from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import Logprobs, Weights
 
 _MAX_LOGITS = 32_000_000
@@ -32,34 +33,46 @@ def fixed_settings(config: TrainerConfig) -> dict[str, object]:
     """The settings that a model is loaded with: policies share an engine where all of them are equal."""
     names = (
         "engine", "dtype", "unsloth.load_in_4bit", "unsloth.max_seq_length", "lora.rank", "lora.alpha",
-        "lora.targets", "lora.dtype", "seed", "threads", "memory.gradient_checkpointing",
+        "lora.targets", "lora.dtype", "seed", "threads", "memory.gradient_checkpointing", "memory.sharded",
     )  # fmt: skip
     return {name: operator.attrgetter(name)(config) for name in names}
 
 
 class PolicyModel:
-    """The model of `base`, a folder or hub name, under the settings `config`.
+    """The model of `base`, a folder or hub name, under the settings `config`. With `trainer.memory.sharded`, its
+    weights are divided among the processes of `process_group`.
 
     Raises `ConfigError` where the settings do not work on this machine or with this model."""
 
-    def __init__(self, base: str, config: TrainerConfig) -> None:
+    def __init__(self, base: str, config: TrainerConfig, process_group: ProcessGroup | None = None) -> None:
         self.base, self.config = base, config
         self.device = device_for(config)
         self.set_threads()
         if self.device.type == "cuda" and config.memory.gpu_share:
             torch.cuda.set_per_process_memory_fraction(config.memory.gpu_share)
-        loaded = load(base, config, self.device)
-        self.peft, self.lora, self.checkpointing = loaded.model, loaded.lora, loaded.checkpointing
-        self.accepts_masks, self.longest = loaded.accepts_masks, loaded.longest
-        inner = self.peft.get_base_model()
-        # Unsloth loads the text model alone.
-        self.images = image_inputs_of(base, inner.config) if config.engine == "transformers" else None
-        self.forward = Forward(inner, self.images)
+        self.sharded = config.memory.sharded and process_group is not None
+        # A machine's memory need not hold one whole model for each of its processes.
+        with process_group.in_turn() if process_group and self.sharded else nullcontext():
+            loaded = load(base, config, self.device)
+            self.peft, self.lora, self.checkpointing = loaded.model, loaded.lora, loaded.checkpointing
+            self.accepts_masks, self.longest = loaded.accepts_masks, loaded.longest
+            inner = self.peft.get_base_model()
+            self.base_digest = base_digest(base, inner)
+            embeddings = inner.get_input_embeddings().weight
+            self.vocabulary = int(embeddings.shape[0])
+            # The input embeddings need no multiplications.
+            self.multiplied = sum(p.numel() for p in self.peft.parameters()) - embeddings.numel()
+            # Unsloth loads the text model alone.
+            self.images = image_inputs_of(base, inner.config) if config.engine == "transformers" else None
+            self.forward = Forward(inner, self.images)
+            if process_group is not None and self.sharded:
+                self.forward.shard(self.device, process_group)
+            elif config.engine == "transformers":
+                self.peft.to(self.device)
         # Views of the adapter's parameters under PEFT's names; a step changes them in place.
         self._live: Weights = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
         self.parameters = [p for p in self.peft.parameters() if p.requires_grad]
         self.dtype: torch.dtype = self.forward.trunk.dtype
-        self.vocabulary = int(inner.get_input_embeddings().weight.shape[0])
         self.adapter_dtype = _adapter_dtype(config, self.dtype)
         """Type of the adapter's published weights. `None` publishes them in the training type."""
 
@@ -178,7 +191,7 @@ class PolicyModel:
         out: dict[int, Teaching] = {}
         count = min(top_k, self.vocabulary)
         for batch in batches:
-            with torch.no_grad(), detect_out_of_memory(batch):
+            with torch.no_grad(), detect_out_of_memory(batch), self.forward.one_pass():
                 layout = batch.layout.to(self.device)
                 hidden_ND = self.forward.hidden(layout)[layout.rows_N, layout.cols_N]
                 chunk = self.positions_at_once
@@ -187,6 +200,8 @@ class PolicyModel:
                 )[0]
                 said = (logprobs_N, *self.forward.top(hidden_ND, layout.temperatures_N, count, chunk))
                 parts = [part.cpu().numpy() for part in said]
+            if not batch.counts:
+                continue
             ends = np.cumsum([sequences[i].trained_tokens for i in batch.indices])[:-1]
             split = zip(*(np.split(part, ends) for part in parts), strict=True)
             out |= {i: Teaching(*of_one) for i, of_one in zip(batch.indices, split, strict=True)}
@@ -201,9 +216,12 @@ class PolicyModel:
         out: dict[int, Logprobs] = {}
         for batch in batches:
             shape = shape_of([sequences[i] for i in batch.indices])
-            with torch.no_grad(), detect_out_of_memory(batch):
+            with torch.no_grad(), detect_out_of_memory(batch), self.forward.one_pass():
                 computed = self.logprobs(batch.layout, shape, entropy=False)[0].cpu().numpy()
-            out |= {i: computed[row, : sequences[i].trained_tokens] for row, i in enumerate(batch.indices)}
+            if batch.counts:
+                out |= {
+                    i: computed[row, : sequences[i].trained_tokens] for row, i in enumerate(batch.indices)
+                }
         return out
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,30 +64,32 @@ class PassResult:
 class Passes:
     """Forward and backward passes of a model with TRL's loss on it.
 
-    `scratch` is the output folder that TRL asks for; nothing is written to it. Raises `RefusedError` if no pass gives
-    the model's own logprobs."""
+    `scratch` is the output folder that TRL asks for; nothing is written to it. `process_group` and `number` as
+    `Engine`'s. Raises `RefusedError` if no pass gives the model's own logprobs."""
 
-    def __init__(self, model: PolicyModel, scratch: Path) -> None:
-        self.model = model
+    def __init__(
+        self, model: PolicyModel, scratch: Path, process_group: ProcessGroup | None = None, number: int = 0
+    ) -> None:
+        self.model, self._process_group, self._number = model, process_group, number
         self._scratch = scratch
         self._trainers: dict[str, losses.CapturedGRPOTrainer] = {}
-        self.number = 0
-        """Index of this model among the trainer's models, equal in all processes."""
-        self.process_group: ProcessGroup | None = None
-        """The processes that share the passes; `None` if there is only one."""
         self.budget = Budget(model.config.memory.tokens_per_batch)
         self._set_loss()
-        embedding = model.peft.get_base_model().get_input_embeddings().weight
-        # The input embeddings need no multiplications.
-        size = sum(p.numel() for p in model.peft.parameters()) - embedding.numel()
         # Layers may differ in their heads, as Gemma 4's do.
-        self.cost = Cost.of(size, sum(_attention_width(c) for c in model.forward.text.per_layer_config))
+        self.cost = Cost.of(
+            model.multiplied, sum(_attention_width(c) for c in model.forward.text.per_layer_config)
+        )
         self.verified = verify(model)
         """How the layouts compare with the model's own forward pass."""
 
     @property
     def config(self) -> TrainerConfig:
         return self.model.config
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that share the passes."""
+        return self._process_group.size if self._process_group is not None else 1
 
     def configure(self, config: TrainerConfig) -> None:
         """Apply other settings to the same model.
@@ -117,9 +118,21 @@ class Passes:
 
     def scores(self, examples: Sequence[Example], groups: Sequence[int], *, base: bool = False) -> Scores:
         """Logprobs of the trained tokens of each example under the live adapter, or under the `base` model."""
+        return self.counted_scores(examples, groups, base=base)[0]
+
+    def counted_scores(
+        self,
+        examples: Sequence[Example],
+        groups: Sequence[int],
+        packing: Packing | None = None,
+        *,
+        base: bool = False,
+    ) -> tuple[Scores, int]:
+        """Return `scores` in the layout `packing`, and how many tokens the passes computed."""
         work: Literal["scores", "base_scores"] = "base_scores" if base else "scores"
-        parts: list[Scores] = self._in_every_process(examples, groups, work)
-        return {index: logprobs for part in parts for index, logprobs in part.items()}
+        parts: list[tuple[Scores, int]] = self._in_every_process(examples, groups, work, packing)
+        found = {index: logprobs for scores, _ in parts for index, logprobs in scores.items()}
+        return found, sum(tokens for _, tokens in parts)
 
     def teachings(self, examples: Sequence[Example], groups: Sequence[int]) -> dict[int, Teaching]:
         """What the teacher (`trainer.distill.teacher`) says of each example, by its index. The live adapter is that of
@@ -127,11 +140,18 @@ class Passes:
         parts: list[dict[int, Teaching]] = self._in_every_process(examples, groups, "teachings")
         return {index: teaching for part in parts for index, teaching in part.items()}
 
-    def _in_every_process(self, examples: Sequence[Example], groups: Sequence[int], work: Work) -> list[Any]:
-        weights = {} if self.process_group is None else self.model.weights()
-        job = Job(self.number, self.config, weights, examples, groups, self.budget.tokens, work)
-        if self.process_group is not None:
-            self.process_group.send(job)
+    def _in_every_process(
+        self,
+        examples: Sequence[Example],
+        groups: Sequence[int],
+        work: Work,
+        packing: Packing | None = None,
+    ) -> list[Any]:
+        weights = {} if self._process_group is None else self.model.weights()
+        packing = packing or self.packing_of(examples, groups)
+        job = Job(self._number, self.config, weights, examples, groups, self.budget.tokens, packing, work)
+        if self._process_group is not None:
+            self._process_group.send(job)
         return self._do(job)
 
     def _do(self, job: Job) -> list[Any]:
@@ -142,12 +162,15 @@ class Passes:
             "base_scores": self.own_base_scores,
             "teachings": self.own_teachings,
         }
-        compute = partial(work[job.work], job.examples, job.groups, job.budget)
-        if self.process_group is None:
+
+        def compute() -> Any:
+            batches = self._own_batches(job)
+            return work[job.work](batches, job.examples)
+
+        if self._process_group is None:
             return [compute()]
-        return self.process_group.all_reduce(
-            compute, self.model.parameters if job.work == "gradients" else ()
-        )
+        parameters = self.model.parameters if job.work == "gradients" else ()
+        return self._process_group.all_reduce(compute, parameters, together=self.model.sharded)
 
     def take_part(self, job: Job) -> None:
         """Do a worker process's part of `job`. A failure is logged; the process that sent the job raises it."""
@@ -176,50 +199,47 @@ class Passes:
             return packing
         return "prefix" if sharing_pays([e.sequence for e in examples], groups, self.cost) else "padded"
 
-    def _own_batches(
-        self, examples: Sequence[Example], groups: Sequence[int], budget: int
-    ) -> list[MicroBatch]:
-        """This process's passes of the batch, of at most about `budget` tokens each."""
-        sequences = [e.sequence for e in examples]
-        packing = self.packing_of(examples, groups)
-        together = _CPU_TOKENS if self.model.device.type == "cpu" else budget
-        batches = micro_batches(sequences, groups, budget, packing, together)
-        if self.process_group is None:
+    def _own_batches(self, job: Job) -> list[MicroBatch]:
+        """This process's passes of a job."""
+        sequences = [e.sequence for e in job.examples]
+        together = _CPU_TOKENS if self.model.device.type == "cpu" else job.budget
+        batches = micro_batches(sequences, job.groups, job.budget, job.packing, together)
+        if self._process_group is None:
             return batches
-        if len(batches) < self.process_group.size:
+        if len(batches) < self.processes:
             size = sum(b.layout.ids_RL.numel() for b in batches)
-            smaller = max(-(-size // self.process_group.size), _LEAST_BUDGET)
-            batches = micro_batches(sequences, groups, min(budget, smaller), packing, together)
-        return self.process_group.partition(batches)
+            smaller = min(job.budget, max(-(-size // self.processes), _LEAST_BUDGET))
+            batches = micro_batches(sequences, job.groups, smaller, job.packing, together)
+        return self._process_group.partition(batches, even=self.model.sharded)
 
-    def own_scores(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> Scores:
-        """`scores` of this process's share of the batch."""
-        return self.model.logprobs_of(
-            self._own_batches(examples, groups, budget), [e.sequence for e in examples]
-        )
+    def own_scores(self, batches: Sequence[MicroBatch], examples: Sequence[Example]) -> tuple[Scores, int]:
+        """`counted_scores` of this process's passes."""
+        scores = self.model.logprobs_of(batches, [e.sequence for e in examples])
+        return scores, sum(b.layout.tokens for b in batches if b.counts)
 
-    def own_base_scores(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> Scores:
-        """`scores` of this process's share of the batch, under the base model."""
+    def own_base_scores(
+        self, batches: Sequence[MicroBatch], examples: Sequence[Example]
+    ) -> tuple[Scores, int]:
+        """`counted_scores` of this process's passes, under the base model."""
         with self.model.peft.disable_adapter():
-            return self.own_scores(examples, groups, budget)
+            return self.own_scores(batches, examples)
 
     def own_teachings(
-        self, examples: Sequence[Example], groups: Sequence[int], budget: int
+        self, batches: Sequence[MicroBatch], examples: Sequence[Example]
     ) -> dict[int, Teaching]:
-        """`teachings` of this process's share of the batch."""
+        """`teachings` of this process's passes."""
         distill = self.config.distill
-        batches, sequences = self._own_batches(examples, groups, budget), [e.sequence for e in examples]
         top_k = distill.top_k if distill.divergence == "reverse_kl" else 0
         with self.model.peft.disable_adapter() if distill.teacher == "base" else nullcontext():
-            return self.model.teachings_of(batches, sequences, top_k)
+            return self.model.teachings_of(batches, [e.sequence for e in examples], top_k)
 
-    def own_gradients(self, examples: Sequence[Example], groups: Sequence[int], budget: int) -> PassResult:
-        """Forward and backward passes over this process's share of the batch."""
-        batches = self._own_batches(examples, groups, budget)
+    def own_gradients(self, batches: Sequence[MicroBatch], examples: Sequence[Example]) -> PassResult:
+        """This process's forward and backward passes."""
         tokens = sum(e.sequence.trained_tokens for e in examples)
-        result = PassResult(sum(b.layout.tokens for b in batches), len(batches))
+        counted = [b for b in batches if b.counts]
+        result = PassResult(sum(b.layout.tokens for b in counted), len(counted))
         for batch in batches:
-            with detect_out_of_memory(batch):
+            with detect_out_of_memory(batch), self.model.forward.one_pass():
                 self._backward(batch, examples, tokens, result)
         result.trl = self.trainer.take_metrics()
         return result
@@ -238,6 +258,9 @@ class Passes:
         if self.config.loss.beta != 0.0 and self.config.loss.type != "sft":
             with torch.no_grad(), self.model.peft.disable_adapter():
                 reference_SK, _ = self.model.logprobs(batch.layout, shape, entropy=False)
+        if not batch.counts:
+            (0.0 * logprobs_SK.nan_to_num()).sum().backward()
+            return
         inputs = losses.inputs_of(
             inside, logprobs_SK, config=self.config, items_in_batch=tokens, reference_SK=reference_SK
         )

@@ -154,7 +154,7 @@ def _reference_logprobs(
 ) -> list[torch.Tensor]:
     """Return the logprobs of each sequence's trained tokens as the model's own forward pass computes them."""
     out = []
-    with _inference_mode(model, eager), torch.no_grad():
+    with _inference_mode(model, eager), torch.no_grad(), model.forward.one_pass():
         for s in samples:
             ids_1L = torch.from_numpy(s.ids.astype(np.int64))[None].to(model.device)
             keep = s.trained_tokens + 1
@@ -171,7 +171,7 @@ def _difference(
 ) -> Difference:
     """Compare the logprobs of a training pass over `layout` with the reference. A NaN counts as infinite."""
     shape = shape_of(samples)
-    with torch.no_grad():
+    with torch.no_grad(), model.forward.one_pass():
         logprobs_SK, _ = model.logprobs(layout, shape, entropy=False)
     differences = [
         (row[: len(ref)].cpu() - ref).abs() for row, ref in zip(logprobs_SK, reference, strict=True)

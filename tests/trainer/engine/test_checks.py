@@ -205,7 +205,7 @@ def test_a_sequence_of_several_versions_is_compared_at_each(engine: Engine) -> N
     )
     state.step = 11  # a step in which the check is made
     step = checks.Step(state, [Example(mixed, 1.0)], [0], [], "padded", 100.0)
-    metrics = checks.compare_earlier_versions(engine.model, step, 1.0, 1024)
+    metrics = checks.compare_earlier_versions(engine.passes, step, 1.0)
     assert metrics["sampler_logprob_checked"] == 5
     assert metrics["sampler_logprob_diff_max"] < 1e-5
 
@@ -264,7 +264,7 @@ def test_a_nan_of_the_trainer_fails_the_comparison_with_the_sampler(
     unknown[-1] = np.nan  # the sampler recorded no logprob of this token: it is not compared
     examples[0] = Example(dataclasses.replace(examples[0].sequence, logprobs=unknown), 1.0)
     step = checks.Step(state, examples, [0] * 6, [], "padded", 100.0)
-    metrics = checks.compare_earlier_versions(engine.model, step, 1.0, 1024)
+    metrics = checks.compare_earlier_versions(engine.passes, step, 1.0)
     assert metrics["sampler_logprob_diff_max"] < 1e-5
     assert metrics["sampler_logprob_checked"] == 6 * 5 - 1
     compute = PolicyModel.logprobs
@@ -275,7 +275,7 @@ def test_a_nan_of_the_trainer_fails_the_comparison_with_the_sampler(
         return logprobs, rest
 
     monkeypatch.setattr(PolicyModel, "logprobs", broken)
-    metrics = checks.compare_earlier_versions(engine.model, step, 1.0, 1024)
+    metrics = checks.compare_earlier_versions(engine.passes, step, 1.0)
     assert np.isnan(metrics["sampler_logprob_diff"])
     assert np.isnan(metrics["sampler_logprob_diff_max"])
     with pytest.raises(SamplerMismatchError, match="differ by nan nats"):

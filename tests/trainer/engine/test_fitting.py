@@ -135,10 +135,10 @@ def test_an_out_of_memory_error_without_a_message_is_handled() -> None:
     tokens = budget.Budget(64)
     errors: list[BaseException] = [torch.OutOfMemoryError()]
 
-    def work(budget: int) -> dict[str, float]:
+    def work() -> dict[str, float]:
         if errors:
             raise errors.pop()
-        return {"budget": float(budget)}
+        return {"budget": float(tokens.tokens)}
 
     assert check_within_memory(tokens, lambda: None, work) == {"budget": 32.0}
     assert tokens.tokens == 32

@@ -1,43 +1,86 @@
-"""Two processes take the same step as one; on CPU, over gloo."""
+"""Several processes, on two machines, take the same step as one; on CPU, over gloo. The machines are network
+namespaces."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
+import psutil
 import pytest
 import torch
 
-from pipeline.config import NatsConfig, save
-from pipeline.events import CheckpointPublished
+from pipeline.config import Config, NatsConfig, save
+from pipeline.events import unpack_seqs
 from pipeline.log.broker import Broker
+from tests.compose_box import Network
 from tests.conftest import NatsServer
-from tests.trainer.kit import MODEL, exactly, publish_group, settings, with_many_loras
-from tests.trainer.parallel_child import step_without_room, steps
+from tests.trainer.kit import MODEL, checkpoints, publish_group, settings, steps_reach, with_many_loras
+from tests.trainer.parallel_child import SETTINGS, engine_of, limited, step_without_room, steps
 from trainer import service
-from trainer.checkpoints.checkpoint import Checkpoints, weights_of
-from trainer.engine.engine import Engine
+from trainer.checkpoints.checkpoint import Checkpoints, state_of
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+
+Weights = dict[str, torch.Tensor]
 
 
-def launched(base: str, out: Path, *how: str) -> list[dict[str, Any]]:
+@pytest.fixture
+def machines() -> Iterator[Network]:
+    try:
+        network = Network(["one", "two"])
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this machine makes no network namespaces: {error}")
+    yield network
+    network.close()
+
+
+@contextmanager
+def torchruns(machines: Network, ranks: int, *module: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """torchrun on both machines, with `ranks` processes in all; they are killed at the end if they still run."""
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
-        "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
-        "--module", "tests.trainer.parallel_child", base, str(out), *how,
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks // 2),
+        "--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", f"{machines.addresses['one']}:29400",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[:6000]
-    found: list[dict[str, Any]] = torch.load(out, weights_only=False)
+    with ExitStack() as stack:
+        processes = []
+        for name, address in machines.addresses.items():
+            # No name of these machines resolves: torchrun and gloo would find their addresses by it.
+            host = ["--local-addr", address, "--rdzv-conf", f"is_host={int(name == 'one')}"]
+            argv = [*machines.enter(name), *command, *host, "-m", *module]
+            process = subprocess.Popen(argv, env=os.environ | {"GLOO_SOCKET_IFNAME": "eth0"})
+            stack.callback(end, process)
+            processes.append(process)
+        yield processes
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    for child in [*ranks_of([process]).values(), process]:
+        child.kill()
+    process.wait()
+
+
+def ranks_of(processes: list[subprocess.Popen[bytes]]) -> dict[int, psutil.Process]:
+    """The trainer processes that torchrun started, by rank."""
+    found = {}
+    for process in (c for p in processes if p.poll() is None for c in psutil.Process(p.pid).children(True)):
+        try:
+            found[int(process.environ()["RANK"])] = process
+        except (KeyError, psutil.NoSuchProcess):
+            continue
     return found
 
 
-def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], share: float = 1e-6) -> None:
+def assert_same(mine: Weights, theirs: Weights, share: float = 1e-6) -> None:
     """To `share` of the largest value. Computed in float64: Adam's first steps are of one size however small a
     gradient is, so rounding in a gradient near 0 shows in a weight."""
     assert mine.keys() == theirs.keys()
@@ -46,120 +89,131 @@ def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
         torch.testing.assert_close(tensor, theirs[name], rtol=share, atol=share * scale)
 
 
-@pytest.mark.parametrize("how", [(), ("fail",)], ids=["plain", "one runs out of memory"])
-@pytest.mark.slow
-def test_two_processes_take_the_same_step_as_one(
-    tiny_base: str, tmp_path: Path, how: tuple[str, ...]
+@pytest.fixture(scope="module")
+def alone(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What comes out of one process."""
+    return steps(engine_of(tiny_base, tmp_path_factory.mktemp("alone")))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "phases"), [(2, ["whole", "sharded", "fails", "too_large"]), (4, ["sharded"])], ids=["2", "4"]
+)
+def test_processes_of_two_machines_take_the_same_steps_as_one(
+    machines: Network,
+    alone: dict[str, dict[str, Any]],
+    tiny_base: str,
+    tmp_path: Path,
+    ranks: int,
+    phases: list[str],
 ) -> None:
-    config = settings(tiny_base, tmp_path, dtype="float64", **{"optimizer.learning_rate": 1e-4})
-    alone = steps(exactly(Engine(tiny_base, config.trainer, tmp_path)))
-    both = launched(tiny_base, tmp_path / "out.pt", *how)
-    for one, two in zip(alone, both, strict=True):
-        assert_same(two["gradients"], one["gradients"])
-        assert_same(two["weights"], one["weights"])
-        for name in (
-            "loss",
-            "grad_norm",
-            "tokens",
-            "sequences",
-            "ratio_max",
-            "kl_sampler",
-            "staleness_max",
-        ):
-            assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-6, abs=1e-9), name
-    assert all(two["metrics"]["micro_batches"] >= 2 for two in both[1:])
-    if how:
-        assert both[0]["first"]["token_budget"] == 75  # of 150
+    with torchruns(
+        machines, ranks, "tests.trainer.parallel_child", tiny_base, str(tmp_path / "out"), *phases
+    ) as all_:
+        assert [p.wait(300) for p in all_] == [0, 0]
+    found = torch.load(tmp_path / "out", weights_only=False)
+    for phase in set(phases) - {"too_large"}:
+        for name, one in alone.items():
+            several = found[phase][name]
+            assert_same(several["gradients"], one["gradients"])
+            assert_same(several["weights"], one["weights"])
+            for metric in (
+                "loss",
+                "grad_norm",
+                "tokens",
+                "sequences",
+                "ratio_max",
+                "kl_sampler",
+                "staleness_max",
+            ):
+                assert several["metrics"][metric] == pytest.approx(
+                    one["metrics"][metric], rel=1e-6, abs=1e-9
+                ), metric
+    assert found["share"] <= 1 / ranks + 0.02
+    if "fails" in phases:
+        first = next(iter(SETTINGS))
+        assert found["fails"][first]["first"]["token_budget"] == 75  # of 150
+        with limited():
+            without_room = step_without_room(engine_of(tiny_base, tmp_path))
+        assert len(without_room["dropped"]) == 1
+        assert found["too_large"]["dropped"] == without_room["dropped"]
+        assert_same(found["too_large"]["weights"], without_room["weights"])
+        for metric in ("sequences_dropped", "tokens_dropped", "sequences", "tokens"):
+            assert found["too_large"]["metrics"][metric] == without_room["metrics"][metric], metric
 
 
-@pytest.mark.slow
-def test_two_processes_drop_the_sequence_that_fits_in_neither(tiny_base: str, tmp_path: Path) -> None:
-    config = settings(tiny_base, tmp_path, **{"optimizer.learning_rate": 1e-4, "dtype": "float64"})
-    alone = step_without_room(exactly(Engine(tiny_base, config.trainer, tmp_path)))
-    both: Any = launched(tiny_base, tmp_path / "out.pt", "too_large")
-    assert len(alone["dropped"]) == 1
-    assert both["dropped"] == alone["dropped"]
-    assert_same(both["weights"], alone["weights"])
-    for name in ("sequences_dropped", "tokens_dropped", "sequences", "tokens"):
-        assert both["metrics"][name] == alone["metrics"][name], name
-    assert both["metrics"]["loss"] == pytest.approx(alone["metrics"]["loss"], rel=1e-6)
-    assert both["metrics"]["micro_batches"] >= 2
+STEPS = 6
 
 
 @pytest.mark.anyio
-@pytest.mark.slow
-async def test_the_service_runs_as_two_processes_and_stops_as_one(
-    tiny_base: str, nats_config: NatsConfig, tmp_path: Path
+@pytest.mark.usefixtures("quick_redelivery")
+async def test_a_sharded_trainer_goes_on_with_its_optimizer_whichever_process_dies(
+    machines: Network, start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
 ) -> None:
-    """`trainer.processes = 2`, as `journeywork up` starts it; then the same groups by one process from another log."""
-    several = with_many_loras(
-        settings(
+    """First as `journeywork up` starts it, then on two machines. The steps are those of one undisturbed process."""
+
+    def configure(name: str, url: str, **trainer: object) -> Config:
+        changed: dict[str, object] = {
+            "dtype": "float64",
+            "optimizer.learning_rate": 1e-4,
+            "max_staleness": 100,
+        }
+        config = settings(
             tiny_base,
-            tmp_path / "two",
-            nats_config,
-            processes=2,
-            max_steps=2,
-            dtype="float64",
-            **{"optimizer.learning_rate": 1e-4},
+            tmp_path / name,
+            NatsConfig(url=url),
+            max_steps=STEPS,
+            groups_per_step=1,
+            **changed | trainer,
         )
-    )
-    save(several, tmp_path / "two.toml")
-    reading, writing = os.pipe()
-    async with Broker.connect(nats_config) as broker:
-        await _publish(broker)
-        with (tmp_path / "log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "trainer", "--config", str(tmp_path / "two.toml"), "--ready-fd", str(writing)],
-                pass_fds=[writing], stderr=log, stdout=log,
-            )  # fmt: skip
+        return with_many_loras(config)
+
+    async def publish(broker: Broker) -> None:
+        for i in range(STEPS):
+            await publish_group(broker, f"g{i}", [0.0, 1.0, 0.5], seed=i)
+
+    server = start_nats(extra="host: 0.0.0.0")
+    gateway = re.sub(r"\d+$", "1", machines.addresses["one"])
+    file = tmp_path / "config.toml"
+    config = configure("several", server.url, processes=2, **{"memory.sharded": True})
+    save(config, file)
+    async with Broker.connect(config.nats) as broker:
+        await publish(broker)
+        reading, writing = os.pipe()
+        up = subprocess.Popen(
+            [sys.executable, "-m", "trainer", "--config", str(file), "--ready-fd", str(writing)], pass_fds=[writing]
+        )  # fmt: skip
         os.close(writing)
         try:
-            with anyio.fail_after(300):
-                line = await anyio.to_thread.run_sync(os.read, reading, 1000)
-                assert b"ready" in line, (tmp_path / "log").read_text()[-3000:]
-                while len(await _checkpoints(broker)) < 2:
-                    assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
-                    await anyio.sleep(0.1)
-            process.terminate()
-            await anyio.to_thread.run_sync(process.wait, 60)
+            assert b"ready" in await anyio.to_thread.run_sync(os.read, reading, 1000)
+            await steps_reach(broker, 1)
+            ranks_of([up])[1].kill()
+            assert await anyio.to_thread.run_sync(up.wait, 60) != 0
         finally:
             os.close(reading)
-            process.kill()
-            process.wait()
-        published = await _checkpoints(broker)
-    assert [c.step for c in published] == [1, 2]
-    assert all(c.metrics["micro_batches"] >= 2 for c in published)
-    other = NatsServer(tmp_path / "nats")
-    other.folder.mkdir()
-    other.start()
-    try:
-        url = NatsConfig(url=other.url)
-        async with Broker.connect(url) as broker:
-            await _publish(broker)
-        one = with_many_loras(
-            settings(
-                tiny_base,
-                tmp_path / "one",
-                url,
-                max_steps=2,
-                dtype="float64",
-                **{"optimizer.learning_rate": 1e-4},
-            )
-        )
-        with anyio.fail_after(200):
-            await service.train(one, lambda **_: None)
-    finally:
-        other.stop()
-    found = [weights_of(Checkpoints.of(c, MODEL).read(2)[1]) for c in (several, one)]
-    # The services compute norms in float32, as transformers does.
-    assert_same(found[0], found[1], share=1e-3)
-
-
-async def _publish(broker: Broker) -> None:
-    for i in range(4):
-        await publish_group(broker, f"g{i}", [0.0, 1.0, 0.5], seed=i)
-
-
-async def _checkpoints(broker: Broker) -> list[CheckpointPublished]:
-    history = await broker.read(CheckpointPublished)
-    return [r.event for r in history]
+            end(up)
+        arguments = ["--config", str(file), "--set", f'nats.url="nats://{gateway}:{server.port}"']
+        done = len(await checkpoints(broker))
+        with torchruns(machines, 2, "trainer", *arguments) as processes:
+            await steps_reach(broker, done + 1)
+            ranks_of(processes)[0].kill()
+            assert 0 not in [await anyio.to_thread.run_sync(p.wait, 60) for p in processes]
+        with torchruns(machines, 2, "trainer", *arguments) as processes:
+            published = await steps_reach(broker, STEPS)
+            for process in ranks_of(processes).values():
+                process.send_signal(
+                    signal.SIGTERM
+                )  # as torchrun does; only rank 0 heeds it, and ends the others
+            assert [await anyio.to_thread.run_sync(p.wait, 60) for p in processes] == [0, 0]
+    assert [e.step for e in published] == list(range(1, STEPS + 1))
+    trained = [seq for e in published for seq in unpack_seqs(e.group_seqs).tolist()]
+    assert len(trained) == len(set(trained)) == STEPS
+    other = configure("alone", start_nats().url)
+    async with Broker.connect(other.nats) as broker:
+        await publish(broker)
+    with anyio.fail_after(200):
+        await service.train(other, lambda **_: None)
+    several, one = (state_of(STEPS, Checkpoints.of(c, MODEL).read(STEPS)[1]) for c in (config, other))
+    assert_same(several.weights, one.weights, share=1e-5)
+    moments: list[list[Weights]] = [list((s.optimizer or {})["state"].values()) for s in (several, one)]
+    for mine, theirs in zip(*moments, strict=True):
+        assert_same(mine, theirs, share=1e-5)
