@@ -1,0 +1,78 @@
+"""Make the keys and the settings of an overlay.
+
+    python deploy/kubernetes/prepare.py deploy/kubernetes/overlays/gpu
+
+`prepared/` of the overlay is a run directory, readable by its owner only. `keys/` holds the keys, which stay when this
+runs again: keep it. `objects.json` holds the ConfigMap and the Secrets that the overlay's kustomization adds, and
+`nats-users.json` values for the chart of NATS. Further API keys: `journeywork keys add --run-dir OVERLAY/prepared`,
+then this again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import ConfigError, load, save, with_values
+from pipeline.files import write_once, write_whole
+from pipeline.running.prepare import prepare
+from pipeline.security import users
+
+SECRETS = {
+    "operator-keys": ("operator.nk",),
+    "gateway-keys": ("gateway.nk", "vllm.key", "trajectories.secret"),
+    "vllm-keys": ("sampler.nk", "vllm.key"),
+    "judge-keys": ("judge.nk",),
+    "trainer-keys": ("trainer.nk", "checkpoints.nk"),
+    "store-keys": ("store.nk",),
+}
+"""Secrets, and the files of `keys/` in each: a pod gets its own only."""
+
+
+def make(overlay: Path) -> None:
+    """Write `prepared/` of `overlay`; existing keys stay. Raises `ConfigError`."""
+    folder = (overlay / "prepared").absolute()
+    keys = folder / "keys"
+    settings = load(overlay / "journeywork.toml")
+    here = {
+        "run_dir": folder, "nats.users": keys, "vllm.api_key_file": keys / "vllm.key",
+        "signing.seed": keys / "checkpoints.nk", "gateway.keys_file": "keys.toml",
+    }  # fmt: skip
+    config = prepare(with_values(settings, {name: str(path) for name, path in here.items()}))
+    write_once(keys / "trajectories.secret", lambda: secrets.token_urlsafe(32).encode())
+    write_once(folder / "keys.toml", lambda: b"")
+    in_pods = {name: attrgetter(name)(settings) for name in here}
+    save(with_values(config, in_pods), folder / "pods.toml")
+    files = {
+        name: {file: (keys / file).read_text("ascii") for file in files} for name, files in SECRETS.items()
+    }
+    files["api-keys"] = {"keys.toml": (folder / "keys.toml").read_text("utf-8")}
+    objects = [
+        _object("ConfigMap", "settings", data={"config.toml": (folder / "pods.toml").read_text("utf-8")}),
+        *(_object("Secret", name, stringData=content) for name, content in files.items()),
+    ]
+    as_list = {"apiVersion": "v1", "kind": "List", "items": objects}
+    write_whole(folder / "objects.json", json.dumps(as_list), mode=0o600)
+    values = {"configMap": {"merge": {"data": {"users.conf": users.authorization(keys)}}}}
+    write_whole(folder / "nats-users.json", json.dumps(values))
+
+
+def _object(kind: str, name: str, **content: dict[str, str]) -> dict[str, Any]:
+    labels = {"app.kubernetes.io/part-of": "journeywork"}
+    metadata = {"name": name, "namespace": "journeywork", "labels": labels}
+    return {"apiVersion": "v1", "kind": kind, "metadata": metadata, **content}
+
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    if len(sys.argv) != 2 or not Path(sys.argv[1], "journeywork.toml").is_file():
+        sys.exit("prepare.py: name one folder with journeywork.toml, such as deploy/kubernetes/overlays/gpu")
+    try:
+        make(Path(sys.argv[1]))
+    except ConfigError as error:
+        sys.exit(f"prepare.py: {error}")
