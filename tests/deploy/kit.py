@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ def prepare(overlay: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def prepared(folder: Path, overlay: str) -> Path:
-    """A copy of `overlay` in `folder`, with keys and settings of its own."""
+def prepared(folder: Path, overlay: str, change: Callable[[str], str] = str) -> Path:
+    """A copy of `overlay` in `folder`, with keys of its own. `change` makes its settings of those in the tree."""
     shutil.copytree(KUBERNETES, folder, ignore=shutil.ignore_patterns("prepared"))
+    settings = folder / "overlays" / overlay / "journeywork.toml"
+    settings.write_text(change(settings.read_text("utf-8")))
     prepare(folder / "overlays" / overlay)
     return folder / "overlays" / overlay
 

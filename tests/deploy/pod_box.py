@@ -1,0 +1,236 @@
+"""Runs the pods of a rendered overlay as a node would, without Kubernetes: every container's command with its files,
+environment, user and read-only file system, and the pod's network and name.
+
+A pod is a network namespace on a bridge that all share, with the cluster's names in `/etc/hosts`. A container that ends
+is started again, and its probes are asked as the node asks them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.compose_box import UID, Network
+from tests.deploy.kit import ROOT, Object, content, pods
+
+VENV = Path(sys.prefix).resolve()
+_RESTARTS = 5
+_OF_NODE = ("proc", "dev", "etc", "runs", "models", "tmp")
+
+
+@dataclass
+class Container:
+    pod: str
+    host: str
+    """The pod's name, which is also its host name."""
+    grace_s: float
+    spec: Object
+    volumes: dict[str, tuple[Path, bool]]
+    """Path of each volume here, and whether it is a folder that the pod may write to."""
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+
+    @property
+    def name(self) -> str:
+        return str(self.spec["name"])
+
+
+@dataclass
+class Cluster:
+    """All pods of an overlay."""
+
+    objects: list[Object]
+    folder: Path
+    base_model: Path
+    commands: dict[str, list[str]] = field(default_factory=dict)
+    """Commands in place of those of containers, by the container's name."""
+    containers: dict[str, Container] = field(default_factory=dict)
+    operator_key: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises `CalledProcessError` or `OSError` where the machine makes no network namespaces."""
+        templates = dict(pods(self.objects))
+        self.net = Network(["nats", *templates])
+        hosts = {"nats": "nats"} | {name: self._host(name) for name in templates}
+        names = {"gateway": "gateway", "store": "store", "nats": "nats", "vllm": "vllm-0.vllm"}
+        names["trainer"] = "trainer-train-0-0.trainer"
+        (self.folder / "hosts").write_text(
+            "127.0.0.1 localhost\n"
+            + "".join(
+                f"{address} {hosts[pod]} {names.get(pod, '')}\n"
+                for pod, address in self.net.addresses.items()
+            )
+        )
+        for pod, template in templates.items():
+            volumes = self._volumes(pod, template["spec"])
+            grace_s = template["spec"].get("terminationGracePeriodSeconds", 30)
+            for spec in template["spec"]["containers"]:
+                self.containers[spec["name"]] = Container(pod, hosts[pod], grace_s, spec, volumes)
+
+    def _host(self, workload: str) -> str:
+        """The name that Kubernetes gives to the only pod of a workload: that of a StatefulSet and of a JobSet is known
+        before."""
+        kind = next(
+            o["kind"] for o in self.objects if o["metadata"]["name"] == workload and o["kind"] in _WORKLOADS
+        )
+        return {"StatefulSet": f"{workload}-0", "JobSet": f"{workload}-train-0-0"}.get(
+            kind, f"{workload}-5d4f8-x7k2p"
+        )
+
+    def _volumes(self, pod: str, spec: Object) -> dict[str, tuple[Path, bool]]:
+        found = {}
+        for volume in spec["volumes"]:
+            path, writable = self.folder / f"{pod}-{volume['name']}", False
+            if "persistentVolumeClaim" in volume:
+                path = self.base_model
+            elif "emptyDir" in volume:
+                path.mkdir()
+                writable = True
+            else:
+                path.mkdir()
+                kind, name = ("ConfigMap", "configMap") if "configMap" in volume else ("Secret", "secret")
+                named = volume[name].get("name") or volume[name]["secretName"]
+                for file, text in content(self.objects, kind, named).items():
+                    (path / file).write_text(text)
+                    (path / file).chmod(volume[name].get("defaultMode", 0o644))
+            found[volume["name"]] = (path, writable)
+        claim = self.folder / f"{pod}-claim"  # of a StatefulSet's own
+        claim.mkdir()
+        return {"runs": (claim, True)} | found
+
+    # -- containers ----------------------------------------------------------------------------------------------------
+
+    def sandbox(self, container: Container) -> list[str]:
+        """The command before a container's command."""
+        argv = [*self.net.enter(container.pod), "bwrap", "--unshare-user", "--uid", str(UID), "--gid", str(UID),
+                "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--hostname", container.host, "--die-with-parent",
+                "--new-session", "--cap-drop", "ALL", "--clearenv"]  # fmt: skip
+        for entry in sorted(Path("/").iterdir()):
+            if entry.name not in _OF_NODE:
+                link = (
+                    ["--symlink", str(entry.readlink())] if entry.is_symlink() else ["--ro-bind", str(entry)]
+                )
+                argv += [*link, str(entry)]
+        argv += ["--proc", "/proc", "--dev", "/dev"]
+        for entry in sorted(Path("/etc").iterdir()):
+            if entry.name != "hosts":
+                link = (
+                    ["--symlink", str(entry.readlink())]
+                    if entry.is_symlink()
+                    else ["--ro-bind-try", str(entry)]
+                )
+                argv += [*link, str(entry)]
+        argv += ["--ro-bind", str(self.folder / "hosts"), "/etc/hosts"]
+        for mount in container.spec["volumeMounts"]:
+            path, writable = container.volumes[mount["name"]]
+            argv += ["--bind" if writable else "--ro-bind", str(path), mount["mountPath"]]
+        # In the image this checkout is what is installed, and its environment is /opt/venv. Both may lie in /tmp.
+        argv += ["--ro-bind", str(ROOT), str(ROOT), "--ro-bind", str(VENV), str(VENV), "--remount-ro", "/"]
+        env = {"PATH": f"{VENV}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+        for variable in container.spec.get("env", ()):
+            env[variable["name"]] = self._value(container, variable)
+        for key, value in env.items():
+            argv += ["--setenv", key, value]
+        return [*argv, "--chdir", "/tmp", "--"]
+
+    def _value(self, container: Container, variable: dict[str, Any]) -> str:
+        source = variable.get("valueFrom", {})
+        if ref := source.get("secretKeyRef"):
+            return content(self.objects, "Secret", ref["name"])[ref["key"]]
+        if ref := source.get("fieldRef"):
+            return {"metadata.name": container.host}[ref["fieldPath"]]
+        return str(variable["value"])
+
+    def start(self, container: Container) -> None:
+        command = self.commands.get(container.name) or container.spec["command"]
+        with self._log(container).open("ab") as sink:
+            container.process = subprocess.Popen(
+                [*self.sandbox(container), *command], stdin=subprocess.DEVNULL, stdout=sink, stderr=sink
+            )
+        container.starts += 1
+
+    def _log(self, container: Container) -> Path:
+        return self.folder / f"{container.name}.log"
+
+    def log(self, name: str) -> str:
+        return self._log(self.containers[name]).read_text("utf-8", "replace")
+
+    def run_in(self, name: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """`kubectl exec`"""
+        inside = self.sandbox(self.containers[name])
+        return subprocess.run([*inside, *argv], capture_output=True, text=True, check=False)
+
+    def answers(self, name: str, probe: Object) -> bool:
+        """One try of a probe."""
+        container = self.containers[name]
+        if command := probe.get("exec", {}).get("command"):
+            return self.run_in(name, command).returncode == 0
+        ports = {p["name"]: p["containerPort"] for p in container.spec["ports"]}
+        address = f"{self.net.addresses[container.pod]}:{ports[probe['httpGet']['port']]}"
+        # The node is not in the pod, and calls it by its address.
+        ask = ["curl", "-fs", "-m", "10", "-o", "/dev/null", f"http://{address}{probe['httpGet']['path']}"]
+        return subprocess.run([*self.net.enter("nats"), *ask], check=False).returncode == 0
+
+    def until(self, condition: Callable[[], bool], name: str, seconds: float = 240) -> None:
+        """Wait for a condition about a container. Containers that have ended are started again meanwhile, as a node
+        starts them."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            for container in self.containers.values():
+                ended = container.process is not None and container.process.poll() not in (None, 0)
+                if ended and container.starts < _RESTARTS:
+                    self.start(container)
+                assert not ended or container.starts < _RESTARTS, (
+                    f"{container.name}:\n{self.log(container.name)[-3000:]}"
+                )
+            assert time.monotonic() < deadline, f"{name} is not ready:\n{self.log(name)[-3000:]}"
+            time.sleep(0.2)  # a node's probe has a period, too
+
+    def stop(self, name: str) -> int:
+        """SIGTERM to the container's first process, as a node sends it; its exit code."""
+        process = self.containers[name].process
+        assert process is not None
+        for inner in psutil.Process(process.pid).children(recursive=True):
+            parent = inner.parent()
+            if inner.name() != "bwrap" and parent is not None and parent.name() == "bwrap":
+                inner.terminate()
+        return process.wait(timeout=self.containers[name].grace_s)
+
+    # -- the log -------------------------------------------------------------------------------------------------------
+
+    def start_log(self, users: str) -> None:
+        """The NATS server with the part of the chart's configuration that our values set."""
+        folder = self.folder / "nats"
+        folder.mkdir()
+        (folder / "users.conf").write_text(users)
+        (folder / "nats.conf").write_text(
+            f"port: 4222\nhttp_port: 8222\ninclude ./users.conf\n"
+            f"jetstream {{ store_dir: {json.dumps(str(folder))}\n sync_interval: always }}\n"
+        )
+        server = VENV / "bin" / "nats-server"
+        argv = [
+            *self.net.enter("nats"),
+            str(server if server.exists() else shutil.which("nats-server")),
+            "-c",
+            str(folder / "nats.conf"),
+        ]
+        with (self.folder / "nats.log").open("wb") as sink:
+            self._nats = subprocess.Popen(argv, stdout=sink, stderr=sink)
+
+    def close(self) -> None:
+        for process in [*(c.process for c in self.containers.values()), getattr(self, "_nats", None)]:
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+        self.net.close()
+
+
+_WORKLOADS = ("Deployment", "StatefulSet", "Job", "JobSet")

@@ -1,0 +1,105 @@
+"""Every command of the overlay `small` starts as a pod would start it, its probes answer, and together they serve a
+call."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from judge.rewards.sandbox_view import unavailable
+from tests.conftest import DOUBLE
+from tests.deploy.kit import ROOT, Object, prepared, render
+from tests.deploy.pod_box import Cluster
+
+pytestmark = [
+    pytest.mark.inference,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("vllm of pods"),
+    pytest.mark.timeout(590),
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
+]
+
+_DOUBLE = """
+import uvicorn
+from pathlib import Path
+from tests.kits.inference_double import Double, build
+uvicorn.run(build(Double(Path("/models/base"), "support@0", [], 12, 256)), host="0.0.0.0", port=8000)
+"""
+
+
+def settings_for_this_machine(text: str) -> str:
+    """The overlay's settings with those of the demo's model, and of its inference double, whose logprobs are no
+    model's."""
+    own = "max_model_len = 2048"
+    assert text.count(own) == 1
+    text = text.replace(own, "max_model_len = 256")
+    return text + "groups_per_step = 1\n" + ("logprob_bound = 1000\n" if DOUBLE else "")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    overlay = prepared(tmp_path / "deploy", "small", settings_for_this_machine)
+    objects = render(overlay)
+    models = tmp_path / "models"
+    shutil.copytree(ROOT / "examples" / "tictactoe" / "model", models / "base")
+    (tmp_path / "node").mkdir()
+    try:
+        made = Cluster(
+            objects, tmp_path / "node", models, {"vllm": ["python", "-c", _DOUBLE]} if DOUBLE else {}
+        )
+    except (subprocess.CalledProcessError, OSError) as error:
+        pytest.skip(f"this machine makes no network namespaces: {error}")
+    values = json.loads((overlay / "prepared" / "nats-users.json").read_text())
+    made.operator_key = (overlay / "prepared" / "keys" / "operator.key").read_text().strip()
+    try:
+        made.start_log(values["configMap"]["merge"]["data"]["users.conf"])
+        yield made
+    finally:
+        made.close()
+
+
+def call(cluster: Cluster, key: str, path: str, body: Object) -> tuple[int, Any]:
+    """A request of a program in another pod to the service `gateway`."""
+    ask = ["curl", "-s", "-w", "\n%{http_code}", "-H", f"Authorization: Bearer {key}"]
+    ask += ["-H", "Content-Type: application/json", "-d", json.dumps(body), f"http://gateway:8700{path}"]
+    text, _, status = cluster.run_in("store", ask).stdout.rpartition("\n")
+    return int(status), json.loads(text) if text.startswith("{") else text
+
+
+def test_every_container_starts_its_probes_answer_and_a_call_is_served(cluster: Cluster) -> None:
+    for container in cluster.containers.values():  # in no order, as Kubernetes does
+        cluster.start(container)
+    for name, container in cluster.containers.items():
+        if name == "provision":
+            cluster.until(lambda: cluster.containers["provision"].process.poll() == 0, name)  # type: ignore[union-attr]
+            continue
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            if kind in container.spec:
+                cluster.until(lambda n=name, p=container.spec[kind]: cluster.answers(n, p), name)  # type: ignore[misc]
+    cluster.until(lambda: '"ready"' in cluster.log("trainer"), "trainer")
+    # The trainer has no startup probe; this is what its liveness probe looks at.
+    assert cluster.run_in("trainer", ["test", "-s", "/tmp/alive"]).returncode == 0
+
+    message = {"model": "support", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    assert call(cluster, "none", "/v1/chat/completions", message)[0] == 401
+    status, reply = call(cluster, cluster.operator_key, "/v1/chat/completions", message)
+    assert (status, reply["model"][:9]) == (200, "support@0"), reply
+
+    # A pod has its user, no capability, no file that it may write but its volumes', and no other pod's keys.
+    told = cluster.run_in(
+        "judge", ["sh", "-c", "id -u; ls /etc/journeywork-keys; grep CapEff /proc/self/status"]
+    ).stdout
+    assert told.split() == ["10001", "judge.nk", "CapEff:", "0" * 16]
+    assert cluster.run_in("judge", ["sh", "-c", "echo > /usr/x"]).returncode != 0
+
+    # Stopped, everything ends within its pod's time, and as it should: 0, but the trainer's Job must not be complete.
+    for name in reversed([n for n in cluster.containers if n != "provision"]):
+        code = cluster.stop(name)
+        good = code != 0 if name == "trainer" else code in (0, 143) if name == "vllm" else code == 0
+        assert good, (name, code, cluster.log(name)[-2000:])
