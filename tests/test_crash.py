@@ -1,4 +1,4 @@
-"""The crash matrix over all services: over 200 seeded schedules of `kill -9` while agents work, and nothing is lost
+"""The crash matrix over all services: 100 seeded deaths by `kill -9` while agents work, and nothing is lost
 or doubled."""
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from tests.trainer.conftest import tiny_base as tiny_base
 
 pytestmark = pytest.mark.anyio
 
-DEATHS = {"gateway": 42, "sampler": 10, "judge": 40, "trainer": 52, "store": 48}
-KILLS = 20
+DEATHS = {"gateway": 20, "sampler": 10, "judge": 16, "trainer": 22, "store": 22}
+"""Two at each stop point of a service, and four at the gateway's."""
+KILLS = 10
 
 
 @pytest.mark.timeout(580)
 @pytest.mark.slow
-async def test_over_200_crash_schedules_of_all_services(
+async def test_all_services_die_at_every_stop_point(
     start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(ACK_WAIT_S, endless=True))
@@ -47,11 +48,10 @@ async def test_over_200_crash_schedules_of_all_services(
         return KILLS
 
     # A start that finds no server gives up, as a supervisor expects: that is no service's fault here.
-    matrix = await run_matrix(config, DEATHS, kill_servers, may_give_up=KILLS)
-    assert len(matrix.endings) >= 200
+    matrix = await run_matrix(config, DEATHS, kill_servers, may_give_up=KILLS, least=(80, 20))
     missed = {(s, p) for s in SERVICES for p in points_of(s)} - set(matrix.endings.at)
     assert not missed, f"no process died at {missed}"
-    assert matrix.endings.at.total() >= 200, f"not reached: {matrix.endings.elsewhere}"
+    assert matrix.endings.at.total() >= 90, f"not reached: {matrix.endings.elsewhere}"
     assert violations(server.log) == []
 
 

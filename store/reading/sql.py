@@ -84,7 +84,7 @@ def _define(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: 
     the names. Raises `DamagedFileError`."""
     while True:
         try:
-            rows = _rows(connection, lake, tag, names) if names else _nothing(connection, tag)
+            rows = _rows(connection, lake, tag, names) if names else _no_rows(tag)
             connection.execute(f"CREATE OR REPLACE VIEW {table_name(tag)} AS {rows}")
         except (duckdb.IOException, duckdb.InvalidInputException, FileNotFoundError) as error:
             damaged = next((name for name in names if name in str(error)), None)
@@ -109,13 +109,20 @@ def table_name(tag: str) -> str:
     return tag.replace(".", "_")
 
 
-def _nothing(connection: duckdb.DuckDBPyConnection, tag: str) -> str:
+@functools.cache
+def _schema() -> dict[str, dict[str, str]]:
+    """By tag, the columns of the current schema and their types, as DuckDB writes them."""
+    with duckdb.connect() as connection:
+        types = {}
+        for tag in schema.tables():
+            connection.register("empty", columns.arrow_schema(tag).empty_table())
+            types[tag] = _types(connection, "FROM empty")
+        return types
+
+
+def _no_rows(tag: str) -> str:
     """A query without rows that has every column of the current schema."""
-    empty = columns.arrow_schema(tag).empty_table()
-    types = connection.from_arrow(empty)
-    nulls = ", ".join(
-        f'NULL::{kind} AS "{name}"' for name, kind in zip(types.columns, types.types, strict=True)
-    )
+    nulls = ", ".join(f'NULL::{kind} AS "{name}"' for name, kind in _schema()[tag].items())
     return f"SELECT {nulls} WHERE false"
 
 
@@ -129,7 +136,7 @@ def _rows(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: Se
     read = f"FROM read_parquet([{files}], union_by_name = true)"
     stored = _types(connection, read)
     selected = []
-    for name, wanted in _types(connection, f"FROM {table_name(tag)}").items():
+    for name, wanted in _schema()[tag].items():
         if stored.get(name) == wanted:
             selected.append(f'"{name}"')
         else:
@@ -178,8 +185,8 @@ def table_text(result: duckdb.DuckDBPyRelation) -> str:
 
 def _one_line(column: int, name: str) -> str:
     text = f"replace(#{column}::VARCHAR, chr(10), '⏎')"
-    cut = f"CASE WHEN length({text}) > {_CELL_WIDTH} THEN left({text}, {_CELL_WIDTH - 1}) || '…' ELSE {text} END"
-    return cut + ' AS "' + name.replace('"', '""') + '"'
+    shortened = f"CASE WHEN length({text}) > {_CELL_WIDTH} THEN left({text}, {_CELL_WIDTH - 1}) || '…' ELSE {text} END"
+    return shortened + ' AS "' + name.replace('"', '""') + '"'
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

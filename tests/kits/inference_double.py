@@ -17,6 +17,7 @@ import json
 import math
 import re
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from transformers import AutoTokenizer
 
 CONTEXT = 256
 """Tokens of prompt and reply together, as the tests' vLLM is started with."""
@@ -86,6 +86,8 @@ class Double:
     ) -> None:
         """`words` are the texts, each of them one token, that replies are made of; by default all printable tokens.
         On average, one token in `end_every` ends the reply."""
+        from transformers import AutoTokenizer  # after `main` has decided whether it may import torch
+
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
         self.name, self._end_every, self.context = name, end_every, context
         self.adapters: dict[str, str] = {}
@@ -410,6 +412,8 @@ def build(double: Double) -> Starlette:
 
 
 def main() -> None:
+    # A tokenizer needs no torch, whose import is five of the seven seconds that a start would take.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     parser = argparse.ArgumentParser(prog="python -m tests.kits.inference_double")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", type=Path, required=True)

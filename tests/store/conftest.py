@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config import AlarmsConfig, BudgetConfig, Config, NatsConfig, StoreConfig
 from store.service import serve
-from tests.store.kit import Lives, StoreProcess, create_bucket, serving_s3
+from tests.store.kit import StoreProcess, create_bucket, serving_s3
 
 
 @pytest.fixture
@@ -57,11 +57,3 @@ def object_store(s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     create_bucket(s3_server)
     return {"dir": f"s3://journeywork/{tmp_path.name}", "s3_endpoint": s3_server, "s3_region": "us-east-1"}
-
-
-@pytest.fixture
-def lives() -> Iterator[Lives]:
-    """Processes that are stores, one life after the other."""
-    lives = Lives()
-    yield lives
-    lives.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections import Counter
@@ -55,6 +54,8 @@ from store.lake.lake import Lake, lake_in
 from tests.kits.events import checkpoint as checkpoint
 
 StoreProcess = Callable[..., AbstractAsyncContextManager[Config]]
+ACK_WAIT_S = 0.3
+"""Of the consumers of stores that die: they start at once, forked."""
 
 
 def exchange(trajectory: str, seq: int = 0, step: int = 0, **more: Any) -> ExchangeRecorded:
@@ -242,37 +243,6 @@ def create_bucket(url: str) -> None:
         endpoint_override=url, scheme="http", region="us-east-1", allow_bucket_creation=True
     )
     client.create_dir("journeywork")
-
-
-class Lives:
-    """Store processes, one after the other."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.store.crash_child"]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.pid = 0
-
-    def begin(self, **life: Any) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(life) + "\n")
-        self._server.stdin.flush()
-        self.pid = self._line()["pid"]
-
-    def end(self) -> int:
-        """Waits for the end of this life; its exit code."""
-        return int(self._line()["status"])
-
-    def _line(self) -> dict[str, int]:
-        assert self._server.stdout is not None
-        answer: dict[str, int] = json.loads(self._server.stdout.readline())
-        return answer
-
-    def close(self) -> None:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.close()
-        self._server.wait(20)
-        self._server.stdout.close()
 
 
 async def in_log(broker: Broker) -> set[tuple[str, int]]:

@@ -1,14 +1,12 @@
 """The crash matrix of the store and of the NATS server: whatever dies when, every event is in Parquet once.
 
-One history is written through more than 200 lives of the store. Each life is told at which stop point to die
-(seeded); in some, the server is killed under it; publishers repeat what they can't know to have arrived. In the
-end every event of the log is in the files exactly once, and nothing else is.
+One history is written through 80 lives of the store. Each life dies at one of the stop points in turn, at a seeded
+passage; in some, the server is killed under it; publishers repeat what they can't know to have arrived. In the end
+every event of the log is in the files exactly once, and nothing else is.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
 import signal
 from collections import Counter
@@ -19,7 +17,7 @@ import anyio.to_thread
 import pytest
 
 from pipeline import crash, streams
-from pipeline.config import Config, NatsConfig, StoreConfig
+from pipeline.config import Config, NatsConfig, StoreConfig, save, with_values
 from pipeline.events import (
     Event,
     GroupDiscarded,
@@ -30,13 +28,13 @@ from pipeline.events import (
 from pipeline.log.broker import Broker
 from store.lake.lake import open_lake
 from tests.conftest import NatsServer
+from tests.kits.crash.processes import ForkServer, fork_server
 from tests.kits.quick_service import quick_consumers
-from tests.store.crash_child import ACK_WAIT_S
-from tests.store.kit import Lives, exchange, in_log, stored_events
+from tests.store.kit import ACK_WAIT_S, exchange, in_log, stored_events
 
 pytestmark = pytest.mark.anyio
 
-SCHEDULES = {"local": 210, "s3": 40}
+SCHEDULES = {"local": 80, "s3": 16}
 POINTS = [p for p in crash.POINTS if p.startswith("store.")] + [
     "broker.before_publish",
     "broker.after_publish",
@@ -61,16 +59,10 @@ def experience(rng: random.Random, life: int) -> list[Event]:
 
 
 async def one_life(
-    rng: random.Random,
-    life: int,
-    broker: Broker,
-    server: NatsServer,
-    lives: Lives,
-    run_dir: Path,
-    where_to: dict[str, str],
+    rng: random.Random, life: int, broker: Broker, server: NatsServer, stores: ForkServer, config: Config
 ) -> str:
     """Publish, let a store begin that will die somewhere, perhaps kill the server. Returns how it ended."""
-    where = f"{rng.choice(POINTS)}:{rng.randint(1, 3)}"
+    point = POINTS[life % len(POINTS)]
     events = experience(rng, life)
     half = rng.randint(0, len(events))
     for event in events[:half]:
@@ -79,19 +71,9 @@ async def one_life(
         await broker.js.publish(
             f"rollout.exchange.p.garbage{life}", b"\xc1", headers={"Nats-Msg-Id": f"x{life}"}
         )
-    lives.begin(
-        url=server.url,
-        run_dir=str(run_dir),
-        crash=where,
-        flush_rows=rng.randint(2, 9),
-        store={"compact_s": 0.03, "compact_files": 3, "compact_grace_s": 0.0, **where_to},
-    )
-    ended = anyio.Event()
-    codes: list[int] = []
-
-    async def watch() -> None:
-        codes.append(await anyio.to_thread.run_sync(lives.end))
-        ended.set()
+    settings = config.path(f"life{life}.toml")
+    save(with_values(config, {"store.flush_rows": rng.randint(2, 9)}), settings)
+    store = stores.start("store", f"{point}:{rng.randint(1, 3)}", settings)
 
     async def publish_rest() -> None:
         for event in events[half:]:
@@ -100,20 +82,16 @@ async def one_life(
                 await broker.publish(event)  # an agent that did not see the answer
 
     async with anyio.create_task_group() as tg:
-        tg.start_soon(watch)
         tg.start_soon(publish_rest)
         if rng.random() < 0.12:
             with anyio.move_on_after(rng.random() * 0.15):
-                await ended.wait()
+                await store.ended.wait()
             server.kill()
             await anyio.to_thread.run_sync(server.start)
         with anyio.move_on_after(rng.choice([0.25, 0.5])):
-            await ended.wait()
-        if not ended.is_set():
-            # It may have ended by itself in this very moment, and be waited for already.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(lives.pid, rng.choice([signal.SIGTERM, signal.SIGKILL]))
-    return f"{where.partition(':')[0]} {codes[0]}"
+            await store.ended.wait()
+        status = await store.end(rng.choice([signal.SIGTERM, signal.SIGKILL]))
+    return f"{point} {status}"
 
 
 @pytest.mark.timeout(600)
@@ -126,30 +104,31 @@ async def test_over_many_crash_schedules_nothing_is_lost_and_nothing_is_twice(
     monkeypatch: pytest.MonkeyPatch,
     place: str,
 ) -> None:
-    # Before the lives, which inherit the credentials.
-    where_to = request.getfixturevalue("object_store") if place == "s3" else {}
-    lives: Lives = request.getfixturevalue("lives")
+    lake = request.getfixturevalue("object_store") if place == "s3" else {}
     schedules = SCHEDULES[place]
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(ACK_WAIT_S, endless=True))
     rng = random.Random(20261121)
-    config = NatsConfig(url=nats_server.url, publish_deadline_s=30, ack_timeout_s=1.0)
+    config = Config(
+        run_dir=str(tmp_path), nats=NatsConfig(url=nats_server.url, publish_deadline_s=30, ack_timeout_s=1.0),
+        store=StoreConfig(flush_s=0.03, compact_s=0.03, compact_files=3, compact_grace_s=0.0, **lake),
+    )  # fmt: skip
+    last = with_values(config, {"store.flush_rows": 1000, "store.compact_s": 3600.0})
+    save(last, tmp_path / "last.toml")
     endings: Counter[str] = Counter()
-    async with Broker.connect(config) as broker:
+    async with (
+        Broker.connect(config.nats) as broker,
+        fork_server(tmp_path / "last.toml", "store", ack_wait_s=ACK_WAIT_S) as stores,
+    ):
         for life in range(schedules):
-            endings[await one_life(rng, life, broker, nats_server, lives, tmp_path, where_to)] += 1
-        lives.begin(
-            url=nats_server.url, run_dir=str(tmp_path), crash="", flush_rows=1000,
-            store={"compact_s": 3600.0, **where_to},
-        )  # fmt: skip
-        # Else nothing may wait for the last life, which would then be stopped before it listens to signals.
-        await broker.publish(TrajectoryOpened(project="p", trajectory="last", model="m", group="last"))
+            endings[await one_life(rng, life, broker, nats_server, stores, config)] += 1
+        store = stores.start("store")
+        await store.ready.wait()  # it listens to signals
         with anyio.fail_after(60):
             while await broker.lag("store-"):
                 await anyio.sleep(0.05)
-        os.kill(lives.pid, signal.SIGTERM)
-        assert await anyio.to_thread.run_sync(lives.end) == 0
+        assert await store.end(signal.SIGTERM) == 0
         expected = await in_log(broker)
-    found = stored_events(open_lake(Config(run_dir=str(tmp_path), store=StoreConfig(**where_to))))
+    found = stored_events(open_lake(config))
     assert {k: n for k, n in found.items() if n != 1} == {}
     assert set(found) == expected
     # On a loaded machine many lives are killed from here before they reach their stop point, half of them by SIGTERM.

@@ -3,7 +3,6 @@ whether its commit arrived."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 from collections import Counter
@@ -14,15 +13,15 @@ import anyio.to_thread
 import pytest
 
 from pipeline import streams
-from pipeline.config import AlarmsConfig, Config, NatsConfig, StoreConfig
+from pipeline.config import AlarmsConfig, Config, NatsConfig, StoreConfig, save
 from pipeline.log.broker import Broker
 from store.lake.lake import open_lake
 from store.service import serve
 from tests.conftest import NatsServer
+from tests.kits.crash.processes import ServiceProcess, fork_server
 from tests.kits.quick_service import quick_consumers
-from tests.store.crash_child import ACK_WAIT_S
 from tests.store.faulty_s3 import FAULTS, faulty_s3
-from tests.store.kit import Lives, exchange, in_log, publish, run_of_one_step, stored_events, until_acked
+from tests.store.kit import ACK_WAIT_S, exchange, in_log, publish, run_of_one_step, stored_events, until_acked
 
 pytestmark = pytest.mark.anyio
 
@@ -88,47 +87,40 @@ async def test_stores_that_are_killed_and_stores_that_sleep(
 ) -> None:
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(ACK_WAIT_S, endless=True))
     rng = random.Random(11)
-    processes = [Lives() for _ in range(3)]
-    config = Config(run_dir=str(tmp_path))
+    config = Config(
+        run_dir=str(tmp_path), nats=NatsConfig(url=nats_server.url, ack_timeout_s=1.0),
+        store=StoreConfig(flush_s=0.03, flush_rows=5, compact_s=0.2, compact_files=4, compact_grace_s=60.0),
+    )  # fmt: skip
+    save(config, tmp_path / "config.toml")
     done: Counter[str] = Counter()
-
-    def begin(process: Lives) -> None:
-        process.begin(
-            url=nats_server.url, run_dir=str(tmp_path), crash="", flush_rows=rng.randint(2, 9),
-            store={"compact_s": 0.2, "compact_files": 4, "compact_grace_s": 60.0},
-        )  # fmt: skip
-
-    try:
-        async with Broker.connect(nats_config) as broker:
-            for process in processes:
-                begin(process)
-            asleep: set[Lives] = set()
-            for turn in range(40):
-                await publish(broker, [exchange(f"t{turn}", seq) for seq in range(rng.randint(1, 12))])
-                process = rng.choice(processes)
-                if process in asleep:
-                    os.kill(process.pid, signal.SIGCONT)
-                    asleep.remove(process)
-                elif len(asleep) < 2 and rng.random() < 0.7:
-                    os.kill(process.pid, signal.SIGSTOP)
-                    asleep.add(process)
-                    done["asleep"] += 1
-                elif process not in asleep:
-                    os.kill(process.pid, signal.SIGKILL)
-                    await anyio.to_thread.run_sync(process.end)
-                    begin(process)
-                    done["killed"] += 1
-                await anyio.sleep(rng.random() * 0.3)  # how far each has come is chance
-            for process in asleep:
-                os.kill(process.pid, signal.SIGCONT)
-            await until_acked(broker, 60)
-            for process in processes:
-                os.kill(process.pid, signal.SIGTERM)
-                await anyio.to_thread.run_sync(process.end)
-            await check(broker, config)
-    finally:
-        for process in processes:
-            process.close()
+    async with (
+        Broker.connect(nats_config) as broker,
+        fork_server(tmp_path / "config.toml", "store", ack_wait_s=ACK_WAIT_S) as forks,
+    ):
+        stores = [forks.start("store") for _ in range(3)]
+        asleep: set[ServiceProcess] = set()
+        for turn in range(40):
+            await publish(broker, [exchange(f"t{turn}", seq) for seq in range(rng.randint(1, 12))])
+            store = rng.choice(stores)
+            if store in asleep:
+                store.send(signal.SIGCONT)
+                asleep.remove(store)
+            elif len(asleep) < 2 and rng.random() < 0.7:
+                store.send(signal.SIGSTOP)
+                asleep.add(store)
+                done["asleep"] += 1
+            else:
+                await store.end(signal.SIGKILL)
+                stores[stores.index(store)] = forks.start("store")
+                done["killed"] += 1
+            await anyio.sleep(rng.random() * 0.3)  # how far each has come is chance
+        for store in asleep:
+            store.send(signal.SIGCONT)
+        await until_acked(broker, 60)
+        for store in stores:
+            await store.ready.wait()
+            await store.end(signal.SIGTERM)
+        await check(broker, config)
     assert min(done["asleep"], done["killed"]) > 3
 
 

@@ -92,7 +92,7 @@ def until_scored(running: Up) -> None:
     running.until(lambda: running.query("SELECT count(*) AS n FROM groups")[0]["n"] >= 12)
 
 
-@pytest.mark.inference
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_one_command_from_the_question_to_the_page(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

@@ -1,5 +1,5 @@
-"""Programs that other people wrote for ART train two steps each on a real installation, with only imports, counts and
-names of models changed.
+"""Programs that other people wrote for ART train two steps each on an installation before the double, with only
+imports, counts and names of models changed.
 
 Their sources are fetched. Where there is no network, the tests are skipped, and say so."""
 
@@ -17,50 +17,36 @@ from typing import Any
 import anyio
 import pytest
 
-from tests.conftest import DOUBLE, InferenceDouble, VllmServer
+from examples.common import tiny
+from tests.conftest import InferenceDouble
 from tests.journeywork.art import programs
 from tests.journeywork.art.kit import ROOT, Up
 from tests.journeywork.art.programs import PROGRAMS, Program
-from tests.journeywork.art.programs.base import LENGTH, make_base
 from tests.kits.scoring_server import Scorer, ScoringServer
-from tests.rollout_gateway.conftest import unload_all
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
+
+LENGTH = 8192
+"""Tokens of prompt and reply together."""
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model with random weights, whose tokenizer has a token for each reply of the programs."""
     folder = tmp_path_factory.mktemp("base") / "model"
-    make_base(folder, list(PROGRAMS.values()), 0 if DOUBLE else 100)
+    tokenizer = tiny.make_tokenizer(sorted({reply for p in PROGRAMS.values() for reply in p.replies}), LENGTH)
+    model = tiny.make_model(tokenizer, 0, width=128, mlp=384)
+    model.config.max_position_embeddings = LENGTH
+    tiny.save(model, tokenizer, folder)
     return folder
 
 
-@pytest.fixture(scope="module")
-def vllm(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer | None]:
-    """One vLLM for all programs, which serves the base under the name of each; `None` for doubles."""
-    if DOUBLE:
-        yield None
-        return
-    names = sorted({f"{program.model}@0" for program in PROGRAMS.values()})
-    more = ("--max-model-len", str(LENGTH), "--served-model-name", *names)
-    server = VllmServer(tmp_path_factory.mktemp("vllm"), args=more)
-    server.base = base
-    server.start()
-    yield server
-    server.stop()
-
-
 @contextlib.contextmanager
-def inference(program: Program, base: Path, vllm: VllmServer | None, folder: Path) -> Iterator[str]:
-    """The URL of an inference server that knows the program's replies."""
-    if vllm is not None:
-        try:
-            yield vllm.url
-        finally:
-            unload_all(vllm)
-        return
-    words = ("--end-every", "2", "--max-model-len", str(LENGTH), "--words", *program.replies)
-    double = InferenceDouble(folder, args=words)
+def inference(program: Program, base: Path, folder: Path) -> Iterator[str]:
+    """The URL of a double that gives the program's replies."""
+    double = InferenceDouble(
+        folder, args=("--end-every", "2", "--max-model-len", str(LENGTH), "--words", *program.replies)
+    )
     double.base, double.model = base, program.model
     double.start()
     try:
@@ -74,9 +60,7 @@ FEW = ("yes-no-maybe", "sft-warmup", "tic-tac-toe")
 
 
 @pytest.mark.parametrize("name", PROGRAMS if os.environ.get("JOURNEYWORK_TEST_PROGRAMS") == "all" else FEW)
-async def test_a_program_trains_two_steps(
-    name: str, base: Path, vllm: VllmServer | None, tmp_path: Path
-) -> None:
+async def test_a_program_trains_two_steps(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     program = PROGRAMS[name]
     folder = tmp_path / "program"
     folder.mkdir()
@@ -84,13 +68,13 @@ async def test_a_program_trains_two_steps(
         file = programs.write(program, folder)
     except OSError as error:
         pytest.skip(f"{name} can't be fetched from {program.repo}: {error}")
-    # The double's logprobs are no model's.
-    bound = {"trainer.logprob_bound": 1000} if DOUBLE else {}
+    base: Path = request.getfixturevalue("base")  # only for a program that could be fetched
     settings = {
         "models.0.name": program.model, "models.0.base": str(base), "vllm.max_model_len": LENGTH, "vllm.max_loras": 3,
-        "trainer.max_staleness": 1, **bound,
+        "trainer.max_staleness": 1,
+        "trainer.logprob_bound": 1000,  # the double's logprobs are no model's
     }  # fmt: skip
-    with inference(program, base, vllm, tmp_path) as url:
+    with inference(program, base, tmp_path) as url:
         up = Up(tmp_path / "run", url, **settings)
         try:
             async with ScoringServer(answer).run() as judge:

@@ -210,7 +210,7 @@ async def run_matrix(
     kill_servers: Callable[[], Awaitable[int]],
     *,
     may_give_up: int = 0,
-    least: tuple[int, int] = (200, 50),
+    least: tuple[int, int],
 ) -> Matrix:
     """Let services die while agents work and `kill_servers` runs, which returns how many it killed; then check
     everything. `least`: so many runs must have ended and so many steps been taken."""

@@ -68,7 +68,7 @@ class ForkServer:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         self._server.stdin.close()
-        self._server.wait(20)
+        self._server.wait(120)
         self._server.stdout.close()
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import secrets
 import shutil
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -171,18 +172,21 @@ def found_in(folder: Path, text: str) -> list[str]:
     return found
 
 
-async def erase(config: Config, *args: str, crash: str = "") -> subprocess.CompletedProcess[bytes]:
-    line = [
-        sys.executable,
-        "-m",
-        "store.erasure.command",
-        "--subject",
-        ALICE,
-        "--run-dir",
-        config.run_dir,
-        *args,
-    ]
-    return await anyio.run_process(line, check=False, env=os.environ | {VARIABLE: crash})
+async def erase(config: Config, *args: str, subject: str = ALICE) -> tuple[int, str, str]:
+    """Run the command in this process. Returns its status, its output and its errors."""
+    said, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+        line = ["--subject", subject, "--run-dir", config.run_dir, *args]
+        status = await anyio.to_thread.run_sync(command.main, line)
+    return status, said.getvalue(), errors.getvalue()
+
+
+async def erase_and_die(config: Config, point: str) -> None:
+    """Run the command in a process that is killed at a stop point."""
+    line = [sys.executable, "-m", "store.erasure.command"]
+    line += ["--subject", ALICE, "--run-dir", config.run_dir, "--yes"]
+    killed = await anyio.run_process(line, check=False, env=os.environ | {VARIABLE: point})
+    assert killed.returncode == -9, killed.stderr
 
 
 def figures(config: Config) -> list[Any]:
@@ -205,13 +209,13 @@ async def test_nothing_of_a_person_is_left_and_all_else_is_as_before(
     assert found_in(tmp_path / "exports", SECRET)
     assert found_in(log, SECRET)
 
-    told = await erase(config)
-    assert (told.returncode, b"nothing was deleted" in told.stdout) == (0, True), told.stderr
+    status, said, errors = await erase(config)
+    assert (status, "nothing was deleted" in said) == (0, True), errors
     assert found_in(tmp_path / "store", SECRET) == planted
-    assert (await erase(config, "--check")).returncode == 1
+    assert (await erase(config, "--check"))[0] == 1
 
-    done = await erase(config, "--yes", "--by", "the data officer")
-    assert done.returncode == 0, done.stderr
+    status, _, errors = await erase(config, "--yes", "--by", "the data officer")
+    assert status == 0, errors
     for text in (SECRET, ALICE):
         assert found_in(tmp_path, text) == []
         assert found_in(log, text) == []
@@ -226,8 +230,8 @@ async def test_nothing_of_a_person_is_left_and_all_else_is_as_before(
     }  # fmt: skip
     assert receipt.learned == ("m@2", "m@3")
     assert receipt.clean == {"m": "m@1"}
-    checked = await erase(config, "--check")
-    assert (checked.returncode, receipt.erasure.encode() in checked.stdout) == (0, True)
+    status, said, _ = await erase(config, "--check")
+    assert (status, receipt.erasure in said) == (0, True)
 
     await publish(broker, run("b9", "g1"))  # the store goes on
     await until_acked(broker)
@@ -246,17 +250,16 @@ async def test_the_same_command_completes_what_a_kill_interrupted(
     config: Config, nats_server: NatsServer, broker: Broker, tmp_path: Path, point: str
 ) -> None:
     before = figures(config)
-    killed = await erase(config, "--yes", crash=point)
-    assert killed.returncode == -9, killed.stderr
-    done = await erase(config, "--yes")
-    assert done.returncode == 0, done.stderr
+    await erase_and_die(config, point)
+    status, _, errors = await erase(config, "--yes")
+    assert status == 0, errors
     for folder in (tmp_path, nats_server.folder):
         assert found_in(folder, SECRET) == []
         assert found_in(folder, ALICE) == []
     assert figures(config) == before
     (receipt,) = (r.event for r in await broker.read(DataErased))
     assert (receipt.runs, sum(receipt.messages.values())) == (4, 18)
-    assert (await erase(config, "--check")).returncode == 0
+    assert (await erase(config, "--check"))[0] == 0
 
 
 async def test_a_letter_whose_object_is_erased_already_stops_nothing(
@@ -273,8 +276,8 @@ async def test_a_letter_whose_object_is_erased_already_stops_nothing(
         async for message in eraser.messages("DEAD"):
             if isinstance(claim := decode(message.payload), ClaimCheck):
                 await objects.erase(eraser, claim.bucket, claim.object)
-    done = await erase(config, "--yes")
-    assert done.returncode == 0, done.stderr
+    status, _, errors = await erase(config, "--yes")
+    assert status == 0, errors
     assert found_in(nats_server.folder, SECRET) == []
 
 
@@ -288,11 +291,11 @@ async def test_what_is_open_or_waits_is_named_and_nothing_is_deleted(
         ([scored("g5", "", "a3", "b0")], "(g5) are groups that wait for the trainer"),
     ):
         await publish(broker, events)
-        refused = await erase(config, "--yes")
-        assert (refused.returncode, why in refused.stderr.decode()) == (2, True), refused.stderr
+        status, _, errors = await erase(config, "--yes")
+        assert (status, why in errors) == (2, True), errors
         assert found_in(tmp_path / "store", SECRET)
-    done = await erase(config, "--yes", "--untrained")
-    assert done.returncode == 0, done.stderr
+    status, _, errors = await erase(config, "--yes", "--untrained")
+    assert status == 0, errors
     (discarded,) = (r.event for r in await broker.read(GroupDiscarded))
     assert (discarded.group, discarded.reason) == ("g5", "history_gone")
     assert found_in(tmp_path, SECRET) == []
@@ -305,8 +308,8 @@ async def test_of_a_data_set_in_the_run_directory_itself_only_its_own_files_go(
         shutil.copy(file, tmp_path / file.name)
     (tmp_path / "exports" / "alice" / "notes").write_text("mine")
     (tmp_path / "exports" / "README.md").write_bytes(b"\xff journeywork dataset")
-    done = await erase(config, "--yes")
-    assert done.returncode == 0, done.stderr
+    status, _, errors = await erase(config, "--yes")
+    assert status == 0, errors
     assert (tmp_path / SETTINGS).exists()
     assert not (tmp_path / "README.md").exists()
     assert [file.name for file in (tmp_path / "exports" / "alice").iterdir()] == ["notes"]
@@ -319,12 +322,12 @@ async def test_what_can_not_be_deleted_leaves_no_receipt(
     kept = tmp_path / "exports" / "alice" / "train.jsonl"
     kept.unlink()
     kept.mkdir()  # can't be unlinked, whoever tries
-    failed = await erase(config, "--yes")
-    assert (failed.returncode, b"train.jsonl" in failed.stderr) == (1, True)
+    status, _, errors = await erase(config, "--yes")
+    assert (status, "train.jsonl" in errors) == (1, True)
     assert await broker.read(DataErased) == []
     kept.rmdir()
-    done = await erase(config, "--yes")
-    assert done.returncode == 0, done.stderr
+    status, _, errors = await erase(config, "--yes")
+    assert status == 0, errors
     assert len(await broker.read(DataErased)) == 1
     assert found_in(tmp_path, SECRET) == []
 
@@ -360,17 +363,7 @@ async def test_a_file_that_the_store_commits_meanwhile_stays_part_of_its_table(c
 
 async def test_nobody_and_somebody_unknown(config: Config, tmp_path: Path) -> None:
     planted = found_in(tmp_path / "store", SECRET)
-    assert await anyio.to_thread.run_sync(command.main, ["--subject", "", "--run-dir", config.run_dir]) == 2
-    known = [
-        sys.executable,
-        "-m",
-        "store.erasure.command",
-        "--subject",
-        "bob",
-        "--run-dir",
-        config.run_dir,
-        "--yes",
-    ]
-    done = await anyio.run_process(known, check=False)
-    assert (done.returncode, b"0 runs" in done.stdout) == (0, True)
+    assert (await erase(config, subject=""))[0] == 2
+    status, said, _ = await erase(config, "--yes", subject="bob")
+    assert (status, "0 runs" in said) == (0, True)
     assert found_in(tmp_path / "store", SECRET) == planted

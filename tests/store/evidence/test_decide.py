@@ -66,7 +66,6 @@ _OF = ("begin", CANDIDATE, CONTROL, "--percent", "50", "--metric")
 BEGIN = (*_OF, "reward")
 
 
-@pytest.mark.inference
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -118,7 +117,6 @@ def _recorded(here: Living, request: str) -> bool:
     return (request,) in rows
 
 
-@pytest.mark.inference
 @pytest.mark.slow
 def test_a_second_watcher_decides_nothing(found: Living, capsys: pytest.CaptureFixture[str]) -> None:
     """As after a kill between the decision and its answer."""
@@ -134,7 +132,6 @@ def test_a_second_watcher_decides_nothing(found: Living, capsys: pytest.CaptureF
     assert decision(found) == first
 
 
-@pytest.mark.inference
 @pytest.mark.slow
 def test_what_can_t_be_compared_begins_nothing(found: Living, capsys: pytest.CaptureFixture[str]) -> None:
     before = decision(found)
