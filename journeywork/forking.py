@@ -113,9 +113,9 @@ def version_to_fork(
     ]
     models = sorted({version.name.rpartition("@")[0] for version in matching or every})
     if not matching or len(models) > 1:
-        wanted = f"{project or '*'}/{branch}/{model or '*'}@{'*' if step is None else step}"
+        pattern = f"{project or '*'}/{branch}/{model or '*'}@{'*' if step is None else step}"
         raise ForkError(
-            f"{lake} holds {'several models' if matching else 'no version'} that can be forked as {wanted}; it has: "
+            f"{lake} holds {'several models' if matching else 'no version'} that can be forked as {pattern}; it has: "
             f"{', '.join(models) or 'none'}"
         )
     return max(matching, key=lambda version: version.step)

@@ -127,8 +127,8 @@ async def gather(
     try:
         group_size, concurrency = operator.index(group_size), operator.index(concurrency)
     except TypeError:
-        told = f"group_size and concurrency must be whole numbers, not {group_size!r} and {concurrency!r}"
-        raise TypeError(told) from None
+        message = f"group_size and concurrency must be whole numbers, not {group_size!r} and {concurrency!r}"
+        raise TypeError(message) from None
     if group_size < 1 or concurrency < 1:
         raise ValueError(f"group_size and concurrency must be at least 1, not {group_size} and {concurrency}")
     if max_exceptions < 0:

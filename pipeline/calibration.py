@@ -69,12 +69,12 @@ def errors(groups: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, floa
 def read_calibration(path: str) -> Calibration:
     """Read a file that `journeywork calibrate` wrote. Raises `ConfigError`."""
     try:
-        found = msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
+        calibration = msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
     except OSError as error:
         raise ConfigError(f"judge: cannot read the calibration {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"judge: the calibration {path} is not one: {error}") from error
-    scores, labels = found.scores, found.labels
+    scores, labels = calibration.scores, calibration.labels
     if (
         not scores
         or len(scores) != len(labels)
@@ -84,4 +84,4 @@ def read_calibration(path: str) -> Calibration:
         raise ConfigError(
             f"judge: the calibration {path} is not one: its scores must rise, its labels not fall"
         )
-    return found
+    return calibration

@@ -121,12 +121,12 @@ def draw(recorded: dict[str, Any]) -> str:
             label = f"training {unit}, seed {run['seed']}"
             axes.plot(at, [point["mean"] for point in run["training"]], color=colour, label=label)
             for when, x in (("before", 0.0), ("after", float(last))):
-                held, shift = run[when], 0.015 * last * number
-                mean, (low_end, high_end) = held["mean"], held["ci95"]
+                rate, shift = run[when], 0.015 * last * number
+                mean, (low_end, high_end) = rate["mean"], rate["ci95"]
                 axes.errorbar(
                     [x + shift], [mean], yerr=[[mean - low_end], [high_end - mean]], fmt="o", color=ORANGE,
                     markersize=4, capsize=4,
-                    label=f"the same {held['count']:,} held-out {unit}" if when == "before" and not number else None,
+                    label=f"the same {rate['count']:,} held-out {unit}" if when == "before" and not number else None,
                 )  # fmt: skip
                 if not number:
                     side = 1 if when == "before" else -1

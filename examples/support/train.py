@@ -45,9 +45,9 @@ async def reply(run: Trajectory, text: str) -> str:
 
 async def answer(run: Trajectory, text: str) -> float:
     """Answer one ticket. Returns 1 if the reply keeps all rules, else 0."""
-    kept = float(keeps_all_rules(text, await reply(run, text)))
-    run.metrics = {"all_rules": kept}
-    return kept
+    share = float(keeps_all_rules(text, await reply(run, text)))
+    run.metrics = {"all_rules": share}
+    return share
 
 
 async def rehearse(run: Trajectory, text: str) -> None:

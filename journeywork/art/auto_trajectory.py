@@ -74,13 +74,13 @@ def _continues(earlier: list[Any], messages: list[Any]) -> bool:
     return len(earlier) <= len(messages) and all(map(_same, earlier, messages))
 
 
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _same(message: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two messages say the same. Clients leave fields out that are empty, and some write the arguments of a
     call anew when they send it back."""
-    names = {name for name in (*one, *other) if name in ("role", "content", "tool_call_id")}
-    if any((one.get(name) or None) != (other.get(name) or None) for name in names):
+    names = {name for name in (*message, *other) if name in ("role", "content", "tool_call_id")}
+    if any((message.get(name) or None) != (other.get(name) or None) for name in names):
         return False
-    return _calls(one) == _calls(other)
+    return _calls(message) == _calls(other)
 
 
 def _calls(message: dict[str, Any]) -> list[Any]:

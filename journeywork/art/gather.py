@@ -100,7 +100,7 @@ async def wrap_trajectories_awaitable(
 
 async def _all(played: list[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Return the results. An exception is raised, and what is still played is cancelled."""
-    tasks = [asyncio.ensure_future(one) for one in played]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in played]
     try:
         return await asyncio.gather(*tasks)
     finally:

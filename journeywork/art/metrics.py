@@ -262,11 +262,11 @@ def track_api_cost(
     return decorate
 
 
-def _read(of: Any, *path: str) -> Any:
+def _read(value: Any, *path: str) -> Any:
     """Return a field of an object or a dictionary, by its path; `None` if it is missing."""
     for name in path:
-        of = of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
-    return of
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    return value
 
 
 def _told_cost(response: Any) -> float | None:

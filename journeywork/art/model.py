@@ -358,6 +358,8 @@ class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateTy
             further = ((history.messages(), history.tools) for history in trajectory.additional_histories)
             for messages, tools in ((trajectory.messages(), trajectory.tools), *further):
                 chats.append({"messages": messages, **({"tools": tools} if tools else {})})
-        chosen = config or TrainSFTConfig()
-        rates = chosen.learning_rate if isinstance(chosen.learning_rate, list) else [chosen.learning_rate]
-        await cast(Any, self.backend()).train_sft(self, batches_of(chats, chosen.batch_size), rates)
+        settings = config or TrainSFTConfig()
+        rates = (
+            settings.learning_rate if isinstance(settings.learning_rate, list) else [settings.learning_rate]
+        )
+        await cast(Any, self.backend()).train_sft(self, batches_of(chats, settings.batch_size), rates)

@@ -47,10 +47,10 @@ def step_settings(learning_rate: float | None, options: Mapping[str, Any]) -> di
 
     A single option of the loss chooses the whole loss, with ART's defaults for the others. Raises `UnsupportedError`
     for one that the trainer can't honour, and `TypeError` for an unknown one."""
-    chosen: dict[str, Any] = {}
+    loss: dict[str, Any] = {}
     for name, value in options.items():
         if name in _LOSS:
-            chosen[name] = value
+            loss[name] = value
         elif name in _REFUSED:
             default, instead = _REFUSED[name]
             if value != default:
@@ -59,7 +59,7 @@ def step_settings(learning_rate: float | None, options: Mapping[str, Any]) -> di
                 )
         elif name not in _WITHOUT_EFFECT:
             raise TypeError(f"train() has no option {name!r}")
-    settings = loss_settings(chosen) if chosen else {}
+    settings = loss_settings(loss) if loss else {}
     if learning_rate is not None:
         settings["optimizer.learning_rate"] = learning_rate
     return settings

@@ -128,7 +128,7 @@ async def train_groups(
     for name in batch["groups"]:
         for member in members[name]:
             member["batch"] = batch
-    await send(gateway, model, {name: told for name, told in members.items() if told}, tasks, "train")
+    await send(gateway, model, {name: runs for name, runs in members.items() if runs}, tasks, "train")
     policy = await gateway.policy(model)
     if not batch["groups"]:
         log.warning("no step was trained: %s", _why_nothing_trains(groups))

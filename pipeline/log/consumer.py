@@ -48,14 +48,14 @@ _TOGETHER_S = 0.01
 
 
 async def keep_alive(
-    client: FastClient, spec: streams.ConsumerSpec, held: Callable[[], Iterable[str]]
+    client: FastClient, spec: streams.ConsumerSpec, replies: Callable[[], Iterable[str]]
 ) -> None:
     """Tell the server regularly, until cancelled, that deliveries are in work, so that it does not redeliver them.
-    `held` returns their reply subjects."""
+    `replies` returns their reply subjects."""
     while True:
         await anyio.sleep(spec.ack_wait_s / 3)
         try:
-            for reply in list(held()):
+            for reply in list(replies()):
                 await client.publish(reply, Msg.Ack.Progress)
         except nats.errors.Error as error:
             if not retry.is_retryable(error):
@@ -169,7 +169,7 @@ class Consumption:
         self._trial: _Trial | None = None
         self._culprits: list[Delivery] = []
         """Deliveries whose handler raised."""
-        self.held: set[Delivery] = set()
+        self.unsettled: set[Delivery] = set()
         self._backoff = Backoff()
 
     async def batch(self, limit: int, wait_s: float = 1.0) -> list[Delivery]:
@@ -234,7 +234,7 @@ class Consumption:
 
     def settle(self, delivery: Delivery) -> None:
         """Forget a delivery that was acknowledged or given back."""
-        self.held.discard(delivery)
+        self.unsettled.discard(delivery)
         if self._trial is not None and self._trial.delivery is delivery:
             self._trial.settled.set()
 
@@ -262,13 +262,13 @@ class Consumption:
             event, self.spec.stream, place.seq, message.subject, message.headers, deliveries, message, self,
             reconnects,
         )  # fmt: skip
-        self.held.add(delivery)
+        self.unsettled.add(delivery)
         return delivery
 
     def replies(self) -> list[str]:
         """Return the reply subjects of everything that was delivered and not acknowledged."""
         messages = (*(message for message, _ in self._redelivered), *self._puller.arrived)
-        return [delivery.reply for delivery in self.held] + [message.reply for message in messages]
+        return [delivery.reply for delivery in self.unsettled] + [message.reply for message in messages]
 
 
 @contextmanager

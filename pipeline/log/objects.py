@@ -103,8 +103,8 @@ async def erase(reader: StreamReader, bucket: str, name: str) -> None:
     info = await _info(reader, bucket, name)
     subjects = [f"$O.{bucket}.C.{info.nuid}"] if info is not None else []
     for subject in (*subjects, f"$O.{bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"):
-        async with aclosing(reader.messages(stream, subject=subject, batch=_BATCH)) as found:
-            async for message in found:
+        async with aclosing(reader.messages(stream, subject=subject, batch=_BATCH)) as messages:
+            async for message in messages:
                 await reader.delete(stream, message.seq)
 
 

@@ -170,7 +170,7 @@ async def _key_value(reader: StreamReader, spec: streams.KeyValueSpec) -> None:
 
 def _byte_limit(reader: StreamReader, share: float, info: api.StreamInfo) -> int:
     return streams.byte_limit(
-        share, reader.config.max_bytes, now=info.config.max_bytes, held=info.state.bytes
+        share, reader.config.max_bytes, now=info.config.max_bytes, size=info.state.bytes
     )
 
 

@@ -113,14 +113,14 @@ def copy(source: Path, target: Path) -> File:
     """Copy a file; return the size and the digest of what was read. Only the owner may read the copy."""
     digest, size = hashlib.sha256(), 0
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with source.open("rb") as reading, open(target, "xb", opener=_private) as writing:
+    with source.open("rb") as reading, open(target, "xb", opener=_open_private) as writing:
         while part := reading.read(_PART):
             digest.update(part)
             size += writing.write(part)
     return File(size, digest.hexdigest())
 
 
-def _private(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 

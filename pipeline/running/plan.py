@@ -109,12 +109,12 @@ def shares_gpu(config: Config) -> bool:
     """Return whether the inference server and the trainer, both started here, may use the same GPU."""
     if vllm_device(config) != "cuda":
         return False
-    mine = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    theirs = config.vllm.env.get("CUDA_VISIBLE_DEVICES", mine)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    inference = config.vllm.env.get("CUDA_VISIBLE_DEVICES", visible)
     # Without the variable a process sees every GPU. The trainer uses the first ones that it sees.
     processes = config.trainer.processes
-    trainers = (mine.split(",") if mine else [str(i) for i in range(processes)])[:processes]
-    return not theirs or not set(trainers).isdisjoint(theirs.split(","))
+    trainers = (visible.split(",") if visible else [str(i) for i in range(processes)])[:processes]
+    return not inference or not set(trainers).isdisjoint(inference.split(","))
 
 
 def share_gpu(config: Config) -> Config:
@@ -125,18 +125,18 @@ def share_gpu(config: Config) -> Config:
     if _MEMORY_FLAG in args[:-1]:
         given = args[args.index(_MEMORY_FLAG) + 1]
     try:
-        theirs = float(given) if given else _SHARED_GPU / 2
+        inference = float(given) if given else _SHARED_GPU / 2
     except ValueError as error:
         raise ConfigError(f"vllm.args: {_MEMORY_FLAG} {given} is not a number") from error
-    ours = config.trainer.memory.gpu_share or round(max(_SHARED_GPU - theirs, 0.05), 6)
+    trainer = config.trainer.memory.gpu_share or round(max(_SHARED_GPU - inference, 0.05), 6)
     if not given:
-        theirs = round(_SHARED_GPU - ours, 6)
-        if theirs <= 0:
+        inference = round(_SHARED_GPU - trainer, 6)
+        if inference <= 0:
             raise ConfigError(
-                f"trainer.memory.gpu_share: {ours} leaves no memory of the GPU to the inference server"
+                f"trainer.memory.gpu_share: {trainer} leaves no memory of the GPU to the inference server"
             )
-        args = (*args, _MEMORY_FLAG, f"{theirs:g}")
-    return with_values(config, {"vllm.args": args, "trainer.memory.gpu_share": ours})
+        args = (*args, _MEMORY_FLAG, f"{inference:g}")
+    return with_values(config, {"vllm.args": args, "trainer.memory.gpu_share": trainer})
 
 
 def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:

@@ -71,16 +71,16 @@ def calibrated(connection: duckdb.DuckDBPyConnection, side: dict[str, str], conf
     where = {key: value for key, value in side.items() if key != "calibration"}
     if "judge_model" in where:
         raise ConfigError("calibration= is about rewards, not one model's scores: leave judge_model out")
-    found = connection.execute(
+    row = connection.execute(
         "SELECT reward, rubric_hash, scores, labels FROM group_calibrated WHERE calibration = ?",
         [side["calibration"]],
     ).fetchone()
-    if found is None:
+    if row is None:
         raise ConfigError(
             f"the history holds no calibration {side['calibration']!r}; those that it holds: `journeywork sql "
             '"FROM group_calibrated"`'
         )
-    name, rubric_hash, scores, labels = found
+    name, rubric_hash, scores, labels = row
     fitted = Calibration(scores=tuple(scores), labels=tuple(labels))
     query = _SCORES.format(conditions=" AND ".join(["true", *(f"r.{key} = ${key}" for key in where)]))
     names = {r.name for r in config.rewards if r.kind != "next_state"}

@@ -134,16 +134,16 @@ def _compare(
     played = json.loads(
         commands.call("eval", baseline, *(v.version for v in variants), "--json", *flags, key=gateway.key)
     )
-    found = WhatIfAnswered(
+    answered = WhatIfAnswered(
         project=config.project, model=question.model, question=question.id, selection=question.selection,
         groups=groups, start=question.start, baseline=baseline, variants=variants, evaluation=played["evaluation"],
     )  # fmt: skip
-    anyio.run(_publish, config, found)
+    anyio.run(_publish, config, answered)
     for entrant in played["entrants"]:
         for measure in entrant["measures"]:
             if measure["name"] == "reward":
                 _say(_line(entrant["entrant"], measure))
-    return found
+    return answered
 
 
 async def _checkpoints(config: Config, model: str) -> list[CheckpointPublished]:
@@ -288,18 +288,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         run_dir = find_run(args.run_dir).resolve()
-        found = answer(args, run_dir)
+        answered = answer(args, run_dir)
     except (StoreError, BrokerError, GatewayError, WhatIfError, duckdb.Error) as error:
         sys.stderr.write(f"journeywork what-if: {error}\n")
         return 1
     except (ConfigError, InvalidNameError, OSError) as error:
         sys.stderr.write(f"journeywork what-if: {error}\n")
         return 2
-    _say(f"the dashboard's page What if has the answer; evaluation {found.evaluation}")
-    for variant in found.variants:
-        source = (
-            f"{run_dir}#{variant.branch}/{version_name(found.model, int(variant.version.rpartition('@')[2]))}"
-        )
+    _say(f"the dashboard's page What if has the answer; evaluation {answered.evaluation}")
+    for variant in answered.variants:
+        source = f"{run_dir}#{variant.branch}/{version_name(answered.model, int(variant.version.rpartition('@')[2]))}"
         _say(f"to go on from {variant.version}: journeywork train --run-dir {run_dir} --adopt '{source}'")
     return 0
 

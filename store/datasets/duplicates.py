@@ -27,13 +27,13 @@ def near_duplicates(texts: Sequence[str], least: float = 0.9) -> list[tuple[int,
         ((factors * np.fromiter(of_text, np.uint64) + offsets) >> np.uint64(32)).min(axis=1).tolist()
         for of_text in shingles
     ]
-    found = {}
+    overlaps = {}
     for pair in sorted(set(_meetings(signatures))):
         first, second = (shingles[i] for i in pair)
         overlap = len(first & second) / len(first | second)
         if overlap >= least:
-            found[pair] = overlap
-    return [(a, b, overlap) for (a, b), overlap in found.items()]
+            overlaps[pair] = overlap
+    return [(a, b, overlap) for (a, b), overlap in overlaps.items()]
 
 
 def _meetings(signatures: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:

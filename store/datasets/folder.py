@@ -140,14 +140,14 @@ users wrote to their owners' rights. Check for personal data before you pass the
 
 
 def _duplicates(rows: Sequence[Row], test_share: float) -> str:
-    found = near_duplicates([_text(row) for row in rows])
-    across = [p for p in found if len({split_of(rows[i]["task"], test_share) for i in p[:2]}) > 1]
+    pairs = near_duplicates([_text(row) for row in rows])
+    across = [p for p in pairs if len({split_of(rows[i]["task"], test_share) for i in p[:2]}) > 1]
     named = "".join(
         f"- {_name(rows[a])} and {_name(rows[b])}: {overlap:.2f}\n"
-        for a, b, overlap in [*across, *(p for p in found if p not in across)][:_NAMED]
+        for a, b, overlap in [*across, *(p for p in pairs if p not in across)][:_NAMED]
     )
     return (
-        f"{len(found):,} pairs share 0.9 of their runs of five words or more, {len(across):,} of them in different "
+        f"{len(pairs):,} pairs share 0.9 of their runs of five words or more, {len(across):,} of them in different "
         f"splits. {'The first ones:' if named else ''}\n\n{named}"
     )
 

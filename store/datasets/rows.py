@@ -82,15 +82,15 @@ def _kto(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
 
 def _dpo(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
     for better, worse in _pairs(runs, left_out):
-        chosen, rejected = (_messages(r.conversations[0]) for r in (better, worse))
-        pairs = zip(chosen, rejected, strict=False)
+        preferred, rejected = (_messages(r.conversations[0]) for r in (better, worse))
+        pairs = zip(preferred, rejected, strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        replies = [messages[same : same + 1] for messages in (chosen, rejected)]
+        replies = [messages[same : same + 1] for messages in (preferred, rejected)]
         if not same or any(not r or r[0]["role"] != "assistant" for r in replies):
             left_out["a pair that does not part in a reply"] += 1
             continue
         yield {
-            "prompt": chosen[:same], "chosen": replies[0], "rejected": replies[1],
+            "prompt": preferred[:same], "chosen": replies[0], "rejected": replies[1],
             **_tools(better.conversations[0]), "runs": [better.trajectory, worse.trajectory], "task": better.key,
         }  # fmt: skip
 

@@ -85,7 +85,7 @@ async def _run(args: argparse.Namespace) -> int:
         if not journal_of(config, plan.digest).exists():
             await on_log.count(broker, config.project, plan)
             plan.rows = await anyio.to_thread.run_sync(rewriter.count)
-        sys.stdout.write(visible(_told(plan)))
+        sys.stdout.write(visible(_summary(plan)))
         if args.check:
             return await _check(config, broker, plan)
         if args.yes and plan.runs:
@@ -161,7 +161,7 @@ async def _check(config: Config, broker: Broker, plan: Plan) -> int:
     return 1 if left or not receipts else 0
 
 
-def _told(plan: Plan) -> str:
+def _summary(plan: Plan) -> str:
     """What the plan reaches, as lines."""
     lines = [f"{len(plan.runs)} runs in {len(plan.groups)} scored groups"]
     lines += [f"  log {stream}: {count} messages" for stream, count in sorted(plan.messages.items())]

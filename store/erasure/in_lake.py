@@ -45,9 +45,9 @@ class Rewriter:
         counts: dict[str, int] = {}
         for table in self._lake.tables():
             files = table.files()
-            found = sum(len(self._rows(table, name)) for name in files.names) if files is not None else 0
-            if found:
-                counts[table.tag] = found
+            rows = sum(len(self._rows(table, name)) for name in files.names) if files is not None else 0
+            if rows:
+                counts[table.tag] = rows
         return counts
 
     def erase(self) -> None:

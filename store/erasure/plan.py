@@ -134,8 +134,8 @@ def make_plan(
             "are groups that wait for the trainer: erase them when they are trained, or stop the trainer and add "
             "--untrained, which discards them",
         )
-    found = {Group(m, g) for m, g in connection.execute(_GROUPS, values).fetchall()}
-    plan.groups = sorted({*plan.groups, *found}, key=lambda g: (g.model, g.group))
+    groups = {Group(m, g) for m, g in connection.execute(_GROUPS, values).fetchall()}
+    plan.groups = sorted({*plan.groups, *groups}, key=lambda g: (g.model, g.group))
     if plan.groups:
         _add_versions(connection, config, plan)
     plan.folders = sorted({*plan.folders, *(str(f) for f in _data_sets(Path(config.run_dir), runs))})

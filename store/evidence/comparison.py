@@ -141,11 +141,13 @@ def gather(
     for number, metric in enumerate(metrics):
         at = 2 + 2 * number
         counted = sorted((r[at], r[1], r[0], r[at + 1]) for r in rows if r[at] is not None)
-        cut = [(of, min(max(value, metric.low), metric.high)) for _, _, of, value in counted]
-        ours, theirs = ([value for of, value in cut if of == side] for side in (step, control))
-        findings.append(_compared(metric, ours, theirs, begun.percent, plan.alpha))
-    found = msgspec.structs.replace(begun, plan=plan, until=until, findings=tuple(findings))
-    return msgspec.structs.replace(found, verdict=verdict(plan, found.findings))
+        candidates, controls = (
+            [min(max(value, metric.low), metric.high) for _, _, of_step, value in counted if of_step == side]
+            for side in (step, control)
+        )
+        findings.append(_compared(metric, candidates, controls, begun.percent, plan.alpha))
+    evidence = msgspec.structs.replace(begun, plan=plan, until=until, findings=tuple(findings))
+    return msgspec.structs.replace(evidence, verdict=verdict(plan, evidence.findings))
 
 
 def _check(connection: duckdb.DuckDBPyConnection, columns: str, count: int) -> None:
@@ -171,18 +173,22 @@ def _compared(
 ) -> Finding:
     """Compare the two sides pair by pair, in the order in which the runs became known. Where one side gets more runs,
     the mean of several of its runs stands against one of the other."""
-    ours, theirs = max(round(percent / (100 - percent)), 1), max(round((100 - percent) / percent), 1)
-    pairs = min(len(candidate) // ours, len(control) // theirs)
+    per_candidate, per_control = (
+        max(round(percent / (100 - percent)), 1),
+        max(round((100 - percent) / percent), 1),
+    )
+    pairs = min(len(candidate) // per_candidate, len(control) // per_control)
     differences = [
-        _mean(candidate[i * ours : (i + 1) * ours]) - _mean(control[i * theirs : (i + 1) * theirs])
+        _mean(candidate[i * per_candidate : (i + 1) * per_candidate])
+        - _mean(control[i * per_control : (i + 1) * per_control])
         for i in range(pairs)
     ]
     width = metric.high - metric.low
-    found = interval([min(max(d, -width), width) for d in differences], -width, width, alpha)
+    estimate = interval([min(max(d, -width), width) for d in differences], -width, width, alpha)
     return Finding(
         sql=metric.sql, candidate_runs=len(candidate), control_runs=len(control),
         candidate_mean=_mean(candidate) if candidate else None, control_mean=_mean(control) if control else None,
-        pairs=pairs, difference=found.mean if pairs else None, low=found.low, high=found.high,
+        pairs=pairs, difference=estimate.mean if pairs else None, low=estimate.low, high=estimate.high,
     )  # fmt: skip
 
 

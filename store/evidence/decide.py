@@ -162,12 +162,12 @@ def _watch(args: argparse.Namespace) -> int:
     gateway, config = connect(args), run_settings(args.run_dir, sections=("store",))
     while True:
         begun = _in_force(gateway, args.model)
-        found = _look(config, begun)
-        _say(found)
-        if found.verdict == "promote" and found.plan.approval:
+        evidence = _look(config, begun)
+        _say(evidence)
+        if evidence.verdict == "promote" and evidence.plan.approval:
             sys.stdout.write(f"it waits for `journeywork decide approve {args.model}`\n")
-        elif found.verdict != "continue":
-            _publish(gateway, begun, found)
+        elif evidence.verdict != "continue":
+            _publish(gateway, begun, evidence)
             return 0
         if args.once:
             return 3
@@ -177,11 +177,13 @@ def _watch(args: argparse.Namespace) -> int:
 def _approve(args: argparse.Namespace) -> int:
     gateway, config = connect(args), run_settings(args.run_dir, sections=("store",))
     begun = _in_force(gateway, args.model)
-    found = _look(config, begun)
-    _say(found)
-    if found.verdict != "promote":
-        raise ConfigError(f"{found.candidate} is not shown to be better: the verdict is {found.verdict}")
-    _publish(gateway, begun, found, args.by)
+    evidence = _look(config, begun)
+    _say(evidence)
+    if evidence.verdict != "promote":
+        raise ConfigError(
+            f"{evidence.candidate} is not shown to be better: the verdict is {evidence.verdict}"
+        )
+    _publish(gateway, begun, evidence, args.by)
     return 0
 
 
@@ -218,12 +220,12 @@ def _look(config: Config, begun: _Begun) -> Evidence:
     return gather(sql.connect(config), config.project, begun.evidence.plan, begun.evidence, until)
 
 
-def _publish(gateway: GatewayApi, begun: _Begun, found: Evidence, by: str = "") -> None:
+def _publish(gateway: GatewayApi, begun: _Begun, evidence: Evidence, by: str = "") -> None:
     """Decide, once: whoever comes second, also after a kill, finds that it is decided."""
-    version = found.candidate if found.verdict == "promote" else found.control
+    version = evidence.candidate if evidence.verdict == "promote" else evidence.control
     body = {
-        "version": version, "by": by, "reason": _line(found.plan.metric.sql, found.findings[0]),
-        "evidence": msgspec.json.encode(found).decode(), "request": f"{begun.request}-decided",
+        "version": version, "by": by, "reason": _line(evidence.plan.metric.sql, evidence.findings[0]),
+        "evidence": msgspec.json.encode(evidence).decode(), "request": f"{begun.request}-decided",
     }  # fmt: skip
     try:
         gateway.ask("POST", _path(parse_version(version)[0], "promote"), body)
@@ -232,13 +234,13 @@ def _publish(gateway: GatewayApi, begun: _Begun, found: Evidence, by: str = "") 
             raise
         sys.stdout.write("another watcher has decided it already\n")
         return
-    sys.stdout.write(visible(f"{found.verdict}: runs go to {version}\n"))
+    sys.stdout.write(visible(f"{evidence.verdict}: runs go to {version}\n"))
 
 
-def _say(found: Evidence) -> None:
-    for metric, finding in zip((found.plan.metric, *found.plan.guards), found.findings, strict=True):
+def _say(evidence: Evidence) -> None:
+    for metric, finding in zip((evidence.plan.metric, *evidence.plan.guards), evidence.findings, strict=True):
         sys.stdout.write(visible(_line(metric.sql, finding)) + "\n")
-    sys.stdout.write(f"verdict: {found.verdict}\n")
+    sys.stdout.write(f"verdict: {evidence.verdict}\n")
 
 
 def _line(name: str, finding: Finding) -> str:

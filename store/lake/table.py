@@ -83,7 +83,7 @@ class Files:
     """Highest stream time in the file in microseconds; may be up to a millisecond too low."""
 
     @classmethod
-    def of(cls, delta: DeltaTable) -> Files:
+    def from_delta(cls, delta: DeltaTable) -> Files:
         added = pa.table(delta.get_add_actions(flatten=True))
 
         def ints(name: str, missing: int) -> Ints:
@@ -146,7 +146,7 @@ class EventTable:
         with self._lock:
             delta = self.snapshot()
             if delta is not None and self._files is None:
-                self._files = Files.of(delta)
+                self._files = Files.from_delta(delta)
             return self._files
 
     def schema(self) -> pa.Schema:
@@ -316,7 +316,7 @@ def _highest(table: pa.Table) -> int:
     return int(table["log_seq"].to_numpy().max())
 
 
-def covers(schema: pa.Schema, wanted: pa.Schema) -> bool:
-    """Return whether `schema` has all columns of `wanted` and all their struct fields, at any depth."""
-    united = pa.unify_schemas([schema, wanted], promote_options="permissive")
+def covers(schema: pa.Schema, required: pa.Schema) -> bool:
+    """Return whether `schema` has all columns of `required` and all their struct fields, at any depth."""
+    united = pa.unify_schemas([schema, required], promote_options="permissive")
     return bool(united.equals(schema))

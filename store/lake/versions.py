@@ -22,15 +22,15 @@ _RETRY_S = 1.0
 
 
 class Versions:
-    """Copies versions from the log's object store into `storage`. `kept` is `store.checkpoints`."""
+    """Copies versions from the log's object store into `storage`. `contents` is `store.checkpoints`."""
 
-    def __init__(self, broker: Broker, storage: Storage, kept: str) -> None:
-        self._broker, self._storage, self._kept = broker, storage, kept
+    def __init__(self, broker: Broker, storage: Storage, contents: str) -> None:
+        self._broker, self._storage, self._contents = broker, storage, contents
 
     async def copy(self, event: CheckpointPublished) -> None:
         """Copy a version that the lake does not hold. Retries while the disk is full or object storage can't be
         reached."""
-        waiting = self._kept != "none"
+        waiting = self._contents != "none"
         while waiting:
             try:
                 await self._copy(event)
@@ -51,7 +51,7 @@ class Versions:
         if await anyio.to_thread.run_sync(self._storage.holds, folder, EVENT):
             return
         objects = {ADAPTER: event.adapter}
-        if self._kept == "all" and event.state:
+        if self._contents == "all" and event.state:
             objects[STATE_FILE] = event.state
         for name, stored in objects.items():
             try:

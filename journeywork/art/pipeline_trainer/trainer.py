@@ -186,8 +186,8 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
             except Exception:
                 log.exception("a rollout failed; its scenario is left out: %r", scenario)
                 continue
-            told = scenario.get("metadata") if isinstance(scenario, dict) else None
-            for name, value in (told or {}).items():
+            described = scenario.get("metadata") if isinstance(scenario, dict) else None
+            for name, value in (described or {}).items():
                 if isinstance(value, str | int | float | bool | None):
                     group.metadata[name if name == "scenario_id" else f"scenario_{name}"] = value
             for trajectory in group.trajectories:
@@ -229,12 +229,12 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
             if self.eval_every_n_steps and self._step - self._evaluated >= self.eval_every_n_steps:
                 due.send_nowait(self._step)
                 self._evaluated = self._step
-            kept = {
+            state = {
                 "scenario_offset": self._drawn,
                 "training_step": self._step,
                 "last_eval_step": self._evaluated,
             }
-            self.model.merge_state({PIPELINE_STATE_KEY: kept})
+            self.model.merge_state({PIPELINE_STATE_KEY: state})
 
     async def _batch(self, played: MemoryObjectReceiveStream[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """Return the groups of a step. Empty or smaller than `min_batch_size` at the end."""

@@ -53,5 +53,5 @@ def iterate_dataset(
             order = list(range(len(dataset)))
             random.Random(epoch).shuffle(order)
             orders = {epoch: order}
-        chosen = orders[epoch][epoch_step * groups_per_step : (epoch_step + 1) * groups_per_step]
-        yield DatasetBatch([dataset[at] for at in chosen], step, epoch, epoch_step)
+        indices = orders[epoch][epoch_step * groups_per_step : (epoch_step + 1) * groups_per_step]
+        yield DatasetBatch([dataset[at] for at in indices], step, epoch, epoch_step)

@@ -124,8 +124,8 @@ async def train_sft_from_file(
         random.Random(42 + epoch).shuffle(order)
         batches += batches_of(order, batch_size)
     rates = create_lr_schedule(len(batches), peak_lr, schedule_type, int(len(batches) * warmup_ratio))
-    chosen = slice(initial_step, final_step)
-    await cast(Any, model.backend()).train_sft(model, batches[chosen], rates[chosen])
+    steps = slice(initial_step, final_step)
+    await cast(Any, model.backend()).train_sft(model, batches[steps], rates[steps])
 
 
 def _check_options(epochs: int, batch_size: int, peak_lr: float, warmup_ratio: float) -> None:

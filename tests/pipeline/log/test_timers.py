@@ -77,7 +77,7 @@ async def test_a_delivery_that_is_given_back_comes_again_after_the_delay(nats_co
         (first,) = await due.batch(1)
         before = time.monotonic()
         await first.give_back(0.5)
-        assert not due.held
+        assert not due.unsettled
         with anyio.fail_after(20):
             while not (again := await due.batch(1)):
                 pass
