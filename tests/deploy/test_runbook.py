@@ -1,0 +1,54 @@
+"""The runbook of docs/alarms.md has every alarm, and what it says to run can be run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import OWN, SUBCOMMANDS
+from store.alarms.table import ALARMS
+from store.reading import sql
+from tests.deploy.kit import ROOT
+from tests.store.kit import fill, run_of_one_step
+
+PAGE = (ROOT / "docs" / "alarms.md").read_text("utf-8")
+RUNBOOK = PAGE.split("## Runbook\n")[1].split("\n## ")[0]
+ROWS = dict(re.findall(r"^\| \[`(\w+)`\]\(#\1\) \| [^|]+ \| (.*) \|$", RUNBOOK, re.MULTILINE))
+
+
+def test_every_alarm_has_a_row_and_a_section() -> None:
+    assert set(ROWS) == {alarm.name for alarm in ALARMS}
+    for alarm in ALARMS:
+        section = PAGE.split(f"\n## {alarm.name}\n")[1].split("\n## ")[0]
+        assert alarm.meaning in section
+        assert alarm.action in section
+        assert "```sql" in section
+
+
+def test_the_commands_exist() -> None:
+    commands = re.findall(r"(?:`|-- )journeywork ([a-z-]+)", RUNBOOK)
+    assert {"status", "sql", "dead", "replay", "policy"} <= set(commands)
+    assert set(commands) <= {*OWN, *SUBCOMMANDS}
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    fill(folder, run_of_one_step())
+    return folder
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_a_row_queries_is_in_the_views(name: str, history: Path) -> None:
+    for query in re.findall("`(SELECT[^`]+)`", ROWS[name]):
+        with sql.connect(history) as connection:
+            connection.sql(query).fetchall()
+
+
+def test_the_names_of_metrics_are_the_trainer_s() -> None:
+    """A map gives NULL for a name that it does not have."""
+    source = "".join(p.read_text("utf-8") for p in (ROOT / "trainer").rglob("*.py"))
+    for metric in set(re.findall(r"metrics\['(\w+)'\]", RUNBOOK)):
+        assert re.search(rf'"{metric}"|\b{metric}=', source), metric
