@@ -8,8 +8,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,18 +35,17 @@ from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, VllmServer, free_port
 from tests.kits.clients import closed_after_test
 from tests.kits.sampler import SamplerThread
+from tests.rollout_gateway.forks import ForkedGateway
 
 PROJECT = "test"
 
 
 class GatewayProcess:
-    """`python -m rollout_gateway` on a fixed port; `kill` and `start` again keep port and folder."""
-
-    module = "rollout_gateway"
+    """A gateway on a fixed port; `kill` and `start` again keep port and folder."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ForkedGateway | None = None
         self.folder = config.path()
         save_config(config, self.folder / "config.toml")
 
@@ -60,17 +57,11 @@ class GatewayProcess:
     def log(self) -> str:
         return (self.folder / "gateway.log").read_text()
 
-    def start(self, env: dict[str, str] | None = None) -> None:
-        read, write = os.pipe()
-        with (self.folder / "gateway.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", self.module, "--config", str(self.folder / "config.toml"),
-                 "--ready-fd", str(write)],
-                stdout=log, stderr=log, pass_fds=(write,), env={**os.environ, **(env or {})},
-            )  # fmt: skip
-        os.close(write)
-        with os.fdopen(read, "rb") as pipe:
-            line = pipe.readline()
+    def start(self, crash_at: str = "") -> None:
+        """`crash_at`: where the process dies, as `pipeline.crash.arm` takes it."""
+        log = self.folder / "gateway.log"
+        self.process = ForkedGateway(self.folder / "config.toml", log, crash_at)
+        line = self.process.first_line
         if not line:
             raise RuntimeError(self.log)
         assert json.loads(line).get("url", self.url) == self.url

@@ -297,7 +297,7 @@ async def test_signals_survive_deaths_of_the_gateway(
     gateway.stop()
     body = {"ranking": runs, "key": "k"}
     for count in (1, 2, 3):
-        gateway.start({"JOURNEYWORK_CRASH": f"{point}:{count}"})
+        gateway.start(f"{point}:{count}")
         with pytest.raises(httpx.TransportError):
             give(gateway, **{**body, "key": f"k{count}"})
         assert gateway.process is not None

@@ -12,15 +12,16 @@ import pytest
 from benchmarks.swaps import check_labels, measure
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
-from tests.conftest import DOUBLE, InferenceDouble, VllmServer
+from tests.conftest import InferenceDouble
 from tests.rollout_gateway.conftest import StartGateway, publish_adapter
 from tests.rollout_gateway.kit import ASK, exchanges, older_than_before, serves
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
+pytestmark = pytest.mark.anyio
 
 SWAPS, STREAMS = 20, 64
 
 
+@pytest.mark.vllm
 async def test_swaps_under_64_streams(start_gateway: StartGateway, broker: Broker) -> None:
     gateway = start_gateway(max_loras=3)
     seen, streams = await measure(gateway, broker, swaps=SWAPS, streams=STREAMS, calm_s=5)
@@ -34,18 +35,25 @@ async def test_swaps_under_64_streams(start_gateway: StartGateway, broker: Broke
     assert streams.beside
 
 
-@pytest.fixture
-def second_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    server = (InferenceDouble if DOUBLE else VllmServer)(tmp_path_factory.mktemp("second"))
-    server.start()
-    yield server
-    server.stop()
+@pytest.fixture(scope="module")
+def doubles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    servers = [InferenceDouble(tmp_path_factory.mktemp("double")) for _ in range(2)]
+    for server in servers:
+        server.start()
+    yield [server.url for server in servers]
+    for server in servers:
+        server.stop()
 
 
-async def swap(start_gateway: StartGateway, nats_config: NatsConfig, *urls: str) -> None:
-    """Publish 30 versions to servers with room for 3 while 4 trajectories make calls. No call may be answered by an
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # with the start of two servers
+@pytest.mark.parametrize("servers", [1, 2])
+async def test_no_call_goes_back_to_an_older_version(
+    start_gateway_alone: StartGateway, nats_config: NatsConfig, doubles: list[str], servers: int
+) -> None:
+    """30 versions come to servers with room for 3 while 4 trajectories make calls. No call may be answered by an
     older version than a call that had ended when it began."""
-    gateway = start_gateway(urls=urls, max_loras=3)
+    gateway = start_gateway_alone(urls=tuple(doubles[:servers]), max_loras=3)
     stopping = False
 
     async def keep_calling(trajectory: str) -> None:
@@ -66,15 +74,3 @@ async def swap(start_gateway: StartGateway, nats_config: NatsConfig, *urls: str)
         recorded = [e for lane in range(4) for e in await exchanges(broker, f"lane-{lane}")]
     assert {e.status for e in recorded} == {"complete"}
     assert older_than_before([(e.started_at, e.at, e.step) for e in recorded]) == []
-
-
-async def test_no_call_goes_back_to_an_older_version(
-    start_gateway: StartGateway, nats_config: NatsConfig
-) -> None:
-    await swap(start_gateway, nats_config)
-
-
-async def test_no_call_goes_back_to_an_older_version_with_two_servers(
-    start_gateway: StartGateway, nats_config: NatsConfig, vllm_server: VllmServer, second_server: VllmServer
-) -> None:
-    await swap(start_gateway, nats_config, vllm_server.url, second_server.url)
