@@ -23,6 +23,14 @@ COMMANDS = [
 QUESTIONS = (docs.FOLDER / "questions.md").read_text("utf-8")
 
 
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a history of one step."""
+    folder = tmp_path_factory.mktemp("run")
+    fill(folder, run_of_one_step())
+    return folder
+
+
 @pytest.mark.parametrize("name", docs.SECTIONS)
 def test_a_page_says_what_the_code_says(name: str) -> None:
     assert docs.current_page(name) == (docs.FOLDER / name).read_text("utf-8"), "run `python -m store.docs`"
@@ -45,12 +53,10 @@ def test_there_are_ten_questions_with_answers() -> None:
     assert "```text\n```" not in QUESTIONS
 
 
-@pytest.mark.parametrize("number", range(11))
-def test_each_question_can_be_asked(number: int, tmp_path: Path) -> None:
-    fill(tmp_path, run_of_one_step())
-    with sql.connect(tmp_path) as connection:
-        rows = connection.sql(docs.queries(QUESTIONS)[number]).fetchall()
-    assert rows or number == 0  # this run has no held-out tasks
+def test_each_question_can_be_asked(run_dir: Path) -> None:
+    with sql.connect(run_dir) as connection:
+        answers = [connection.sql(query).fetchall() for query in docs.queries(QUESTIONS)]
+    assert [bool(rows) for rows in answers] == [False] + [True] * 10  # this run has no held-out tasks
 
 
 def test_the_commands_of_the_pages_are_found() -> None:
@@ -60,20 +66,19 @@ def test_the_commands_of_the_pages_are_found() -> None:
 @pytest.mark.parametrize("arguments", COMMANDS)
 def test_each_command_of_the_pages_works(
     arguments: list[str],
+    run_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfdbinary: pytest.CaptureFixture[bytes],
 ) -> None:
     monkeypatch.chdir(tmp_path)  # some write files
-    fill(tmp_path, run_of_one_step())
-    status = sql.main([*arguments, "--run-dir", str(tmp_path)])
+    status = sql.main([*arguments, "--run-dir", str(run_dir)])
     assert (status, capfdbinary.readouterr().err) == (0, b"")
 
 
-def test_answers_are_put_below_their_questions(tmp_path: Path) -> None:
-    fill(tmp_path, run_of_one_step())
+def test_answers_are_put_below_their_questions(run_dir: Path) -> None:
     page = "# t\n\n```sql\nSELECT count(*) AS n FROM exchanges\n```\n\n```text\nold\n```\nend\n"
-    with sql.connect(tmp_path) as connection:
+    with sql.connect(run_dir) as connection:
         once = docs.answered(page, connection)
         assert "│     4 │" in once
         assert docs.answered(once, connection) == once
