@@ -30,7 +30,10 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run_dir(history: Path, tmp_path: Path) -> Path:
     """A run with its settings and a history of one step."""
-    folder = tmp_path / "runs" / "here"
+    return copy_run(history, tmp_path / "runs" / "here")
+
+
+def copy_run(history: Path, folder: Path) -> Path:
     shutil.copytree(history, folder)
     (folder / SETTINGS).write_text(
         f'project = "p"\nrun_dir = "{folder}"\nui.port = 0\n\n[[models]]\nname = "m"\nbase = "base"\n'
@@ -38,18 +41,27 @@ def run_dir(history: Path, tmp_path: Path) -> Path:
     return folder
 
 
+def client_of(run_dir: Path, host: str = "127.0.0.1", url: str = URL) -> TestClient:
+    """A client of the run's dashboard, at `host`."""
+    app = make_app(with_values(run_settings(run_dir), {"ui.host": host}))
+    return TestClient(app, base_url=url, follow_redirects=False)
+
+
 @pytest.fixture
 def open_dashboard(run_dir: Path) -> Iterator[Open]:
-    """Opens a client of the run's dashboard, at `host`."""
+    """Opens a client as `client_of`."""
     with ExitStack() as opened:
-
-        def start(host: str = "127.0.0.1", url: str = URL) -> TestClient:
-            app = make_app(with_values(run_settings(run_dir), {"ui.host": host}))
-            return opened.enter_context(TestClient(app, base_url=url, follow_redirects=False))
-
-        yield start
+        yield lambda *args, **options: opened.enter_context(client_of(run_dir, *args, **options))
 
 
 @pytest.fixture
-def client(open_dashboard: Open) -> TestClient:
+def own_client(open_dashboard: Open) -> TestClient:
+    """A client of the test's own run."""
     return open_dashboard()
+
+
+@pytest.fixture(scope="module")
+def client(history: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    """A client of one run for the tests of a module that change nothing."""
+    with client_of(copy_run(history, tmp_path_factory.mktemp("runs") / "here")) as opened:
+        yield opened

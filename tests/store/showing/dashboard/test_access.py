@@ -27,36 +27,36 @@ def keys(run_dir: Path) -> None:
 
 @pytest.mark.usefixtures("keys")
 @pytest.mark.parametrize("key", [AGENT, EXPIRED, "guess", ""])
-def test_only_an_operators_key_opens_the_pages(client: TestClient, key: str) -> None:
-    assert client.get("/overview").headers["location"] == "/sign-in"
-    assert client.get("/overview.json").status_code == 401
-    assert client.get("/overview.json", headers={"authorization": f"Bearer {key}"}).status_code == 401
-    assert client.post("/sign-in", data={"key": key}, headers={"origin": URL}).status_code == 401
+def test_only_an_operators_key_opens_the_pages(own_client: TestClient, key: str) -> None:
+    assert own_client.get("/overview").headers["location"] == "/sign-in"
+    assert own_client.get("/overview.json").status_code == 401
+    assert own_client.get("/overview.json", headers={"authorization": f"Bearer {key}"}).status_code == 401
+    assert own_client.post("/sign-in", data={"key": key}, headers={"origin": URL}).status_code == 401
 
 
 @pytest.mark.usefixtures("keys")
-def test_a_browser_signs_in_and_out(client: TestClient) -> None:
-    answer = client.post("/sign-in", data={"key": OPERATOR}, headers={"origin": URL})
+def test_a_browser_signs_in_and_out(own_client: TestClient) -> None:
+    answer = own_client.post("/sign-in", data={"key": OPERATOR}, headers={"origin": URL})
     assert answer.status_code == 303
     cookie = answer.headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=strict" in cookie
     assert OPERATOR not in cookie
-    assert client.get("/overview").status_code == 200
-    client.post("/sign-out", headers={"origin": URL})
-    assert client.get("/overview").status_code == 303
+    assert own_client.get("/overview").status_code == 200
+    own_client.post("/sign-out", headers={"origin": URL})
+    assert own_client.get("/overview").status_code == 303
 
 
 @pytest.mark.usefixtures("keys")
-def test_a_program_sends_its_key(client: TestClient) -> None:
-    assert client.get("/groups.json", headers={"authorization": f"Bearer {OPERATOR}"}).status_code == 200
+def test_a_program_sends_its_key(own_client: TestClient) -> None:
+    assert own_client.get("/groups.json", headers={"authorization": f"Bearer {OPERATOR}"}).status_code == 200
 
 
 @pytest.mark.usefixtures("keys")
-def test_a_revoked_key_ends_its_sessions(client: TestClient, run_dir: Path) -> None:
-    client.post("/sign-in", data={"key": OPERATOR}, headers={"origin": URL})
+def test_a_revoked_key_ends_its_sessions(own_client: TestClient, run_dir: Path) -> None:
+    own_client.post("/sign-in", data={"key": OPERATOR}, headers={"origin": URL})
     (run_dir / "keys.toml").unlink()
-    assert client.get("/overview").headers["location"] == "/sign-in"
+    assert own_client.get("/overview").headers["location"] == "/sign-in"
 
 
 def broken(file: Path) -> None:
@@ -75,20 +75,22 @@ def without_a_date(file: Path) -> None:
 @pytest.mark.usefixtures("keys")
 @pytest.mark.parametrize("spoil", [broken, unreadable, without_a_date])
 def test_no_key_opens_the_pages_while_their_file_cannot_be_read(
-    client: TestClient, run_dir: Path, spoil: Callable[[Path], None]
+    own_client: TestClient, run_dir: Path, spoil: Callable[[Path], None]
 ) -> None:
     known = {"authorization": f"Bearer {OPERATOR}"}
-    assert client.get("/groups.json", headers=known).status_code == 200
+    assert own_client.get("/groups.json", headers=known).status_code == 200
     spoil(run_dir / "keys.toml")
     for headers in (known, {"authorization": "Bearer guess"}):
-        refused = client.get("/groups.json", headers=headers)
+        refused = own_client.get("/groups.json", headers=headers)
         assert (refused.status_code, "keys.toml" in refused.text) == (503, True)
 
 
-def test_a_first_file_of_keys_that_cannot_be_read_closes_the_pages(client: TestClient, run_dir: Path) -> None:
-    assert client.get("/overview").status_code == 200
+def test_a_first_file_of_keys_that_cannot_be_read_closes_the_pages(
+    own_client: TestClient, run_dir: Path
+) -> None:
+    assert own_client.get("/overview").status_code == 200
     broken(run_dir / "keys.toml")
-    assert client.get("/overview.json").status_code == 401
+    assert own_client.get("/overview.json").status_code == 401
 
 
 @pytest.mark.usefixtures("keys")

@@ -127,9 +127,9 @@ def test_the_judges_page_compares_it_with_people(client: TestClient) -> None:
     assert page["measured"][0]["position_bias"] == 0.1
 
 
-def test_two_runs_are_compared(client: TestClient, run_dir: Path) -> None:
+def test_two_runs_are_compared(open_dashboard: Open, run_dir: Path) -> None:
     fill(run_dir.parent / "other", run_of_one_step()[:2])
-    page = client.get("/compare.json?run_b=other").json()
+    page = open_dashboard().get("/compare.json?run_b=other").json()
     assert [side["counts"]["calls"] for side in page["sides"]] == [4, 1]
     assert page["runs"] == ["here", "other"]
 
@@ -292,14 +292,14 @@ def test_a_token_is_trained_by_the_trainer_s_rule(
 
 
 def test_a_run_in_object_storage_is_compared(
-    client: TestClient, run_dir: Path, object_store: dict[str, str]
+    open_dashboard: Open, run_dir: Path, object_store: dict[str, str]
 ) -> None:
     """It has no folder `store`."""
     other = Config(run_dir=str(run_dir.parent / "far"), store=StoreConfig(**object_store))  # type: ignore[arg-type]
     (run_dir.parent / "far").mkdir()
     save(other, run_dir.parent / "far" / SETTINGS)
     fill(open_lake(other), run_of_one_step()[:1])
-    page = client.get("/compare.json?run_b=far").json()
+    page = open_dashboard().get("/compare.json?run_b=far").json()
     assert page["runs"] == ["far", "here"]
     assert [side["counts"]["opened"] for side in page["sides"]] == [2, 1]
 
