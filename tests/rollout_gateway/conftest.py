@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
