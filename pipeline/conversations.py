@@ -166,7 +166,7 @@ class _ConversationBuilder:
         only once."""
         try:
             request = _raw_fields.decode(exchange.request)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return [], ()
         tools = _decode(request.get("tools"))
         offered = tuple(t for t in tools if isinstance(t, dict)) if isinstance(tools, list) else ()
@@ -174,7 +174,7 @@ class _ConversationBuilder:
             return self._completion(_prompt_text(request, exchange.choice)), offered
         try:
             messages = _raw_list.decode(request.get("messages", b"[]"))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return [], offered
         return [keyed for m in messages if (keyed := self._keyed(bytes(m))) is not None], offered
 
@@ -183,7 +183,10 @@ class _ConversationBuilder:
             message = _decode(raw)
             if not isinstance(message, dict):
                 return None
-            self._decoded[raw] = _Keyed(message, _content_key(message))
+            try:
+                self._decoded[raw] = _Keyed(message, _content_key(message))
+            except RecursionError:
+                return None
         return self._decoded[raw]
 
     def _completion(self, prompt: str) -> list[_Keyed]:
@@ -220,7 +223,7 @@ def _decode(document: bytes | msgspec.Raw | None) -> Any:
     """Return the document's value, or `None` if it is no JSON, as the response of a call that broke off may be."""
     try:
         return msgspec.json.decode(document) if document is not None else None
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 
@@ -252,7 +255,8 @@ def _content_key(message: Message) -> int:
         if isinstance(call, dict) and isinstance(f := call.get("function"), dict)
     ]
     role = message.get("role") or "assistant"
-    return hash((str(role), message.get("name") or "", text_of(message.get("content")).strip(), repr(called)))
+    name = str(message.get("name") or "")
+    return hash((str(role), name, text_of(message.get("content")).strip(), repr(called)))
 
 
 def _canonical(arguments: Any) -> Any:

@@ -7,7 +7,6 @@ or had in its cache, audio, or video.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ def media_of(request: bytes) -> Media:
         return Media()
     try:
         body = msgspec.json.decode(request)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return Media()
     images: list[bytes] = []
     for part in _parts(body):
@@ -57,7 +56,7 @@ def image_of(part: dict[str, Any]) -> bytes | None:
     head, _, data = url.partition(",")
     try:
         return base64.b64decode(data, validate=True) if head.endswith(";base64") else None
-    except binascii.Error:
+    except ValueError:  # no base64, or not even ASCII
         return None
 
 

@@ -20,6 +20,8 @@ from pipeline.images import media_of
 
 GREEDY = 1e-5
 """A temperature below this means greedy decoding."""
+_LOWEST = 0.01
+"""vLLM samples at this temperature where a lower one is asked for."""
 
 
 class Defaults(msgspec.Struct, frozen=True):
@@ -73,7 +75,7 @@ def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
     """Return the sampling settings of a request body (JSON). A body that can't be decoded names none."""
     try:
         settings = _decoder.decode(request)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         settings = _Request()
 
     def effective(name: str, neutral: float) -> float:
@@ -94,8 +96,9 @@ def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
     ]  # fmt: skip
     if missing := media_of(request).missing:
         unsupported.append(missing)
+    temperature = float(effective("temperature", 1.0))
     return Sampling(
-        temperature=float(effective("temperature", 1.0)),
+        temperature=max(temperature, _LOWEST) if temperature >= GREEDY else temperature,
         top_k=max(0, int(effective("top_k", 0))),
         top_p=float(effective("top_p", 1.0)),
         min_p=float(effective("min_p", 0.0)),

@@ -57,7 +57,7 @@ def document(body: bytes) -> Json:
     """Return a JSON object; empty if the bytes are none."""
     try:
         value = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +16,12 @@ from rollout_gateway.http.errors import ApiError
 
 _T = TypeVar("_T")
 
+_MAX_DEPTH = 200
+"""Lists and objects within each other. What is on the log is decoded again by judge, trainer and others, in deeper
+calls of their own than the gateway's, and Python bounds calls and nesting together."""
+_NO_BRACKETS = bytes(set(range(256)).difference(b'[]{}"'))
+_ALIKE = bytes.maketrans(b"{}", b"[]")
+_BRACKETS_IN_TEXT = re.compile(rb'"[^"]*"')
 _WHERE = re.compile(r"`\$\.([^`]*)`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]*)`")
 _CONSTANT = re.compile(rb"NaN|Infinity")
@@ -25,7 +32,7 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
     is."""
     try:
         body.decode()  # also what `msgspec.Raw` skips has to be valid UTF-8
-        return msgspec.json.decode(body, type=kind)
+        read = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         where, field = _WHERE.search(str(error)), _FIELD.search(str(error))
         param = ".".join(match[1] for match in (where, field) if match) or None
@@ -39,7 +46,24 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
             raise ApiError(400, "invalid_body", message, param=path) from error
         raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error}") from error
     except RecursionError as error:
-        raise ApiError(400, "invalid_json", "The body is not valid JSON: it is nested too deeply") from error
+        raise _too_deep() from error
+    if _is_deep(body):
+        raise _too_deep()
+    return read
+
+
+def _is_deep(body: bytes) -> bool:
+    """Whether a valid body has more than `_MAX_DEPTH` lists and objects within each other."""
+    if body.count(b"[") + body.count(b"{") <= _MAX_DEPTH:
+        return False
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # no escaped quotes
+    left = _BRACKETS_IN_TEXT.sub(b"", plain.translate(_ALIKE, _NO_BRACKETS).replace(b'""', b""))
+    return max(accumulate(map((92).__sub__, left)), default=0) > _MAX_DEPTH  # [ is 91, ] is 93
+
+
+def _too_deep() -> ApiError:
+    message = f"The body is nested too deeply: at most {_MAX_DEPTH} lists and objects within each other"
+    return ApiError(400, "invalid_json", message)
 
 
 def _advice(error: str, param: str | None, kind: type) -> str:

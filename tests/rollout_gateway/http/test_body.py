@@ -30,6 +30,22 @@ def test_a_valid_body_is_decoded() -> None:
     assert read_body(b'{"model": "m", "other": 1}', Body) == Body("m")
 
 
+@pytest.mark.parametrize("text", ["", "]]]]]", '\\"]]', "[[[[[", "\\\\"])
+@pytest.mark.parametrize(("depth", "taken"), [(199, True), (200, False)])
+def test_nesting_has_a_bound(text: str, depth: int, taken: bool) -> None:
+    """Whoever decodes the record later does so in deeper calls than the gateway."""
+    value: object = msgspec.json.decode(
+        b'{"a":[' * (depth // 2) + b"[" * (depth % 2) + b"]" * (depth % 2) + b"]}" * (depth // 2)
+    )
+    body = msgspec.json.encode({"model": "m", text: [text, {}] * 300, "deep": value})
+    if taken:
+        assert read_body(body, Body) == Body("m")
+    else:
+        with pytest.raises(ApiError, match="nested too deeply") as refused:
+            read_body(body, Body)
+        assert refused.value.code == "invalid_json"
+
+
 @pytest.mark.parametrize(
     ("body", "code", "param"),
     [

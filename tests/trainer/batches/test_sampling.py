@@ -35,6 +35,21 @@ def test_the_request_comes_before_the_servers_default() -> None:
     assert sampling_of(b"no json", NO_DEFAULTS) == sampling_of(asked(), NO_DEFAULTS)
 
 
+def test_a_very_low_temperature_is_the_one_that_vllm_samples_at() -> None:
+    found = [sampling_of(asked(temperature=t), NO_DEFAULTS) for t in (0.02, 0.0099, 2e-5, 0)]
+    assert [(f.temperature, f.greedy) for f in found] == [
+        (0.02, False),
+        (0.01, False),
+        (0.01, False),
+        (0, True),
+    ]
+
+
+def test_a_request_that_is_nested_too_deeply_names_no_setting() -> None:
+    deep = b'{"temperature": 0.5, "a_url": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    assert sampling_of(deep, NO_DEFAULTS) == sampling_of(asked(), NO_DEFAULTS)
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "neutral"),
     [

@@ -86,7 +86,7 @@ def test_media_of_a_request() -> None:
     assert media_of(escaped) == Media((RED,))
     assert media_of(asking({"type": "image_url", "image_url": data_url(RED)})) == Media((RED,))
     for part in (image("https://example.com/a.png"), image("data:image/png;base64,%%"), image("data:image/png,x"),
-                 {"type": "image_url", "uuid": "1"}):  # fmt: skip
+                 image("data:image/png;base64,é"), {"type": "image_url", "uuid": "1"}):  # fmt: skip
         assert media_of(asking(part)) == Media(missing="image_url")
     assert media_of(asking({"type": "input_audio", "input_audio": {"data": ""}})) == Media(
         missing="input_audio"
@@ -95,6 +95,7 @@ def test_media_of_a_request() -> None:
         b"no json",
         b'{"messages": 3, "a_url": 1}',
         b'[{"image_url": 1}]',
+        b'{"a_url": ' + b"[" * 5000 + b"]" * 5000 + b"}",
         asking({"type": "text", "text": "image_url"}),
     ):
         assert media_of(text) == Media()
