@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -32,6 +33,11 @@ def asking(*parts: object) -> bytes:
 
 def image(url: str) -> dict[str, object]:
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def chunk(name: bytes, data: bytes) -> bytes:
+    """A chunk of a PNG."""
+    return len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,6 +70,13 @@ def test_images_must_fit_the_tokens(tmp_path: Path) -> None:
             images.check(ids, wrong)
     with pytest.raises(ImageUnusableError, match="can't be decoded"):
         images.check(ids, [b"no image"])
+    # Pillow has a SyntaxError for data that go on in a chunk without a name.
+    broken = RED[:33] + chunk(b"IDAT", RED[41:61]) + chunk(b"\n\n\n\n", b"")
+    with pytest.raises(ImageUnusableError, match="can't be decoded: broken PNG"):
+        images.check(ids, [broken])
+    # What exceeds the places is not decoded: a request may name images that the inference server did not read.
+    with pytest.raises(ImageUnusableError, match="10 places for images"):
+        images.check(ids, [RED, BLUE, *[b"no image"] * 600])
     # A row that ends before the second image needs the first alone.
     sequence = TokenSequence.made_up("t", np.array([*ids, 9]), 12)
     cut = dataclasses.replace(sequence, loss_mask=np.arange(14) == 6, images=(RED, BLUE))
