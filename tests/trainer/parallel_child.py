@@ -1,6 +1,8 @@
-"""One of several trainer processes: `torchrun … -m tests.trainer.parallel_child BASE OUT PHASE…`.
+"""Several trainer processes on several machines, which are network namespaces. They are forked from one.
 
-In each phase the first process takes steps and the others take part in them; what came out is written to OUT.
+Reads one line per run from standard input, `BASE OUT ADDRESS NAMESPACE,… PHASE…`, starts a process in each of the
+namespaces with the environment that torchrun gives it, the first one at ADDRESS, and answers with their exit codes. In
+each phase the first process takes steps and the others take part in them; what came out is written to OUT.
 
 | phase | what happens |
 | --- | --- |
@@ -12,7 +14,10 @@ In each phase the first process takes steps and the others take part in them; wh
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -133,13 +138,38 @@ PHASES: dict[str, tuple[Callable[[Engine], Any], Callable[[int], AbstractContext
 
 
 def main() -> None:
-    base, out, *phases = sys.argv[1:]
-    found: dict[str, Any] = {}
     logs.configure("trainer", "ERROR")
+    for line in sys.stdin:
+        base, out, address, namespaces, *phases = line.split()
+        machines = namespaces.split(",")
+        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
+        ranks = [fork(base, Path(out), machines, rank, phases) for rank in range(len(machines))]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+        print(*codes, flush=True)  # noqa: T201 - the answer
+
+
+def fork(base: str, out: Path, machines: Sequence[str], rank: int, phases: Sequence[str]) -> int:
+    """Start the process of a rank and return its id."""
+    if pid := os.fork():
+        return pid
+    try:
+        with Path("/run/netns", machines[rank]).open() as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"can't enter the network namespace {machines[rank]}")
+        local_rank = machines[:rank].count(machines[rank])
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(machines)), "LOCAL_RANK": str(local_rank)}
+        run(base, out, phases)
+    except BaseException:  # noqa: BLE001 - a forked child must never return into the parent's loop
+        traceback.print_exc()
+    os._exit(1)
+
+
+def run(base: str, out: Path, phases: Sequence[str]) -> None:
+    found: dict[str, Any] = {}
     process_group = ProcessGroup.join()
     torch.set_num_threads(1)
     for phase in phases:
-        found |= take_part(phase, base, Path(out).parent, process_group)
+        found |= take_part(phase, base, out.parent, process_group)
     if process_group.rank == 0:
         torch.save(found, out)
     process_group.close(0)

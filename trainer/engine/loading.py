@@ -98,6 +98,8 @@ def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -
     sees = type(AutoConfig.from_pretrained(base)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     model = auto.from_pretrained(base, dtype=dtype_for(config, device))
+    if config.dtype == "float64" and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # PyTorch's grouped product has no float64
     # vLLM serves no adapters on vision towers, unless it is told to.
     towers = "|".join(map(re.escape, towers_of(model)))
     lora = LoraConfig(
@@ -108,7 +110,7 @@ def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -
     torch.manual_seed(config.seed)
     peft = get_peft_model(model, lora)
     disable_randomness(peft)
-    return LoadedModel(peft, lora, accepts_masks=True, checkpointing=_checkpoint(model, config, device))
+    return LoadedModel(peft, lora, accepts_masks=True, checkpointing=checkpoint(model, config, device))
 
 
 def base_digest(base: str, model: torch.nn.Module) -> str:
@@ -135,7 +137,7 @@ def wants_checkpointing(config: TrainerConfig, device: torch.device) -> bool:
     return bool(config.memory.gradient_checkpointing == "on")
 
 
-def _checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool:
+def checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool:
     """Switch gradient checkpointing on if the settings say so. Returns whether it is on.
 
     Raises `ConfigError` if the setting is `on` and the model does not support it."""

@@ -45,10 +45,10 @@ def machines() -> Iterator[Network]:
 
 
 @contextmanager
-def torchruns(machines: Network, ranks: int, *module: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """torchrun on both machines, with `ranks` processes in all; they are killed at the end if they still run."""
+def torchruns(machines: Network, *module: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """torchrun on both machines, with a process on each; they are killed at the end if they still run."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks // 2),
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
         "--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", f"{machines.addresses['one']}:29400",
     ]  # fmt: skip
     with ExitStack() as stack:
@@ -90,6 +90,16 @@ def assert_same(mine: Weights, theirs: Weights, share: float = 1e-6) -> None:
 
 
 @pytest.fixture(scope="module")
+def ranks_of_machines() -> Iterator[subprocess.Popen[str]]:
+    """The process that forks ranks: it has imported PyTorch."""
+    command = [sys.executable, "-m", "tests.trainer.parallel_child"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.fixture(scope="module")
 def alone(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What comes out of one process."""
     return steps(engine_of(tiny_base, tmp_path_factory.mktemp("alone")))
@@ -100,16 +110,19 @@ def alone(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 )
 def test_processes_of_two_machines_take_the_same_steps_as_one(
     machines: Network,
+    ranks_of_machines: subprocess.Popen[str],
     alone: dict[str, dict[str, Any]],
     tiny_base: str,
     tmp_path: Path,
     ranks: int,
     phases: list[str],
 ) -> None:
-    with torchruns(
-        machines, ranks, "tests.trainer.parallel_child", tiny_base, str(tmp_path / "out"), *phases
-    ) as all_:
-        assert [p.wait(300) for p in all_] == [0, 0]
+    assert ranks_of_machines.stdin is not None
+    assert ranks_of_machines.stdout is not None
+    spaces = [machines.space(name) for name in machines.addresses for _ in range(ranks // 2)]
+    line = [tiny_base, str(tmp_path / "out"), machines.addresses["one"], ",".join(spaces), *phases]
+    print(*line, file=ranks_of_machines.stdin, flush=True)
+    assert ranks_of_machines.stdout.readline().split() == ["0"] * ranks
     found = torch.load(tmp_path / "out", weights_only=False)
     for phase in set(phases) - {"too_large"}:
         for name, one in alone.items():
@@ -193,11 +206,11 @@ async def test_a_sharded_trainer_goes_on_with_its_optimizer_whichever_process_di
             end(up)
         arguments = ["--config", str(file), "--set", f'nats.url="nats://{gateway}:{server.port}"']
         done = len(await checkpoints(broker))
-        with torchruns(machines, 2, "trainer", *arguments) as processes:
+        with torchruns(machines, "trainer", *arguments) as processes:
             await steps_reach(broker, done + 1)
             ranks_of(processes)[0].kill()
             assert 0 not in [await anyio.to_thread.run_sync(p.wait, 60) for p in processes]
-        with torchruns(machines, 2, "trainer", *arguments) as processes:
+        with torchruns(machines, "trainer", *arguments) as processes:
             published = await steps_reach(broker, STEPS)
             for process in ranks_of(processes).values():
                 process.send_signal(
