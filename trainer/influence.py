@@ -75,6 +75,7 @@ async def influences(config: Config, version: str, tasks: Sequence[str] = ()) ->
             histories = Histories(
                 broker, defaults_of(engine.model.peft.get_base_model(), config.vllm.args),
                 mask_truncated=settings.loss.mask_truncated, turn_discount=settings.loss.turn_discount,
+                replay=settings.router_replay,
             )  # fmt: skip
             batch, of_task = await _read(histories, step_groups), await _read(histories, lost)
             if weights is not None:

@@ -206,6 +206,8 @@ class Learner:
             outside = (sequence.ids < 0) | (sequence.ids >= model.vocabulary)
             if outside.any():
                 return f"token {int(sequence.ids[outside][0])} is not in the model's vocabulary"
+            if sequence.experts is not None and (why := model.forward.replay.why_unfit(sequence.experts)):
+                return why
             if not sequence.images:
                 continue
             if model.images is None:

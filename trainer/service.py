@@ -71,6 +71,7 @@ class Trainer:
                     broker,
                     learner.sampling_defaults,
                     mask_truncated=learner.settings.loss.mask_truncated,
+                    replay=learner.settings.router_replay,
                     turn_discount=learner.settings.loss.turn_discount,
                     prompts=learner.prompts,
                     asks_outside=learner.settings.distill.asks_outside,

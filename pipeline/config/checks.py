@@ -135,6 +135,8 @@ def check_trainer(config: TrainerConfig) -> None:
         raise ConfigError("trainer.unsloth.load_in_4bit: only trainer.engine `unsloth` loads in four bits")
     if config.engine == "unsloth" and config.memory.sharded:
         raise ConfigError("trainer.memory.sharded: only trainer.engine `transformers` divides a model")
+    if config.engine == "unsloth" and config.router_replay:
+        raise ConfigError("trainer.router_replay: only trainer.engine `transformers` replays routers")
     if config.engine == "unsloth" and packing == "prefix":
         raise ConfigError(
             "trainer.memory.packing: unsloth replaces the attention mask, so prefixes can't be shared; use `padded` or "

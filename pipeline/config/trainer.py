@@ -250,6 +250,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Tokens of the passes that only check, made in one of ten steps, as a share of the tokens that ten steps compute.
     Half of them compare tokens of earlier versions with the recorded logprobs, half measure the KL divergence from the
     base model. Tokens of the current version are compared in training. 0: no such passes."""
+    router_replay: bool = False
+    """In a mixture of experts, send the tokens of a recorded call to the experts that the inference server chose, where
+    it returned them (vLLM: `--enable-return-routed-experts`, for calls that are not streamed)."""
     checkpoints: str = "checkpoints"
     """Folder of checkpoints under the run directory."""
     keep_checkpoints: SmallCount = 3

@@ -92,6 +92,7 @@ class Exchange:
             sampled_ids=choice.ids,
             logprobs=choice.logprobs,
             forced=call.forced(choice),
+            experts=choice.experts,
             finish_reason=choice.finish_reason,
             status=self.status,
             side_call=self.caller.side_call,

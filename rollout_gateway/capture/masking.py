@@ -37,7 +37,7 @@ _VALUES = (
 )
 _JSON = ("metadata", "request", "response")
 """The numbers of a response are the inference server's, such as times: a pattern of digits would match each."""
-_TOKENS = frozenset(("logprobs", "prompt_logprobs", "prompt_token_ids", "token_ids"))
+_TOKENS = frozenset(("logprobs", "prompt_logprobs", "prompt_token_ids", "routed_experts", "token_ids"))
 """Fields of a response that hold its tokens, one by one."""
 _PERSON = (("user",), ("safety_identifier",), ("metadata", "user_id"), ("metadata", "subject"))
 """Where a call names the person whose run it is; `journeywork erase` looks there."""
@@ -123,7 +123,7 @@ class Masks:
                         del found[name]
             changed |= {
                 "response": msgspec.json.encode(response), "prompt_ids": b"", "sampled_ids": b"", "logprobs": b"",
-                "forced": b"", "request_hash": "",
+                "forced": b"", "experts": b"", "request_hash": "",
             }  # fmt: skip
         return msgspec.structs.replace(event, **changed) if changed else event
 

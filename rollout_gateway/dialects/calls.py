@@ -96,6 +96,8 @@ class SampledChoice:
     """The choice as the client gets it."""
     prompt_ids: bytes = b""
     """The choice's own prompt, if choices have different ones. Otherwise `Answer.prompt_ids` holds."""
+    experts: bytes = b""
+    """The experts that the routers chose, as vLLM returns them: a NumPy file."""
 
     def ended_without_call(self) -> bool:
         """Whether the model itself ended the reply (not the token limit, not a stop string) without a tool call.

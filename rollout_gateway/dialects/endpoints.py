@@ -29,6 +29,7 @@ from rollout_gateway.http.errors import ApiError
 _encode = msgspec.json.Encoder().encode
 _fields_decoder = msgspec.json.Decoder(Fields)
 choices_decoder = msgspec.json.Decoder(list[Fields])
+_bytes_decoder = msgspec.json.Decoder(bytes | None)
 _NULL = Raw(b"null")
 _TRUE = Raw(b"true")
 _SAMPLED_ONLY = {CHAT: _TRUE, COMPLETIONS: Raw(b"0")}
@@ -118,6 +119,7 @@ def read_answer(body: bytes, call: Call) -> Answer:
             index=int(bytes(choice["index"])) if "index" in choice else position,
             ids=ids,
             logprobs=pack_logprobs(choice.get("logprobs"))[-len(ids) :] if ids else b"",
+            experts=_bytes_decoder.decode(choice.get("routed_experts", _NULL)) or b"",
             finish_reason=decode_text(choice.get("finish_reason")),
             fields=choice,
             prompt_ids=pack_ids(choice.get("prompt_token_ids")),

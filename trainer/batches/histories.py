@@ -34,7 +34,8 @@ class Histories:
 
     `defaults` are the sampling parameters that the inference server uses where a request names none; `prompts` renders
     the teacher's, `None` if no hint is distilled; `asks_outside`: whether a teacher from outside teaches.
-    `mask_truncated`: no token of a reply that its length limit cut off is trained; it is context of later ones."""
+    `mask_truncated`: no token of a reply that its length limit cut off is trained; it is context of later ones.
+    `replay`: sequences have the experts that the sampler chose."""
 
     def __init__(
         self,
@@ -42,12 +43,13 @@ class Histories:
         defaults: Defaults,
         *,
         mask_truncated: bool,
+        replay: bool = False,
         turn_discount: float = 1.0,
         prompts: HintedPrompts | None = None,
         asks_outside: bool = False,
     ) -> None:
         self._broker, self._defaults, self._mask_truncated = broker, defaults, mask_truncated
-        self._discount = turn_discount
+        self._discount, self._replay = turn_discount, replay
         self._prompts, self._asks_outside = prompts, asks_outside
         self._limit = anyio.CapacityLimiter(_CONCURRENT_READS)
         self.shared_until: int | None = None
@@ -83,6 +85,7 @@ class Histories:
                 defaults=self._defaults,
                 mask_truncated=self._mask_truncated,
                 left_out=group.left_out,
+                replay=self._replay,
             )
             sequences += [
                 self._with_own_versions(group, self._without_unjudged(group, member, sequence))

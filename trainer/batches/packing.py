@@ -61,6 +61,8 @@ class Layout:
     """top_k, top_p and min_p under which each trained token was sampled. `None` where nothing was cut."""
     images: tuple[tuple[bytes, ...], ...] = ()
     """For each row the files of its images, among them those of tokens that were cut off. Empty: no row has any."""
+    experts_RLMk: torch.Tensor | None = None
+    """The experts that the sampler chose for each token in each layer, -1 where they are not known."""
 
     def dense_mask(self, span: AttentionSpan = FULL) -> torch.Tensor | None:
         """`ends_RL` as a mask of shape [R, 1, L, L]: true where the query (third axis) sees the key (last axis).
@@ -122,7 +124,22 @@ def _layout(
         flat(rows), flat(cols), flat(targets), torch.from_numpy(np.concatenate(temperatures)), flat(owner), flat(slot),
         tokens,
         None if all(s.cuts is None for s in sequences) else torch.from_numpy(np.concatenate(cuts)),
+        experts_RLMk=_experts(sequences, where, ids_RL.shape),
     )  # fmt: skip
+
+
+def _experts(
+    sequences: Sequence[TokenSequence], where: Sequence[tuple[int, Int]], shape: tuple[int, ...]
+) -> torch.Tensor | None:
+    """The experts of a layout of `shape` [R, L]."""
+    like = next((s.experts for s in sequences if s.experts is not None), None)
+    if like is None:
+        return None
+    experts_RLMk = np.full((*shape, *like.shape[1:]), -1, np.int16)
+    for sequence, (row, columns) in zip(sequences, where, strict=True):
+        if sequence.experts is not None:
+            experts_RLMk[row, columns] = sequence.experts[: len(columns)]
+    return torch.from_numpy(experts_RLMk)
 
 
 def padded(sequences: Sequence[TokenSequence]) -> Layout:
@@ -143,7 +160,8 @@ def padded(sequences: Sequence[TokenSequence]) -> Layout:
 class _Tree:
     """The sequences of a group as a prefix tree in one row: tokens that sequences share are laid out once."""
 
-    ids: Int
+    size: int
+    """Number of tokens."""
     positions: Int
     ends: Int
     """For each token, the column after the last token that continues it. Tokens come before those that continue them,
@@ -152,18 +170,18 @@ class _Tree:
     """For each sequence the column of each of its tokens."""
 
 
-def common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+def common_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     """Length of the common prefix."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n
 
 
-def _tree(sequences: Sequence[npt.NDArray[np.int32]]) -> _Tree:
+def _tree(sequences: Sequence[npt.NDArray[Any]]) -> _Tree:
     """In sorted order, each sequence shares its longest prefix with the one before it, as in a trie of sorted words."""
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tolist())
     columns: list[Int] = [np.zeros(0, np.int64)] * len(sequences)
-    ids, positions = [], []
+    positions = []
     ends = np.zeros(sum(map(len, sequences)), np.int64)
     size = 0
     before = -1
@@ -174,12 +192,34 @@ def _tree(sequences: Sequence[npt.NDArray[np.int32]]) -> _Tree:
             ends[columns[before][shared:]] = size
         fresh = np.arange(size, size + len(sequence) - shared)
         columns[i] = np.concatenate([columns[before][:shared], fresh]) if shared else fresh
-        ids.append(sequence[shared:].astype(np.int64))
         positions.append(np.arange(shared, len(sequence)))
         size += len(fresh)
         before = i
     ends[columns[before]] = size
-    return _Tree(np.concatenate(ids), np.concatenate(positions), ends[:size], columns)
+    return _Tree(size, np.concatenate(positions), ends[:size], columns)
+
+
+def _keys(sequences: Sequence[TokenSequence]) -> list[npt.NDArray[Any]]:
+    """What sequences are compared by to share prefixes: their used ids, and the experts of each token. Sampling may
+    have sent equal tokens to different experts: those of another version, for example."""
+    used = [used_ids(s) for s in sequences]
+    like = next((s.experts for s in sequences if s.experts is not None), None)
+    if like is None:
+        return list(used)
+    unknown = np.full((1, *like.shape[1:]), -1, np.int16)
+    rows = [
+        np.column_stack(
+            [
+                ids,
+                (np.repeat(unknown, len(ids), 0) if s.experts is None else s.experts[: len(ids)]).reshape(
+                    len(ids), -1
+                ),
+            ]
+        )
+        for s, ids in zip(sequences, used, strict=True)
+    ]
+    keys = np.unique(np.concatenate(rows), axis=0, return_inverse=True)[1].reshape(-1)
+    return np.split(keys, np.cumsum([len(ids) for ids in used])[:-1])
 
 
 def by_group(groups: Sequence[int]) -> list[list[int]]:
@@ -196,20 +236,20 @@ def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> 
 
     `groups[s]` is the group of sequence s."""
     members = by_group(groups)
-    trees = [_tree([used_ids(sequences[s]) for s in inside]) for inside in members]
-    length = max(len(t.ids) for t in trees)
+    trees = [_tree(_keys([sequences[s] for s in inside])) for inside in members]
+    length = max(t.size for t in trees)
     ids_RL = np.zeros((len(trees), length), np.int64)
     positions_RL = np.zeros((len(trees), length), np.int64)
     # Padding sees itself: attention over no key at all would give NaN.
     ends_RL = np.tile(np.arange(1, length + 1), (len(trees), 1))
     where: list[tuple[int, Int]] = [(0, np.zeros(0, np.int64))] * len(sequences)
     for row, (tree, inside) in enumerate(zip(trees, members, strict=True)):
-        n = len(tree.ids)
-        ids_RL[row, :n], positions_RL[row, :n] = tree.ids, tree.positions
-        ends_RL[row, :n] = tree.ends
+        positions_RL[row, : tree.size] = tree.positions
+        ends_RL[row, : tree.size] = tree.ends
         for s, columns in zip(inside, tree.columns, strict=True):
+            ids_RL[row, columns] = used_ids(sequences[s])
             where[s] = (row, columns)
-    return _layout(sequences, ids_RL, where, sum(len(t.ids) for t in trees), positions_RL, ends_RL)
+    return _layout(sequences, ids_RL, where, sum(t.size for t in trees), positions_RL, ends_RL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,7 +290,7 @@ def sharing_pays(sequences: Sequence[TokenSequence], groups: Sequence[int], cost
     rows = sum(len(s.ids) * cost.per_token + _CAUSAL * len(s.ids) ** 2 * cost.per_pair for s in sequences)
     trees = 0.0
     for inside in by_group(groups):
-        size = len(_tree([used_ids(sequences[s]) for s in inside]).ids)
+        size = _tree(_keys([sequences[s] for s in inside])).size
         trees += size * cost.per_token + size**2 * cost.per_pair
     return trees < 0.95 * rows
 
@@ -298,9 +338,10 @@ def _group_pieces(
         inside.sort(key=lambda s: sequences[s].ids.tolist())
         piece: list[int] = []
         size = 0
+        keys = dict(zip(inside, _keys([sequences[s] for s in inside]), strict=True))
         for s in inside:
-            used = used_ids(sequences[s])
-            fresh = len(used) - (common_prefix(used, used_ids(sequences[piece[-1]])) if piece else 0)
+            used = keys[s]
+            fresh = len(used) - (common_prefix(used, keys[piece[-1]]) if piece else 0)
             if piece and size + fresh > budget:
                 pieces.append((size, piece))
                 piece, size, fresh = [], 0, len(used)

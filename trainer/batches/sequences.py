@@ -7,6 +7,7 @@ are trained, those that `pipeline.sampling` names. Prompts, tool results and use
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -45,6 +46,9 @@ class TokenSequence:
     """The call that sampled each token: `seq` of its exchange, -1 for context. `None`: not known."""
     images: tuple[bytes, ...] = ()
     """The files of the images whose places are among the ids, in their order."""
+    experts: npt.NDArray[np.int16] | None = None
+    """The experts that the sampler's routers chose for each token, shape [T, layers, experts of a token]; -1 where they
+    are not known. `None`: none is known, or they are not replayed."""
 
     @classmethod
     def made_up(cls, name: str, ids: npt.NDArray[np.integer[Any]], trained: int) -> TokenSequence:
@@ -73,6 +77,8 @@ class _Builder:
     def __init__(self) -> None:
         self.ids = np.zeros(0, np.int32)
         self.images: tuple[bytes, ...] = ()
+        self._experts: npt.NDArray[np.int16] | None = None
+        """Those of the first tokens."""
         self._parts: list[tuple[npt.NDArray[Any], ...]] = []
         """Loss mask, logprobs, steps, temperatures, cuts and calls of every part added."""
 
@@ -99,14 +105,25 @@ class _Builder:
         n = len(ids)
         self.add(ids, np.zeros(n, np.bool_), np.full(n, np.nan, np.float32), -1, Sampling(), -1)
 
+    def add_experts(self, experts: npt.NDArray[np.int16] | None) -> None:
+        """Add the experts of the call that was added last, for the tokens that have none so far."""
+        if self._experts is None:
+            self._experts = experts
+        elif experts is not None and experts.shape[1:] == self._experts.shape[1:]:
+            self._experts = np.concatenate([self._experts, experts[len(self._experts) :]])
+
     def sequence(self, trajectory: str) -> TokenSequence:
         parts = (np.concatenate(part) for part in zip(*self._parts, strict=True))
         loss_mask, logprobs, steps, temperatures, cuts, calls = parts
         loss_mask[:1] = False  # no token before it predicts the first one
         uncut = (cuts == _UNCUT).all()
+        experts = self._experts
+        if experts is not None:
+            unknown = np.full((len(self.ids) - len(experts), *experts.shape[1:]), -1, np.int16)
+            experts = np.concatenate([experts, unknown])
         return TokenSequence(
             trajectory, self.ids, loss_mask, logprobs, steps, temperatures, None if uncut else cuts, calls,
-            self.images,
+            self.images, experts,
         )  # fmt: skip
 
 
@@ -117,12 +134,14 @@ def build(
     defaults: Defaults = NO_DEFAULTS,
     mask_truncated: bool = False,
     left_out: Counter[str] | None = None,
+    replay: bool = False,
 ) -> list[TokenSequence]:
     """The sequences of one trajectory that hold at least one token to train, in the order in which they began.
 
     `defaults` are the sampling settings that the inference server uses where a request names none. With
     `mask_truncated`, replies that were cut off at their length limit are context. `left_out` is increased by the
-    number of sampled tokens that are not trained because of an unsupported sampling setting, by the setting."""
+    number of sampled tokens that are not trained because of an unsupported sampling setting, by the setting. With
+    `replay`, the sequences have the experts that the sampler chose."""
     unique: dict[tuple[int, int], ExchangeRecorded] = {}
     for exchange in exchanges:
         unique.setdefault((exchange.seq, exchange.choice), exchange)
@@ -159,6 +178,8 @@ def build(
             sampling if reproducible else Sampling(),
             exchange.seq,
         )
+        if replay and exchange.experts:
+            builder.add_experts(_experts(exchange, len(builder.ids)))
     return [s for s in (b.sequence(trajectory) for b in builders) if s.loss_mask.any()]
 
 
@@ -166,3 +187,13 @@ def _logprobs(exchange: ExchangeRecorded, length: int) -> npt.NDArray[np.float32
     logprobs = unpack_logprobs(exchange.logprobs)
     # Where the numbers differ, no logprob can be assigned to its token.
     return logprobs if len(logprobs) == length else np.full(length, np.nan, np.float32)
+
+
+def _experts(exchange: ExchangeRecorded, tokens: int) -> npt.NDArray[np.int16] | None:
+    """The experts of the first tokens of an exchange, `None` if they are not such an array."""
+    try:
+        experts = np.load(io.BytesIO(exchange.experts), allow_pickle=False)
+    except (EOFError, ValueError):
+        return None
+    fits = experts.ndim == 3 and experts.dtype.kind == "u" and len(experts) <= tokens
+    return experts.astype(np.int16) if fits else None

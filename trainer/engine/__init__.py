@@ -9,6 +9,7 @@
 | `loading` | base models and fresh adapters, by Transformers or Unsloth |
 | `forward` | the model's forward pass over a layout, with attention masks for shared prefixes |
 | `images` | the inputs of a vision-language model for the images of a layout |
+| `routing` | the sampler's choices of experts, replayed in the model's routers |
 | `verify` | the comparison of a training pass with the model's own forward pass, at the start |
 | `losses` | TRL's losses over captured tokens, and what of TRL's inside they rely on |
 | `trl_source` | TRL's own classes, whatever Unsloth made of `trl` |

@@ -29,6 +29,7 @@ from trainer.batches.sampling import restrict
 from trainer.distillation.divergence import reverse_kl
 from trainer.engine.images import ImageInputs, ImageUnusableError
 from trainer.engine.parallel import ProcessGroup
+from trainer.engine.routing import RouterReplay
 from trainer.engine.sharding import ShardedModel
 
 _FULL = ("full_attention", "attention", "global_attention")
@@ -131,6 +132,7 @@ class Forward:
         parent, _, self._leaf = path.rpartition(".")
         self._parent = model.get_submodule(parent)
         self.trunk = model.get_submodule(path)
+        self.replay = RouterReplay(model)
         self._stub = _TrunkStub(self.trunk)
         self._output: Any = None
         self._shards: ShardedModel | None = None
@@ -152,6 +154,7 @@ class Forward:
 
     def hidden(self, layout: Layout) -> torch.Tensor:
         """Run the trunk over a layout. Returns its last hidden states, [R, L, D]."""
+        self.replay.set(layout.experts_RLMk)
         output = self.trunk(
             input_ids=layout.ids_RL,
             attention_mask=None if layout.ends_RL is None else self._masks(layout),

@@ -65,6 +65,8 @@ class PolicyModel:
             # Unsloth loads the text model alone.
             self.images = image_inputs_of(base, inner.config) if config.engine == "transformers" else None
             self.forward = Forward(inner, self.images)
+            if config.router_replay and not self.forward.replay.k:
+                raise ConfigError(f"trainer.router_replay: {base} has no routers that choose among experts")
             if process_group is not None and self.sharded:
                 self.forward.shard(self.device, process_group)
             elif config.engine == "transformers":
