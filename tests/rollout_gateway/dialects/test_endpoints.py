@@ -39,7 +39,12 @@ def test_a_seed_must_be_a_64_bit_integer(
 
 def test_the_experts_of_an_answer_are_kept_and_not_shown_to_the_client() -> None:
     experts = b"\x93NUMPY and so on"
-    choice: dict[str, Any] = {"index": 0, "message": {"content": "x"}, "token_ids": [7], "finish_reason": "stop"}
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": {"content": "x"},
+        "token_ids": [7],
+        "finish_reason": "stop",
+    }
     call = read_chat(msgspec.json.encode({"model": "m", "messages": []}))
     for field, kept in (({"routed_experts": base64.b64encode(experts).decode()}, experts),
                         ({"routed_experts": None}, b""), ({}, b"")):  # fmt: skip
