@@ -21,7 +21,6 @@ import yaml
 ROOT = Path(__file__).parent.parent
 UID = 10001
 BIN = Path(sys.executable).parent
-_NET = "10.231.77"
 
 
 def run(*argv: str) -> None:
@@ -33,11 +32,13 @@ class Network:
 
     def __init__(self, names: list[str]) -> None:
         self._id = f"jw{os.getpid() % 100000}"
-        self.addresses = {name: f"{_NET}.{n}" for n, name in enumerate(names, 2)}
+        # Two bridges of one subnet take each other's packets: every process has its own.
+        net = f"10.{192 + os.getpid() // 250 % 60}.{os.getpid() % 250}"
+        self.addresses = {name: f"{net}.{n}" for n, name in enumerate(names, 2)}
         self._spaces: list[str] = []
         try:
             run("ip", "link", "add", self._id, "type", "bridge")
-            run("ip", "addr", "add", f"{_NET}.1/24", "dev", self._id)
+            run("ip", "addr", "add", f"{net}.1/24", "dev", self._id)
             run("ip", "link", "set", self._id, "up")
             for n, (name, address) in enumerate(self.addresses.items()):
                 space, outer = self.space(name), f"{self._id}v{n}"
