@@ -23,6 +23,8 @@ from tests.deploy.kit import ROOT, Object, content, pods
 
 VENV = Path(sys.prefix).resolve()
 _RESTARTS = 5
+_BIN = "/etc/journeywork-bin"
+"""For the command `journeywork` of this checkout: the environment's own may be of another one."""
 _OF_NODE = ("proc", "dev", "etc", "runs", "models", "tmp")
 
 
@@ -69,6 +71,10 @@ class Cluster:
                 for pod, address in self.net.addresses.items()
             )
         )
+        (self.folder / "bin").mkdir()
+        command = self.folder / "bin" / "journeywork"
+        command.write_text(f"#!{VENV}/bin/python\nfrom pipeline.__main__ import main\n\nmain()\n")
+        command.chmod(0o755)
         for pod, template in templates.items():
             volumes = self._volumes(pod, template["spec"])
             grace_s = template["spec"].get("terminationGracePeriodSeconds", 30)
@@ -128,13 +134,20 @@ class Cluster:
                     else ["--ro-bind-try", str(entry)]
                 )
                 argv += [*link, str(entry)]
-        argv += ["--ro-bind", str(self.folder / "hosts"), "/etc/hosts"]
+        argv += [
+            "--ro-bind",
+            str(self.folder / "hosts"),
+            "/etc/hosts",
+            "--ro-bind",
+            str(self.folder / "bin"),
+            _BIN,
+        ]
         for mount in container.spec["volumeMounts"]:
             path, writable = container.volumes[mount["name"]]
             argv += ["--bind" if writable else "--ro-bind", str(path), mount["mountPath"]]
         # In the image this checkout is what is installed, and its environment is /opt/venv. Both may lie in /tmp.
         argv += ["--ro-bind", str(ROOT), str(ROOT), "--ro-bind", str(VENV), str(VENV), "--remount-ro", "/"]
-        env = {"PATH": f"{VENV}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+        env = {"PATH": f"{_BIN}:{VENV}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
         for variable in container.spec.get("env", ()):
             env[variable["name"]] = self._value(container, variable)
         for key, value in env.items():
@@ -179,7 +192,7 @@ class Cluster:
         ask = ["curl", "-fs", "-m", "10", "-o", "/dev/null", f"http://{address}{probe['httpGet']['path']}"]
         return subprocess.run([*self.net.enter("nats"), *ask], check=False).returncode == 0
 
-    def until(self, condition: Callable[[], bool], name: str, seconds: float = 240) -> None:
+    def until(self, condition: Callable[[], bool], name: str, seconds: float = 300) -> None:
         """Wait for a condition about a container. Containers that have ended are started again meanwhile, as a node
         starts them."""
         deadline = time.monotonic() + seconds

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -280,6 +282,21 @@ def test_keys_stay_when_an_overlay_is_prepared_again(tmp_path: Path) -> None:
     prepare(folder)
     assert made.read_text() == first
     assert {p.stat().st_mode & 0o077 for p in (made.parent, made)} == {0}
+    # A further key is the gateway's when it is prepared again.
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline",
+        "keys",
+        "add",
+        "--run-dir",
+        str(made.parent),
+        "--name",
+        "agents",
+    ]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    prepare(folder)
+    assert 'name = "agents"' in content(render(folder), "Secret", "api-keys")["keys.toml"]
 
 
 # -- connections -------------------------------------------------------------------------------------------------------

@@ -88,8 +88,15 @@ def test_every_container_starts_its_probes_answer_and_a_call_is_served(cluster: 
 
     message = {"model": "support", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     assert call(cluster, "none", "/v1/chat/completions", message)[0] == 401
-    status, reply = call(cluster, cluster.operator_key, "/v1/chat/completions", message)
+    status, run = call(cluster, cluster.operator_key, "/v1/trajectories", {"model": "support"})
+    assert status in (200, 201), run
+    status, reply = call(cluster, run["api_key"], "/v1/chat/completions", message)
     assert (status, reply["model"][:9]) == (200, "support@0"), reply
+
+    # The runbook's command finds the call in the history that the store has written.
+    query = ["journeywork", "sql", "--config", "/etc/journeywork/config.toml", "--format", "json"]
+    query.append("SELECT count(*) AS calls FROM exchanges")
+    cluster.until(lambda: '"calls":1' in cluster.run_in("store", query).stdout, "store")
 
     # A pod has its user, no capability, no file that it may write but its volumes', and no other pod's keys.
     told = cluster.run_in(
