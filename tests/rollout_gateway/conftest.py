@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
@@ -196,21 +197,48 @@ def gateway(start_gateway: StartGateway) -> GatewayProcess:
     return start_gateway()
 
 
+@contextmanager
+def shared(folder: Path, url: str, **settings: Any) -> Iterator[GatewayProcess]:
+    """A gateway with a log of its own, at `config.nats`, before the inference server at `url`."""
+    nats = NatsServer(folder)
+    nats.start()
+    try:
+        models = (ModelConfig(name="tictactoe", base=str(VllmServer.base)),)
+        with _gateways(folder, NatsConfig(url=nats.url), models, (url,), **settings) as start:
+            yield start()
+    finally:
+        nats.stop()
+
+
 @pytest.fixture(scope="module")
 def shared_gateway(
     tmp_path_factory: pytest.TempPathFactory, vllm_server: VllmServer
 ) -> Iterator[GatewayProcess]:
-    """One gateway, with a log of its own, for the tests of a module that do nothing but play in runs of their own. Its
-    log is at `config.nats`."""
-    folder = tmp_path_factory.mktemp("shared")
-    models = (ModelConfig(name="tictactoe", base=str(vllm_server.base)),)
-    nats = NatsServer(folder)
-    nats.start()
-    try:
-        with _gateways(folder, NatsConfig(url=nats.url), models, (vllm_server.url,)) as start:
-            yield start()
-    finally:
-        nats.stop()
+    """One gateway for the tests of a module that do nothing but play in runs of their own."""
+    with shared(tmp_path_factory.mktemp("shared"), vllm_server.url) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="session")
+def long_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """vLLM with room for a coding agent's prompt, and with a chat template that shows the model its reasoning. Tests
+    that use it are in the xdist group `LONG`. While developing, JOURNEYWORK_TEST_VLLM_LONG may hold the port of one."""
+    folder, given = tmp_path_factory.mktemp("long"), os.environ.get("JOURNEYWORK_TEST_VLLM_LONG")
+    template = (VllmServer.base / "chat_template.jinja").read_text()
+    shown = "('<think>' + message.reasoning_content + '</think>' if message.reasoning_content else '')"
+    opening = "'<|' + message.role + '|>' + "
+    assert opening in template
+    (folder / "template.jinja").write_text(template.replace(opening, f"{opening}{shown} + "))
+    # The model was made for 1,024 positions; beyond them its rotary embedding has to be computed first.
+    long = ("--max-model-len", "32768", "--hf-overrides", '{"max_position_embeddings": 32768}')
+    server = VllmServer(folder, int(given or 0), (*long, "--chat-template", str(folder / "template.jinja")))
+    if not given:
+        server.start()
+    yield server
+    server.stop()
+
+
+LONG = pytest.mark.xdist_group("vllm with long prompts")
 
 
 def unload_all(server: VllmServer) -> None:

@@ -1,10 +1,12 @@
-"""Programs of other people that the gateway's tests run: in `.venv-compat`, and Node's packages in
-`agents/node/node_modules`."""
+"""Programs of other people that the gateway's tests run, in `.venv-compat`. Node's packages are there too, so that all
+checkouts with this environment share them; `agents/node/node_modules` leads to them."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,18 @@ def compat_bin() -> Path:
 def node() -> Path:
     """The Node program, with the packages of `agents/node` beside its script."""
     bin_folder = compat_bin()
+    home = (bin_folder.parent / "node").resolve()  # npm takes no link
+    lock = _NODE / "package-lock.json"
+    home.mkdir(exist_ok=True)
     options = ("--silent", "--no-audit", "--no-fund", "--ignore-scripts")
-    npm = [str(bin_folder / "npm"), "ci", *options, "--prefix", str(_NODE)]
-    make_once(_NODE / "node_modules", _NODE / "package-lock.json", [npm])
+    copy = ["cp", "-r", str(_NODE / "nothing"), str(_NODE / "package.json"), str(lock), str(home)]
+    npm = [str(bin_folder / "npm"), "ci", *options, "--prefix", str(home)]
+    make_once(home / "node_modules", lock, [copy, npm])
+    link = _NODE / "node_modules"
+    if not link.is_symlink():
+        shutil.rmtree(link, ignore_errors=True)  # of this checkout's own, from before
+        with contextlib.suppress(FileExistsError):  # another worker made it
+            link.symlink_to(home / "node_modules")
     return bin_folder / "node"
 
 
@@ -37,15 +48,8 @@ def package(path: str) -> Path:
 
 def cli(kind: str, program: str, *turns: str) -> list[str]:
     python = str(compat_bin() / "python")
-    return [
-        sys.executable,
-        str(AGENTS / "cli_agent.py"),
-        kind,
-        str(node()),
-        str(package(program)),
-        python,
-        *turns,
-    ]
+    script = str(AGENTS / "cli_agent.py")
+    return [sys.executable, script, kind, str(node()), str(package(program)), python, *turns]
 
 
 def client_environment(opened: dict[str, Any]) -> dict[str, str]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,8 +10,8 @@ import openai
 import pytest
 
 from pipeline.log.broker import Broker
-from tests.conftest import DOUBLE, VllmServer
-from tests.rollout_gateway.conftest import StartGateway
+from tests.conftest import VllmServer
+from tests.rollout_gateway.conftest import LONG, StartGateway
 from tests.rollout_gateway.dialects.kit import claude
 from tests.rollout_gateway.kit import exchanges, key_config
 
@@ -21,34 +20,16 @@ pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 STEPS = 10
 
 
-@pytest.fixture
-def thinking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """vLLM with a chat template that shows the model its reasoning."""
-    if DOUBLE:
-        pytest.skip("the double has one chat template")
-    folder = tmp_path_factory.mktemp("thinking")
-    template = (VllmServer.base / "chat_template.jinja").read_text()
-    shown = "('<think>' + message.reasoning_content + '</think>' if message.reasoning_content else '')"
-    opening = "'<|' + message.role + '|>' + "
-    assert opening in template
-    (folder / "template.jinja").write_text(template.replace(opening, f"{opening}{shown} + "))
-    server = VllmServer(
-        folder, args=("--chat-template", str(folder / "template.jinja"), "--max-model-len", "1024")
-    )
-    server.start()
-    yield server
-    server.stop()
-
-
 def reasoning(step: int) -> str:
     return f"b{step % 3 + 1}={step}"
 
 
+@LONG
 @pytest.mark.vllm
 async def test_prompts_of_ten_tool_steps_are_those_of_chat(
-    start_gateway: StartGateway, thinking_server: VllmServer, broker: Broker
+    start_gateway_alone: StartGateway, long_vllm: VllmServer, broker: Broker
 ) -> None:
-    gateway = start_gateway(urls=(thinking_server.url,))
+    gateway = start_gateway_alone(urls=(long_vllm.url,))
     chat: list[Any] = [{"role": "user", "content": "a1=."}]
     messages: list[Any] = list(chat)
     items: list[Any] = list(chat)

@@ -38,8 +38,8 @@ for (const board of ["a1=x", "b2=o"]) {
       throw error;
     },
   });
-  for await (const piece of result.textStream) {
-    text += piece;
+  for await (const piece of result.fullStream) {
+    if (piece.type === "text-delta") text += piece.text;
     chunks += 1;
   }
   for (const step of await result.steps) messages = messages.concat(step.response.messages);
