@@ -81,41 +81,6 @@ async def test_old_versions_make_room_and_come_back_when_asked_for(
     assert client.chat.completions.create(**ASK).model == "tictactoe@3"
 
 
-async def test_swaps_under_load_fail_no_call_and_label_each(
-    start_gateway: StartGateway, broker: Broker
-) -> None:
-    gateway = start_gateway(max_loras=2)
-    opened = gateway.open(id="load")
-    labels: set[str] = set()
-    labelled = anyio.Event()
-    async with openai.AsyncOpenAI(
-        base_url=opened["base_url"], api_key=opened["api_key"], max_retries=0
-    ) as client:
-
-        async def keep_calling(stream: bool) -> None:
-            nonlocal labelled
-            while True:
-                body: Any = {**ASK, "stream": stream}
-                reply = await client.chat.completions.create(**body)
-                seen = {chunk.model async for chunk in reply} if stream else {reply.model}
-                assert len(seen) == 1
-                labels.update(seen)
-                labelled.set()
-                labelled = anyio.Event()
-
-        async with anyio.create_task_group() as tg:
-            for number in range(4):
-                tg.start_soon(keep_calling, bool(number % 2))
-            with anyio.fail_after(90):
-                for step in range(1, 7):
-                    version = await publish_adapter(broker, step)
-                    while version not in labels:
-                        await labelled.wait()
-            tg.cancel_scope.cancel()
-    recorded = [e for e in await exchanges(broker, "load") if e.status == "complete"]
-    assert {e.policy_version for e in recorded} >= labels >= {f"tictactoe@{step}" for step in range(1, 7)}
-
-
 async def test_a_restarted_gateway_takes_over_what_the_server_holds(
     gateway: GatewayProcess, broker: Broker, vllm_server: VllmServer
 ) -> None:

@@ -4,6 +4,7 @@ truth."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import anyio
 import openai
@@ -51,26 +52,32 @@ def doubles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 async def test_no_call_goes_back_to_an_older_version(
     start_gateway_alone: StartGateway, nats_config: NatsConfig, doubles: list[str], servers: int
 ) -> None:
-    """30 versions come to servers with room for 3 while 4 trajectories make calls. No call may be answered by an
-    older version than a call that had ended when it began."""
+    """30 versions come to servers with room for 3 while 4 trajectories make calls, two of them streamed. No call fails,
+    each is recorded under the version that answered, and none is answered by an older version than a call that had
+    ended when it began."""
     gateway = start_gateway_alone(urls=tuple(doubles[:servers]), max_loras=3)
-    stopping = False
+    stopping, labels_seen = False, set[str]()
 
-    async def keep_calling(trajectory: str) -> None:
-        opened = gateway.open(id=trajectory)
+    async def keep_calling(lane: int) -> None:
+        opened = gateway.open(id=f"lane-{lane}")
+        ask: Any = {**ASK, "stream": lane % 2 == 1}
         async with openai.AsyncOpenAI(
             base_url=opened["base_url"], api_key=opened["api_key"], max_retries=0
         ) as client:
             while not stopping:
-                await client.chat.completions.create(**ASK)
+                reply = await client.chat.completions.create(**ask)
+                labels = {chunk.model async for chunk in reply} if ask["stream"] else {reply.model}
+                assert len(labels) == 1
+                labels_seen.update(labels)
 
     async with Broker.connect(nats_config) as broker:
         async with anyio.create_task_group() as lanes:
             for lane in range(4):
-                lanes.start_soon(keep_calling, f"lane-{lane}")
+                lanes.start_soon(keep_calling, lane)
             for step in range(1, 31):
                 await serves(gateway, await publish_adapter(broker, step), timeout_s=120)
             stopping = True
         recorded = [e for lane in range(4) for e in await exchanges(broker, f"lane-{lane}")]
     assert {e.status for e in recorded} == {"complete"}
+    assert {e.policy_version for e in recorded} == labels_seen
     assert older_than_before([(e.started_at, e.at, e.step) for e in recorded]) == []
