@@ -13,7 +13,6 @@ import httpx
 import openai
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.events import TrajectoryCompleted, unpack_ids, unpack_logprobs
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, VllmServer
@@ -182,30 +181,6 @@ async def test_a_killed_log_is_a_delay_and_not_a_failure(
         await client.chat.completions.create(**ASK)
     assert (await anyio.to_thread.run_sync(lambda: gateway.complete("wait"))).json()["exchanges"] == 3
     assert [e.seq for e in await exchanges(broker, "wait")] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_retried_call_is_answered_from_the_log(
-    gateway: GatewayProcess, nats_config: NatsConfig, stream: bool
-) -> None:
-    """The answer was recorded but the gateway died before the client had it."""
-    opened = gateway.open(id="again")
-    client = gateway.agent(opened)
-    first = client.chat.completions.create(**ASK)
-    gateway.kill()
-    gateway.start()
-    retried = {**ASK, "extra_headers": {"x-stainless-retry-count": "1"}}
-    if stream:
-        streams = [
-            list(client.chat.completions.create(**{**call, "stream": True})) for call in (ASK, retried)
-        ]
-        said = [[c.choices[0].delta.content or "" for c in chunks if c.choices] for chunks in streams]
-        assert "".join(said[0]) == "".join(said[1])
-        assert streams[0][0].id == streams[1][0].id
-    else:
-        assert client.chat.completions.create(**retried).id == first.id
-    async with Broker.connect(nats_config) as broker:
-        assert len(await exchanges(broker, "again")) == (2 if stream else 1)
 
 
 async def test_a_client_that_leaves_is_recorded_as_that(gateway: GatewayProcess, broker: Broker) -> None:
