@@ -13,7 +13,7 @@ from tests.conftest import InferenceDouble
 from tests.examples.test_notebooks import run as run_notebook
 from tests.examples.test_notebooks import shown
 from tests.examples.test_two_steps import EXAMPLES, run
-from tests.journeywork.art.kit import Up
+from tests.journeywork.art.kit import installation
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,19 +41,11 @@ def test_script_and_notebook_train_two_steps_each_and_compare_held_out_scenarios
     double = InferenceDouble(tmp_path, args=("--end-every", "2", "--words", *words))
     double.base, double.model = base, name
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    settings = {
-        "vllm.max_model_len": 256,
-        "trainer.lora.rank": 8,
-        "trainer.logprob_bound": 1000,
-        "ui.port": 0,
-    }
+    settings = {"models.0.name": name, "models.0.base": str(base)}
     double.start()
     try:
-        up = Up(
-            tmp_path / "run", double.url, **settings, **{"models.0.name": name, "models.0.base": str(base)}
-        )
-        try:
-            monkeypatch.setenv("JOURNEYWORK_URL", up.wait())
+        with installation(tmp_path / "run", double.url, **settings) as up:
+            monkeypatch.setenv("JOURNEYWORK_URL", up.url)
             said = run(
                 f"examples.{name}.train", "--steps", "2", "--held-out", "2", "--run-dir", str(tmp_path / "script"),
                 "--base", str(base),
@@ -62,12 +54,10 @@ def test_script_and_notebook_train_two_steps_each_and_compare_held_out_scenarios
                 f"{name}.ipynb", tmp_path, monkeypatch, BASE_MODEL=str(base), STEPS="2", HELD_OUT="2",
                 MAX_TOKENS="24",
             )  # fmt: skip
-        finally:
-            up.stop()
     finally:
         double.stop()
     assert re.search(f"less that of the base model: {DIFFERENCE}", said)
     assert "step 2: mean score" in shown(cells[-3])
     assert re.search(f"difference: {DIFFERENCE}", shown(cells[-2]))
-    (ended,) = up.sql(ENDED)
+    (ended,) = up.query(ENDED)
     assert ended["groups"] == ended["trained"] + ended["equal"]

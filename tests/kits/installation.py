@@ -3,6 +3,7 @@ everything else."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from store.reading.sql import connect, write_result
 from tests.conftest import InferenceDouble
 
 ROOT = Path(__file__).parents[2]
@@ -74,10 +76,12 @@ class Up:
                 self.process.kill()
 
     def query(self, sql: str) -> list[dict[str, Any]]:
-        """Return the rows of `journeywork sql`."""
-        command = [*JOURNEYWORK, "sql", "--run-dir", str(self.run_dir), "--format", "json", sql]
-        found: list[dict[str, Any]] = json.loads(program(command, ROOT))
-        return found
+        """Return the rows that `journeywork sql` prints, without a process for it."""
+        out = io.BytesIO()
+        with connect(self.run_dir) as connection:
+            write_result(connection.sql(sql), "json", out)
+        rows: list[dict[str, Any]] = json.loads(out.getvalue())
+        return rows
 
 
 def program(command: Sequence[str], cwd: Path, **env: str) -> str:

@@ -20,7 +20,7 @@ import pytest
 from examples.common import tiny
 from tests.conftest import InferenceDouble
 from tests.journeywork.art import programs
-from tests.journeywork.art.kit import ROOT, Up
+from tests.journeywork.art.kit import ROOT, installation
 from tests.journeywork.art.programs import PROGRAMS, Program
 from tests.kits.scoring_server import Scorer, ScoringServer
 
@@ -72,25 +72,20 @@ async def test_a_program_trains_two_steps(name: str, tmp_path: Path, request: py
     settings = {
         "models.0.name": program.model, "models.0.base": str(base), "vllm.max_model_len": LENGTH, "vllm.max_loras": 3,
         "trainer.max_staleness": 1,
-        "trainer.logprob_bound": 1000,  # the double's logprobs are no model's
     }  # fmt: skip
-    with inference(program, base, tmp_path) as url:
-        up = Up(tmp_path / "run", url, **settings)
-        try:
-            async with ScoringServer(answer).run() as judge:
-                environment = {
-                    "JOURNEYWORK_URL": up.wait(), "BASE_MODEL": str(base), "HOME": str(tmp_path),
-                    "PYTHONPATH": str(ROOT), "OPENAI_API_KEY": "none", "OPENAI_BASE_URL": judge.url,
-                    "OPENROUTER_API_BASE": judge.url, "WANDB_API_BASE": judge.url, **program.env,
-                }  # fmt: skip
-                command = [sys.executable, "-m", "tests.journeywork.art.programs.runner", str(file)]
-                done = await anyio.run_process(command, cwd=folder, env=os.environ | environment, check=False)
-            assert done.returncode == 0, done.stdout.decode()[-2000:] + done.stderr.decode()[-4000:]
-        finally:
-            up.stop()
-    steps = up.sql("SELECT step, groups FROM checkpoints ORDER BY step")
+    async with ScoringServer(answer).run() as judge:
+        with inference(program, base, tmp_path) as url, installation(tmp_path / "run", url, **settings) as up:
+            environment = {
+                "JOURNEYWORK_URL": up.url, "BASE_MODEL": str(base), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT),
+                "OPENAI_API_KEY": "none", "OPENAI_BASE_URL": judge.url, "OPENROUTER_API_BASE": judge.url,
+                "WANDB_API_BASE": judge.url, **program.env,
+            }  # fmt: skip
+            command = [sys.executable, "-m", "tests.journeywork.art.programs.runner", str(file)]
+            done = await anyio.run_process(command, cwd=folder, env=os.environ | environment, check=False)
+        assert done.returncode == 0, done.stdout.decode()[-2000:] + done.stderr.decode()[-4000:]
+    steps = up.query("SELECT step, groups FROM checkpoints ORDER BY step")
     assert [row["step"] for row in steps][:2] == [1, 2]
-    check_copies(up.sql("SELECT trajectory, copied_from, sampled_ids, prompt_ids FROM rollout_exchange"))
+    check_copies(up.query("SELECT trajectory, copied_from, sampled_ids, prompt_ids FROM rollout_exchange"))
 
 
 def answer(request: dict[str, Any]) -> Any:

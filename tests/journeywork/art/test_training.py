@@ -22,30 +22,24 @@ from journeywork.art.captured import references_of
 from journeywork.art.langgraph import init_chat_model, wrap_rollout
 from journeywork.art.local import LocalBackend, UpError
 from tests.conftest import InferenceDouble
-from tests.journeywork.art.kit import BASE, MODEL, Up, flags
+from tests.journeywork.art.kit import BASE, MODEL, installation
+from tests.kits.installation import Up
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
-
-DOUBLE_SETTINGS = {"trainer.logprob_bound": 1000}
-"""The double's logprobs are no model's."""
 
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory, inference_double: InferenceDouble) -> Iterator[Up]:
     # Groups of any other training would wait: what is trained here was requested as a batch.
-    settings = DOUBLE_SETTINGS | {"trainer.groups_per_step": 50}
-    made = Up(tmp_path_factory.mktemp("art") / "run", inference_double.url, **settings)
-    try:
-        made.wait()
-        yield made
-    finally:
-        made.stop()
+    run_dir = tmp_path_factory.mktemp("art") / "run"
+    with installation(run_dir, inference_double.url, **{"trainer.groups_per_step": 50}) as running:
+        yield running
 
 
 @pytest.fixture
 async def model(up: Up, tmp_path: Path) -> Any:
     made = art.TrainableModel(name=MODEL, project="p", base_model=str(BASE), base_path=str(tmp_path))
-    backend = art.RemoteBackend(up.wait())
+    backend = art.RemoteBackend(up.url)
     await made.register(backend)
     yield made
     await backend.close()
@@ -83,7 +77,7 @@ async def test_a_step_trains_what_it_was_given(up: Up, model: Any) -> None:
     assert result.artifact_name == f"{MODEL}@{before + 1}"
     assert result.metrics["data/step_num_groups_trainable"] == 2
     assert result.metrics["loss/learning_rate"] == 0.01
-    with Journeywork(up.wait()) as gateway:
+    with Journeywork(up.url) as gateway:
         (policy,) = gateway.policies()
     assert policy["version"] == result.artifact_name, "the step is served when train returns"
     # The next calls are sampled by it, and recorded in another trajectory.
@@ -229,7 +223,7 @@ async def test_two_callers_train_at_once_each_with_its_own_loss(up: Up, tmp_path
         made = art.TrainableModel(
             name=MODEL, project="p", base_model=str(BASE), base_path=str(tmp_path / name)
         )
-        backend = art.RemoteBackend(up.wait())
+        backend = art.RemoteBackend(up.url)
         await made.register(backend)
         steps = []
         for _ in range(2):
@@ -254,7 +248,7 @@ async def test_two_callers_train_at_once_each_with_its_own_loss(up: Up, tmp_path
                 "SELECT max(reward) AS best FROM rewards, (SELECT unnest(groups) AS g FROM checkpoints "
                 f"WHERE step = {step}) WHERE group_id = g"
             )
-            assert up.sql(rewards) == [{"best": best[name]}]
+            assert up.query(rewards) == [{"best": best[name]}]
 
 
 async def test_options_that_change_nothing_are_taken(model: Any) -> None:
@@ -274,7 +268,7 @@ async def test_what_has_no_counterpart_says_what_to_do(model: Any, tmp_path: Pat
 async def test_another_model_is_not_served(up: Up, tmp_path: Path) -> None:
     other = art.TrainableModel(name="chess", project="p", base_model="b", base_path=str(tmp_path))
     with pytest.raises(LookupError, match=f"serves no model 'chess', but: '{MODEL}'"):
-        await other.register(art.ServerlessBackend(base_url=up.wait()))
+        await other.register(art.ServerlessBackend(base_url=up.url))
 
 
 async def test_validation_is_recorded_and_not_trained(up: Up, model: Any) -> None:
@@ -295,7 +289,7 @@ async def test_validation_is_recorded_and_not_trained(up: Up, model: Any) -> Non
 async def test_a_gateway_that_restarts_is_waited_for(up: Up, model: Any) -> None:
     before = await model.get_step()
     groups = [await group(model, 0, 1)]
-    pid = up.state()["services"]["gateway"]["pid"]
+    pid = up.state["services"]["gateway"]["pid"]
     training = asyncio.ensure_future(model.train(groups))
     await asyncio.sleep(0)
     os.kill(pid, signal.SIGKILL)
@@ -325,7 +319,9 @@ async def test_a_local_backend_starts_an_installation_fine_tunes_it_and_joins_it
     said = [{"role": "user", "content": "a1=. b1=x"}, {"role": "assistant", "content": "a1"}]
     history = art.trajectories.History(messages_and_choices=said)
     tuning = art.Trajectory(messages_and_choices=said, additional_histories=[history])
-    async with BeforeTheDouble(path=str(tmp_path), up_options=flags(DOUBLE_SETTINGS)) as backend:
+    async with BeforeTheDouble(
+        path=str(tmp_path), up_options=("--set", "trainer.logprob_bound=1000")
+    ) as backend:
         await model.register(backend)
         assert model.base_path == str(tmp_path), "as in ART, its files go to the backend's folder"
         await backend.train(model, [await group(model, 0, 1)])
