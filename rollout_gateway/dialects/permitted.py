@@ -48,7 +48,8 @@ _NO_TEMPLATE_VALUES = frozenset(
 
 _URL = re.compile(r"https?://([a-z0-9.-]+)(?::[0-9]+)?(?:[/?#][^\\]*)?", re.IGNORECASE)
 _URLS = ("image_url", "audio_url", "video_url")
-_TENSORS = frozenset(("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "image_pil"))
+_FORBIDDEN = frozenset(("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "image_pil", "uuid"))
+"""Tensors, and the name under which the server's cache, which all keys share, holds a medium."""
 
 
 class _Message(msgspec.Struct):
@@ -112,7 +113,7 @@ class Permitted:
                     self._check_part(part, f"messages[{number}].content")
 
     def _check_part(self, part: dict[str, Any], where: str) -> None:
-        for name in {*part, str(part.get("type"))} & _TENSORS:
+        for name in {*part, str(part.get("type"))} & _FORBIDDEN:
             raise ApiError(400, "field_not_permitted", f"`{name}` in {where} is not permitted.", param=where)
         for name in _URLS:
             media = part.get(name)

@@ -113,6 +113,14 @@ def test_tensors_in_messages_are_refused() -> None:
         assert check(Permitted(), messages=[{"role": "user", "content": [part]}])[1] == "messages[0].content"
 
 
+def test_no_call_names_an_entry_of_the_servers_cache_of_media() -> None:
+    """All keys share the cache: under a `uuid` a call could read another key's image, or put its own in its place."""
+    whole = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    for part in ({"type": "image_url", "image_url": None, "uuid": "x"}, {**whole, "uuid": "x"}):
+        assert check(Permitted(), messages=[{"role": "user", "content": [part]}])[1] == "messages[0].content"
+    assert check(Permitted(), messages=[{"role": "user", "content": [whole]}])[1] == ""
+
+
 def test_every_way_to_the_server_is_checked(start_front: StartGateway) -> None:
     gateway = start_front(further_fields=("priority",))
     image: Any = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}
