@@ -2,7 +2,7 @@
 
 General clients cost more per request than the rest of the gateway together (docs/decisions/gateway.md). The server may
 close a pooled connection just as a request goes out on it. If that happens before any byte of a reply came back, the
-request is sent again on a new connection."""
+request is sent once more, on a new connection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIMEOUT_CHECK_S = 0.25
 """How often timeouts are checked. A timer for each request would cost more than all these checks."""
 _CONNECT_S = 10.0
 _HEADS = 64
-"""Request heads that are kept."""
+"""Request heads (method and path) that are cached for each server."""
 
 
 class UpstreamReply:
@@ -46,10 +46,8 @@ class UpstreamReply:
             self.close()
 
     async def pipe(self, sink: Sink, cutter: Cutter | None = None) -> None:
-        """Give the body to `sink` as it arrives, until its end. Raises `UpstreamError`, and what `sink` or `cutter`
-        raises.
-
-        `cutter` is asked first wherever a chunk begins, and `sink` is given the rest."""
+        """Give the body to `sink` as it arrives, until its end. Where a chunk begins, `cutter` may first consume whole
+        chunks. Raises `UpstreamError`, and what `sink` or `cutter` raises."""
         connection = self._connection
         if connection is None:
             return
@@ -122,37 +120,39 @@ class Upstream:
         *,
         timeout_s: float = 300.0,
     ) -> UpstreamReply:
-        """Send a request and wait for the head of its reply, which must be complete within `timeout_s` seconds.
+        """Send a request and wait for the head of its reply. The whole reply must have come within `timeout_s` seconds.
 
-        If the caller is cancelled, the connection is closed,
-        which tells the server to stop. Raises `UpstreamError`. Unless it is `answered`, the request may be sent
-        again."""
+        If the caller is cancelled, the connection is closed, which tells the server to stop. Raises `UpstreamError`. If
+        that is not `answered`, the caller may send the request again."""
         data = self._head(method, path, len(body)) + body
+        deadline, sent = self._loop.time() + timeout_s, False
+        if (connection := self._take_idle()) is not None:
+            try:
+                return await self._exchange(connection, data, deadline)
+            except UpstreamTimeoutError:
+                raise
+            except UpstreamError as error:
+                if error.answered:
+                    raise
+            sent = True
+        try:
+            connection = await self._connect(deadline - self._loop.time())
+        except UpstreamError as error:
+            error.sent = sent
+            raise
+        return await self._exchange(connection, data, deadline)
+
+    async def _exchange(self, connection: UpstreamConnection, data: bytes, deadline: float) -> UpstreamReply:
+        """Send a request on a connection and wait for the head of its reply. Raises `UpstreamError`."""
+        connection.send(data, deadline)
         if self._timer is None:
             self._timer = self._loop.call_later(_TIMEOUT_CHECK_S, self._check_timeouts)
-        sent = False
-        while True:
-            try:
-                connection = self._take_idle() or await self._connect(timeout_s)
-            except UpstreamError as error:
-                error.sent = sent
-                raise
-            sent = True
-            connection.send(data, timeout_s)
-            try:
-                await connection.wait_head()
-            except BaseException as error:
-                self._release(connection)
-                closed_while_idle = (
-                    isinstance(error, UpstreamError)
-                    and not isinstance(error, UpstreamTimeoutError)
-                    and not error.answered
-                    and connection.reused
-                )
-                if not closed_while_idle:
-                    raise
-            else:
-                return UpstreamReply(connection, self._release)
+        try:
+            await connection.wait_head()
+        except BaseException:
+            self._release(connection)
+            raise
+        return UpstreamReply(connection, self._release)
 
     async def fetch(
         self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 10.0
@@ -165,7 +165,6 @@ class Upstream:
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed and not connection.transport.is_closing():
-                connection.reused = True
                 connection.reset()
                 return connection
         return None

@@ -37,7 +37,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self.transport = cast(asyncio.Transport, None)  # until `connection_made`
-        self.reused = False
         self.closed = False
         self.error: Exception | None = None
         self.deadline = math.inf
@@ -135,9 +134,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     # -- one exchange
 
-    def send(self, data: bytes, timeout_s: float) -> None:
-        """Send a request. Its reply must be complete within `timeout_s` seconds."""
-        self.deadline = self._loop.time() + timeout_s
+    def send(self, data: bytes, deadline: float) -> None:
+        """Send a request. Its reply must be complete by `deadline`, in the loop's time."""
+        self.deadline = deadline
         self.transport.write(data)
 
     async def wait_head(self) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_gateway.http.upstream import Upstream, UpstreamError
+from rollout_gateway.http.upstream import Upstream, UpstreamError, UpstreamTimeoutError
+from rollout_gateway.http.upstream_connection import UpstreamConnection
 from tests.rollout_gateway.http.kit import END, framed, piped, portions
 
 PIECE = st.binary(min_size=1, max_size=20) | st.sampled_from(
@@ -86,3 +90,68 @@ def test_the_api_key_goes_with_every_request_and_into_no_error() -> None:
 
     asyncio.run(run())
     assert [b"Authorization: Bearer sk-secret\r\n" in head for head in heads] == [True, True, False]
+
+
+@asynccontextmanager
+async def served(
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[Upstream]:
+    """A client of a server that handles each connection with `answer`. Both have ended when the block has."""
+    handlers: list[asyncio.Task[Any] | None] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.append(asyncio.current_task())
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            try:
+                await answer(reader, writer)
+            finally:
+                writer.close()
+                await writer.wait_closed()
+
+    async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+        upstream = Upstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        try:
+            yield upstream
+        finally:
+            upstream.close()
+            await asyncio.gather(*(handler for handler in handlers if handler is not None))
+
+
+@pytest.mark.anyio
+async def test_a_request_that_waited_long_for_its_connection_has_its_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with served(hear) as upstream:
+        connect = upstream._connect
+
+        async def connect_late(timeout_s: float) -> UpstreamConnection:
+            while upstream._timer is not None:  # a check that finds no request in progress
+                await asyncio.sleep(0.01)
+            return await connect(timeout_s)
+
+        monkeypatch.setattr(upstream, "_connect", connect_late)
+        async with asyncio.timeout(60):
+            with pytest.raises(UpstreamTimeoutError):
+                await upstream.fetch("GET", "/v1/models", timeout_s=1.0)
+
+
+@pytest.mark.anyio
+async def test_a_request_reaches_a_server_that_dies_of_it_twice_at_most() -> None:
+    posts, together = 0, asyncio.Barrier(10)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal posts
+        while (head := await reader.readuntil(b"\r\n\r\n")).startswith(b"GET"):
+            await together.wait()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        posts += head.startswith(b"POST")
+
+    async with served(answer) as upstream:
+        await asyncio.gather(*[upstream.fetch("GET", "/v1/models", timeout_s=60.0) for _ in range(10)])
+        with pytest.raises(UpstreamError) as caught:
+            await upstream.fetch("POST", "/v1/chat/completions", b"{}", timeout_s=60.0)
+        assert caught.value.sent
+        assert posts == 2
