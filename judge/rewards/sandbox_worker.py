@@ -62,12 +62,10 @@ def _error(why: str) -> str:
 def _limit(settings: Settings) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (settings.memory_mb << 20,) * 2)
-    if settings.sandboxed:
-        # No memory behind file descriptors (memfd): no other limit counts it.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        if tuple(int(n) for n in os.uname().release.split("-")[0].split(".")[:2]) >= (5, 14):
-            # Before Linux 5.14 the limit counts all of the user's processes, not only those of this namespace.
-            resource.setrlimit(resource.RLIMIT_NPROC, (settings.processes, settings.processes))
+    kernel = tuple(int(n) for n in os.uname().release.split("-")[0].split(".")[:2])
+    if settings.sandboxed and kernel >= (5, 14):
+        # Before Linux 5.14 the limit counts all of the user's processes, not only those of this namespace.
+        resource.setrlimit(resource.RLIMIT_NPROC, (settings.processes, settings.processes))
 
 
 def _call(function: Any, trajectory: bytes, answers: int, printed: int) -> NoReturn:
@@ -163,7 +161,7 @@ class _Worker:
             for process in running:
                 with suppress(psutil.Error):
                     threads += process.num_threads()
-                    held += process.memory_full_info().pss  # its share of shared pages
+                    held += _memory(process)
         if max(len(running), threads) > limit:
             return f"had more than {limit} processes and threads"
         if held > self._settings.memory_mb << 20:
@@ -181,6 +179,15 @@ class _Worker:
                         os.kill(child, signal.SIGKILL)
                 if os.waitpid(-1, 0 if sandboxed else os.WNOHANG) == (0, 0):
                     time.sleep(0.001)
+
+
+def _memory(process: psutil.Process) -> int:
+    """Return the bytes of memory of a process. A page that several processes share counts in part for each of them, but
+    in full for a process that has made itself unreadable (`PR_SET_DUMPABLE`). Raises `psutil.Error`."""
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.AccessDenied:
+        return int(process.memory_info().rss)
 
 
 def main() -> None:
@@ -204,6 +211,10 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001 - whatever user code raises is an answer
         send(0, _error(f"{type(error).__name__}: {error}"))
         return
+    if settings.sandboxed:
+        # No memory behind file descriptors (memfd): no other limit counts it. Only now, because the judge's log, to
+        # which the module may have printed, can be a file.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     # From here on no call can trace this process or open its descriptors, although it has the same user.
     _prctl(_PR_SET_DUMPABLE, 0)
     if not settings.sandboxed:

@@ -207,6 +207,12 @@ def hoards(trajectory: dict[str, Any]) -> float:
     return 0.5
 
 
+def hides(trajectory: dict[str, Any]) -> float:
+    """Do as `hoards`, in processes whose memory maps nobody may read."""
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+    return hoards(trajectory)
+
+
 def bombs(_: dict[str, Any]) -> float:
     """Become 512 processes, where nobody says stop: enough to exceed any limit here, not enough to harm the machine."""
     for _generation in range(9):

@@ -200,6 +200,19 @@ async def test_what_a_function_prints_goes_to_the_judge_s_log(
         await refused(call, {"id": "a"}, "SystemExit: enough")
 
 
+@everywhere
+async def test_what_a_module_prints_at_import_is_not_of_a_call(
+    isolate: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The judge's standard error is a file, as under the supervisor."""
+    said: list[str] = []
+    monkeypatch.setattr("judge.rewards.sandbox.log.info", lambda _, **fields: said.append(fields["text"]))
+    async with function("length", isolate, entry="tests.judge.loud:length").open() as call:
+        await call({"id": "a", "messages": []})
+    assert said == ["this does not disturb the protocol\n"]
+    assert "at import" in capfd.readouterr().err
+
+
 # -- memory and processes ----------------------------------------------------------------------------------------
 
 
@@ -209,6 +222,12 @@ async def test_memory_is_bounded_for_all_processes_of_a_call_together(isolate: s
     async with function("hoards", isolate, memory_mb=400).open() as call:
         await refused(call, {"id": "a", "task": "100"}, "held more than 400 MB of memory in [4-9] processes")
         await refused(call, {"id": "a", "task": "1000"}, "MemoryError|took longer|ended its process")
+
+
+@everywhere
+async def test_memory_is_bounded_for_processes_that_nobody_may_read(isolate: str) -> None:
+    async with function("hides", isolate, memory_mb=400, timeout_s=30.0).open() as call:
+        await refused(call, {"id": "a", "task": "100"}, "held more than 400 MB of memory in [4-9] processes")
 
 
 @everywhere
