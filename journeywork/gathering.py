@@ -75,8 +75,10 @@ def progress_bar(total: int, label: str, shown: bool) -> Iterator[Callable[[], o
         yield lambda: None
         return
     done = itertools.count(1)
-    yield lambda: sys.stderr.write(f"\r{label} {next(done)}/{total}")
-    sys.stderr.write("\n")
+    try:
+        yield lambda: sys.stderr.write(f"\r{label} {next(done)}/{total}")
+    finally:
+        sys.stderr.write("\n")
 
 
 async def call_rollout(

@@ -83,8 +83,12 @@ class JudgeProcess:
         assert self._process.stdout is not None
         with self._process.stdout:
             for line in self._process.stdout:
-                answer = json.loads(line)
-                self._answers.pop(answer["id"]).set_result(answer)
+                try:
+                    answer = json.loads(line)
+                    waiting = self._answers.pop(answer["id"])
+                except (ValueError, TypeError, KeyError):
+                    continue  # a library of the judge has printed it
+                waiting.set_result(answer)
         self._process.wait()
         with self._writing:
             self.alive = False
@@ -106,8 +110,8 @@ _process: JudgeProcess | None = None
 
 
 async def judge_answer(request: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the answer of the program's judge to a request of `judge.commands.serve`, without its `id`. The process
-    begins with the first request, and again where it died. Raises `JudgeDiedError`."""
+    """Return the answer of the program's judge to `request`, a request of `judge.commands.serve` that has no `id` yet.
+    The process begins with the first request, and again where it died. Raises `JudgeDiedError`."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return await asyncio.wrap_future(await asyncio.to_thread(_ask, request, environment))
