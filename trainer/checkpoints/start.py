@@ -28,6 +28,8 @@ _OTHER_ADAPTERS = (
     "layers_to_transform",
 )
 """Keys of adapter_config.json that change what an adapter computes, and that the trainer does not set."""
+_PLAIN = {"peft_type": "LORA", "bias": "none"}
+"""Keys of adapter_config.json with the only value that the trainer can train."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,10 @@ def _peft_folder(folder: Path) -> Start:
         config = msgspec.json.decode(files["adapter_config.json"], type=dict[str, object])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"models.start: {folder} is no PEFT adapter: {error}") from error
-    if others := [key for key in _OTHER_ADAPTERS if config.get(key)]:
+    others = [f"{key}={config[key]}" for key, plain in _PLAIN.items() if config.get(key, plain) != plain]
+    # 0 of layers_to_transform is a layer.
+    others += [key for key in _OTHER_ADAPTERS if config.get(key) or type(config.get(key)) is int]
+    if others:
         raise ConfigError(
             f"models.start: the adapter in {folder} uses {', '.join(others)}, which the trainer does not train: merge "
             "it into its base, and name the merged model as models.base"
@@ -104,6 +109,6 @@ def _version(files: fs.FileSystem, folder: str, source: str) -> Start:
     state = files.get_file_info(f"{folder}/{STATE_FILE}")
     if state.type != fs.FileType.NotFound:
         adapter[STATE_FILE] = read(STATE_FILE)
-        if hashlib.sha256(adapter[STATE_FILE]).hexdigest() != event.files[STATE_FILE]:
+        if hashlib.sha256(adapter[STATE_FILE]).hexdigest() != event.files.get(STATE_FILE):
             raise CheckpointError(f"{folder}/{STATE_FILE} does not match the SHA-256 of its event")
     return Start(source, adapter, event)

@@ -179,6 +179,25 @@ async def test_training_begins_with_a_peft_adapter(
 
 
 @pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        ({"peft_type": "IA3"}, "uses peft_type=IA3"),
+        ({"bias": "all"}, "uses bias=all"),
+        ({"layers_to_transform": 0}, "uses layers_to_transform"),
+        ({"use_dora": True, "modules_to_save": None}, "uses use_dora,"),
+    ],
+)
+async def test_an_adapter_that_the_trainer_does_not_train_is_refused(
+    setting: dict[str, object], error: str, tmp_path: Path
+) -> None:
+    config = {"peft_type": "LORA", "bias": "none", "use_rslora": False, "rank_pattern": {}, "r": 4} | setting
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=error):
+        read_start(str(tmp_path), Config(project="p"))
+
+
+@pytest.mark.parametrize(
     ("start", "error"),
     [
         ("nowhere", "neither a folder with adapter_config.json nor a version"),
