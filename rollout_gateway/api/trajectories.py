@@ -116,8 +116,8 @@ def _check_rewards(completion: Completion, limit: float) -> None:
     rewards = {f"rewards.{name}": value for name, value in completion.rewards.items()}
     if completion.reward is not None:
         rewards["reward"] = completion.reward
-    # Without `reward`, the judge adds the named ones up.
-    rewards["rewards"] = sum(completion.rewards.values())
+    else:  # the judge adds the named ones up
+        rewards["rewards"] = sum(completion.rewards.values())
     for name, value in rewards.items():
         if not abs(value) <= limit:
             what = "the sum of `rewards`" if name == "rewards" else f"`{name}`"

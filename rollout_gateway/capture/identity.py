@@ -19,10 +19,11 @@ from rollout_gateway.serving.routing import VersionRouter
 
 Headers = dict[bytes, bytes]
 KeyKind = Literal["optional", "call", "agent", "operator", "trajectory", "completion", "feedback"]
-"""The key that a route takes, if keys are configured. `call`: any key; `agent`: one that is not for calls only;
-`operator`: an operator's; `trajectory`: as `agent`, or the token of the trajectory in the path; `completion`: the
-same, of a token only if the trajectory was opened with `key_completes`; `feedback`: as `completion`, or a feedback
-key, and the handler checks whose the trajectory is; `optional`: none, and any key."""
+"""The key that a route takes, if keys are configured. `call`: any key but one for feedback only; `agent`: a key that is
+neither for calls only nor for feedback only; `operator`: an operator's; `trajectory`: as `agent`, or the token of the
+trajectory in the path; `completion`: the same, of a token only if the trajectory was opened with `key_completes`;
+`feedback`: as `completion`, or a feedback key, and the handler checks whose the trajectory is; `optional`: none, or
+a key as for `agent`."""
 
 TRAJECTORY_HEADER = b"x-journeywork-trajectory"
 GROUP_HEADER = b"x-journeywork-group"
@@ -72,7 +73,7 @@ class Identity:
             if own is None:
                 raise invalid_key()
             if wanted not in ("call", "trajectory", "completion", "feedback"):
-                message = "A trajectory's key can only make the trajectory's calls, read it and complete it."
+                message = "A trajectory's key can only make the trajectory's calls, read it, complete it and rate it."
                 raise ApiError(403, "wrong_role", message)
             if trajectory is not None:
                 _check_own(trajectory, own)

@@ -166,7 +166,7 @@ class Tools:
             raise _invalid_choice(f"tools of type {kind!r} are not supported")
         flat = flat_name(asked.get("namespace"), name)
         fitting = [flat] if flat in self.names else [n for n, t in self.names.items() if t.name == name]
-        if len(fitting) != 1:
+        if len(fitting) != 1 or (asked.get("namespace") and flat not in self.names):
             raise _invalid_choice(f"{len(fitting)} of the tools are named {name!r}, and it must be one")
         return {"type": "function", "function": {"name": fitting[0]}}
 
@@ -189,13 +189,15 @@ def add_item(messages: list[dict[str, Any]], item: InputItem) -> None:
             add_call(messages, item.call_id, flat_name(item.namespace, item.name), item.arguments)
         case "custom_tool_call":
             arguments = msgspec.json.encode({CUSTOM_INPUT: item.input}).decode()
-            add_call(messages, item.call_id, item.name, arguments)
+            add_call(messages, item.call_id, flat_name(item.namespace, item.name), arguments)
         case "function_call_output" | "custom_tool_call_output":
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
         case "reasoning":
             add_reasoning(messages, _reasoning(item))
         case kind if kind.removesuffix("_call") in HOSTED:
-            pass  # the text that follows holds the result of a hosted tool
+            # Where the server ran the tool, the text that follows holds the result. What a client itself ran comes as
+            # an item of its own, such as `shell_call_output`, and is refused below.
+            pass
         case other:
             message = f"Input of type {other!r} is not supported."
             raise ApiError(400, "unsupported_content", message, param="input")
@@ -233,7 +235,7 @@ def seal(reasoning: str) -> str:
 
 def _reasoning(item: InputItem) -> str:
     """The text of a reasoning item: some clients keep the summary, others only what `seal` wrote."""
-    parts = item.content if isinstance(item.content, list) else item.summary
+    parts = item.content if item.content and isinstance(item.content, list) else item.summary
     text = "".join(part.text for part in parts)
     if text or not item.encrypted_content:
         return text

@@ -58,9 +58,20 @@ def test_a_choice_that_names_no_tool_is_refused() -> None:
     for wrong in ({"type": "web_search"}, {"type": "function", "name": "nope"}):
         with pytest.raises(ApiError, match="tool_choice"):
             choice(wrong)
+    with pytest.raises(ApiError, match="tool_choice"):  # it is in another namespace
+        choice({"type": "function", "name": "move", "namespace": "mcp__chess"})
     with pytest.raises(ApiError, match="'telepathy'"):
         choice("auto", [{"type": "telepathy"}])
     assert Tools.from_request([]).chat == []
+
+
+def test_input_items_keep_their_reasoning_and_their_namespace() -> None:
+    reasoning = {"type": "reasoning", "content": [], "summary": [{"type": "summary_text", "text": "Well."}]}
+    called = {"type": "custom_tool_call", "call_id": "c", "namespace": "games", "name": "move", "input": "a1"}
+    body = {"model": "m", "input": [reasoning, called]}
+    (said,) = ResponsesTranslation(json.dumps(body).encode()).chat()["messages"]
+    assert said["reasoning"] == "Well."
+    assert said["tool_calls"][0]["function"]["name"] == "games__move"
 
 
 def streamed(deltas: list[dict[str, Any]], finish: str | None, **asked: Any) -> list[dict[str, Any]]:
