@@ -40,12 +40,13 @@ class RunState(msgspec.Struct, kw_only=True):
         return _is_alive(self.pid)
 
     def url(self, service: str) -> str:
-        """Return the address of a service; empty if the run's own one was stopped, because the port may belong to
-        another run by now."""
+        """Return the address of a service, the first one if it has several. It is empty if the service was stopped: its
+        port may belong to another run by now."""
         process = self.services.get(service)
         if process is not None and process.state == "stopped":
             return ""
-        return str(self.urls.get(service) or "")
+        urls = self.urls.get(service) or ""
+        return urls if isinstance(urls, str) else urls[0]
 
     def running_pid(self, service: str) -> int:
         """Return the id of the process in which a service runs; 0 if it does not."""

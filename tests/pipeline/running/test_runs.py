@@ -12,6 +12,7 @@ import pytest
 from pipeline.config import ConfigError
 from pipeline.running.gateway_api import connect
 from pipeline.running.runs import find_run, log_of, run_settings
+from pipeline.running.state import RunState
 
 
 @pytest.fixture
@@ -66,6 +67,10 @@ def test_the_log_is_the_one_that_was_started_for_the_run(runs: Path) -> None:
     assert log_of(config).url == "nats://now:1"
     assert run_settings(nats_url="nats://given:1").nats.url == "nats://given:1"
     assert run_settings(overrides=["nats.url=nats://set:1"]).nats.url == "nats://set:1"
+
+
+def test_a_service_with_several_addresses_gives_the_first() -> None:
+    assert RunState(urls={"vllm": ("http://a:1", "http://a:2")}).url("vllm") == "http://a:1"
 
 
 def test_a_stopped_run_has_no_address(runs: Path) -> None:
