@@ -2,11 +2,11 @@
 
     make gpu-proof                                    tests/gpu, this program, and the demo
     python -m benchmarks.gpu --only 0.6b 4b
-    python -m benchmarks.gpu --device cpu --tiny      the same code on toy sizes; proves nothing
+    python -m benchmarks.gpu --device cpu --tiny --out gpu-tiny.json      the same code on toy sizes; proves nothing
 
 The models have the shapes of Qwen3-0.6B, -4B and -8B and random weights: nothing is downloaded. Results go to
-benchmarks/results/gpu.json, each size when it is measured. Exits with 1 if a size failed, and with 2 if the device does
-not exist."""
+benchmarks/results/gpu.json, each size when it is measured. The file keeps other sizes that the same device measured.
+Exits with 1 if a size failed, and with 2 if the device does not exist."""
 
 from __future__ import annotations
 
@@ -142,9 +142,11 @@ def measure(size: str, scratch: Path, *, device: str, tiny: bool, rounds: int) -
     engine.configure(msgspec.structs.replace(config, logprob_bound=math.inf))
     state = engine.initial_state()
     peft = engine.model.peft
-    # The input embeddings need no multiplications.
-    embeddings = peft.get_base_model().get_input_embeddings().weight.numel()
-    parameters = sum(p.numel() for p in peft.parameters()) - embeddings
+    parameters = sum(p.numel() for p in peft.parameters())
+    model = peft.get_base_model()
+    if not model.config.tie_word_embeddings:
+        # The input embeddings need no multiplications. Tied ones are the output projection's weights too.
+        parameters -= model.get_input_embeddings().weight.numel()
     out: dict[str, Any] = {
         "dtype": str(engine.model.dtype).removeprefix("torch."), "layout": engine.passes.verified.layout,
         "logprob_difference": engine.passes.verified.padded.mean, "token_budget": engine.passes.budget.tokens,
@@ -183,11 +185,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the command itself")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu.json")
     args = parser.parse_args(argv)
+    if args.tiny and args.out == parser.get_default("out"):
+        parser.error("--tiny needs --out: its figures must not replace the measured ones")
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.stderr.write("gpu-proof: no CUDA GPU: torch.cuda.is_available() is false\n")
         raise SystemExit(2)
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     report: dict[str, Any] = {"device": name, "torch": torch.__version__, "tiny": args.tiny, "sizes": {}}
+    earlier = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if earlier and {**earlier, "sizes": {}} == report:
+        report["sizes"] = earlier["sizes"]
     for size in args.only:
         with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
             try:
@@ -197,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report["sizes"][size] = measured
         args.out.write_text(json.dumps(report, indent=1) + "\n")
         print(f"{size}: {'failed' if 'failed' in measured else 'done'}", flush=True)
-    if any("failed" in measured for measured in report["sizes"].values()):
+    if any("failed" in report["sizes"][size] for size in args.only):
         raise SystemExit(1)
 
 
