@@ -21,6 +21,7 @@ from anyio.to_thread import run_sync
 
 from pipeline.config import Config, ConfigError, TrainerConfig, with_values
 from pipeline.events import CheckpointPublished, GroupScored
+from pipeline.lake_files import S3
 from pipeline.log.broker import Broker, Recorded
 from pipeline.names import parse_version
 from trainer.batches.groups import Example, TrainingGroup, examples
@@ -100,20 +101,32 @@ def _before(config: Config, learned: CheckpointPublished) -> tuple[TrainerConfig
         return settings, None
     if step - 1 in there:
         return settings, weights_of(checkpoints.read(step - 1)[1])
-    lake = config.store.dir or config.run_dir
+    lake = config.store.dir if config.store.dir.startswith(S3) else config.path(config.store.dir)
     return settings, weights_of(read_start(f"{lake}#{learned.branch}/{learned.parent}", config).files)
 
 
 async def _read(histories: Histories, recorded: Sequence[Recorded[GroupScored]]) -> list[TrainingGroup]:
-    """The groups with their sequences; those whose exchanges are gone are left out."""
-    groups = [TrainingGroup(r.event, r.place) for r in recorded]
+    """The groups with their sequences; those whose exchanges are gone are left out. Raises `ConfigError` if none is
+    left."""
+    groups = [TrainingGroup(_as_training(r.event), r.place) for r in recorded]
     gone = await histories.read_all(groups)
-    found = [g for g in groups if g.place not in gone and g.sequences]
-    if not found:
+    readable = [g for g in groups if g.place not in gone and g.sequences]
+    if not readable and len(gone) == len(groups):
+        first = next(iter(gone.values())).detail
+        raise ConfigError(f"the log no longer holds {first}: `journeywork replay` puts it back")
+    if not readable:
+        names = ", ".join(sorted(g.event.group for g in groups)[:5])
         raise ConfigError(
-            "the log no longer holds the calls of these runs: `journeywork replay` puts them back"
+            f"the runs of {names} have no token that can be trained: each has no result, or its calls failed, were "
+            "greedy or had settings that the trainer can't apply"
         )
-    return found
+    return readable
+
+
+def _as_training(event: GroupScored) -> GroupScored:
+    """The event with all members in the training split: no sequences are built of others."""
+    members = tuple(msgspec.structs.replace(m, split="train") for m in event.members)
+    return msgspec.structs.replace(event, members=members)
 
 
 def _compute(

@@ -4,6 +4,7 @@ back."""
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import anyio
@@ -81,7 +82,9 @@ async def test_a_poisoned_batch_is_found_and_the_branch_without_it_wins_the_task
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=20)
     groups = {step: await publish_step(broker, step) for step in range(1, STEPS + 1)}
-    await publish(broker, kit.group("v", [0.0, 1.0], step=4, exchanges=1, split="val", task="capital"), 4)
+    lost = kit.group("v", [0.0, 1.0], step=4, exchanges=1, split="val", task="capital")
+    validated = tuple(msgspec.structs.replace(member, split="val") for member in lost.members)
+    await publish(broker, msgspec.structs.replace(lost, members=validated), 4)
     await train(config, lambda **_: None, until_empty=True)
     shares = [share_right(tiny_base, config, step) for step in range(STEPS + 1)]
     assert shares[POISONED] < 0.5 < shares[POISONED - 1]
@@ -97,15 +100,16 @@ async def test_a_poisoned_batch_is_found_and_the_branch_without_it_wins_the_task
     assert found.comparisons <= 3  # log2(4) + 1
 
     healthy = f"h{POISONED}"
+    main = await versions(broker, "main")
+    lake = open_lake(config)
+    await Versions(broker, lake.storage, "all").copy(main[POISONED - 2])
+    shutil.rmtree(Checkpoints.of(config, kit.MODEL).path(POISONED - 1))  # it is read from the lake
     ranked = await influences(config, f"{kit.MODEL}@{POISONED}", ["capital"])
     assert len(ranked) == 6
     assert {run.group for run in ranked[:4]} == {f"g{POISONED}", f"p{POISONED}"}
     assert {run.group for run in ranked[4:]} == {healthy}
     assert ranked[3].influence < 0 < ranked[4].influence
 
-    main = await versions(broker, "main")
-    lake = open_lake(config)
-    await Versions(broker, lake.storage, "all").copy(main[POISONED - 2])
     learned = next(event for event in main if event.step == POISONED)
     for step, group in [(n, group) for n in range(POISONED, STEPS + 1) for group in groups[n]]:
         if group.group not in learned.groups:
