@@ -40,6 +40,9 @@ def rows_of(runs: Sequence[Run], kind: str) -> tuple[list[Row], Counter[str]]:
 
     Every row also says its `run` (or `runs`) and `task`."""
     left_out: Counter[str] = Counter()
+    if kind != "prompts":
+        left_out.update(f"a run with outcome {run.outcome}" for run in runs if run.outcome != "scored")
+        runs = [run for run in runs if run.outcome == "scored"]
     made = FORMATS[kind](runs, left_out)
     return list(made), left_out
 
@@ -65,9 +68,7 @@ def _prompts(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
 
 def _kto(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
     means = {name: fmean(r.reward or 0.0 for r in members) for name, members in _groups(runs).items()}
-    scored = [run for run in runs if run.reward is not None]
-    left_out["a run without a reward"] += len(runs) - len(scored)
-    for run, conversation in _conversations(scored, left_out):
+    for run, conversation in _conversations(_with_reward(runs, left_out), left_out):
         difference = (run.reward or 0.0) - means[run.group]
         if abs(difference) <= REWARD_TOLERANCE:
             left_out["a run whose reward is its group's mean"] += 1
@@ -108,6 +109,12 @@ FORMATS: Mapping[str, Callable[[Sequence[Run], Counter[str]], Iterator[Row]]] = 
 }  # fmt: skip
 
 
+def _with_reward(runs: Sequence[Run], left_out: Counter[str]) -> list[Run]:
+    scored = [run for run in runs if run.reward is not None]
+    left_out["a run without a reward"] += len(runs) - len(scored)
+    return scored
+
+
 def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -117,6 +124,7 @@ def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _pairs(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[tuple[Run, Run]]:
+    runs = _with_reward(runs, left_out)
     usable = dict.fromkeys(run.trajectory for run, _ in _conversations(runs, left_out))
     for members in _groups([run for run in runs if run.trajectory in usable]).values():
         ranked = sorted(members, key=lambda run: (-(run.reward or 0.0), run.trajectory))

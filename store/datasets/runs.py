@@ -18,7 +18,8 @@ _RUNS = """
       SELECT project, trajectory, arg_max(reward, scored_at) AS reward FROM rewards
       WHERE branch = 'main' AND outcome = 'scored' GROUP BY ALL
     )
-    SELECT t.project, t.trajectory, t.model, t.group_id, t.task, coalesce(s.reward, t.reward) AS reward
+    SELECT t.project, t.trajectory, t.model, t.group_id, t.task, t.outcome,
+      coalesce(s.reward, t.reward) AS reward
     FROM trajectories t LEFT JOIN scored s USING (project, trajectory)
     WHERE t.trajectory IN (SELECT * FROM unnest($names)) AND t.completed_at IS NOT NULL
     ORDER BY t.project, t.trajectory
@@ -38,6 +39,7 @@ class Run:
     group: str
     task: str
     model: str
+    outcome: str
     reward: float | None
     """That of its newest verdict on `main`; else the one that its agent reported. A column `reward` of the query
     replaces it."""
@@ -91,6 +93,7 @@ def _run(row: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], rewards: Ma
         group=row["group_id"] or "",
         task=row["task"] or "",
         model=row["model"],
+        outcome=row["outcome"],
         reward=rewards.get(row["trajectory"], row["reward"]),
         versions=tuple(sorted({e.policy_version for e in exchanges})),
         calls=tuple(msgspec.msgpack.encode((e.request, e.response)) for e in exchanges),

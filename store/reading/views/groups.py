@@ -86,6 +86,7 @@ REWARDS = View(
     "rewards",
     "One row per member of a scored group: what training gets.",
     {
+        "reward": "Final reward, after composition; null where `outcome` is not `scored`.",
         "centered": "Reward minus the mean of the group's scored members; its sign is that of the advantage with "
         "`trainer.loss.baseline` = `group`.",
     },
@@ -94,10 +95,11 @@ REWARDS = View(
           SELECT *, list_avg([m.reward FOR m IN members IF m.outcome = 'scored']) AS mean, unnest(members) AS m
           FROM group_scored
         )
-        SELECT project, model, "group" AS group_id, branch, judge, m.trajectory AS trajectory, m.reward AS reward,
-          m.components AS components, m.call_rewards AS call_rewards, m.hints AS hints, m.reward - mean AS centered,
-          m.outcome AS outcome, m.split AS split, m.exchanges AS exchanges, m.first_step AS first_step,
-          m.last_step AS last_step, offline, "at" AS scored_at
+        SELECT project, model, "group" AS group_id, branch, judge, m.trajectory AS trajectory,
+          CASE WHEN m.outcome = 'scored' THEN m.reward END AS reward, m.components AS components,
+          m.call_rewards AS call_rewards, m.hints AS hints,
+          CASE WHEN m.outcome = 'scored' THEN m.reward - mean END AS centered, m.outcome AS outcome, m.split AS split,
+          m.exchanges AS exchanges, m.first_step AS first_step, m.last_step AS last_step, offline, "at" AS scored_at
         FROM each
         """,
     sources=(

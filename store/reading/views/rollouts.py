@@ -16,6 +16,7 @@ TRAJECTORIES = View(
         "outcome": "`scored`, `no_result` or `masked`; `open` while the run has not ended.",
         "last_step": "Highest policy step that sampled in the run.",
         "metrics": "Metrics given by the agent.",
+        "metadata": "What was given at the opening and at the end, JSON; of a key that both have, the end's value.",
         "exchanges": "Number of exchange events; null while open.",
         "opened_at": "When the run began, UTC.",
         "completed_at": "When the run ended, UTC; null while open.",
@@ -28,8 +29,10 @@ TRAJECTORIES = View(
           SELECT c.project, c.model, c.trajectory, c."group" AS group_id, coalesce(nullif(c.task, ''), o.task) AS task,
             coalesce(c.attempt, o.attempt) AS attempt, coalesce(c.split, o.split) AS split,
             coalesce(c.outcome, 'open') AS outcome, c.reward, c.rewards, c.metrics,
-            coalesce(c.metadata, o.metadata) AS metadata, c.exchanges, c.calls, c.prompt_tokens, c.sampled_tokens,
-            c.calls_s, c.first_step, c.last_step, c.inferred,
+            CASE WHEN coalesce(o.metadata, '{{}}') IN ('', '{{}}') THEN coalesce(c.metadata, o.metadata)
+              WHEN coalesce(c.metadata, '{{}}') IN ('', '{{}}') THEN o.metadata
+              ELSE json_merge_patch(o.metadata, c.metadata)::VARCHAR END AS metadata,
+            c.exchanges, c.calls, c.prompt_tokens, c.sampled_tokens, c.calls_s, c.first_step, c.last_step, c.inferred,
             coalesce(o.at, nullif(c.opened_at, {NEVER})) AS opened_at, c.at AS completed_at, o.paced_s,
             c.log_seq AS stream_seq, coalesce(nullif(c.traceparent, ''), o.traceparent) AS traceparent
           FROM rollout_completed c LEFT JOIN rollout_opened o

@@ -102,6 +102,21 @@ def test_dpo_has_the_first_reply_in_which_runs_of_a_group_part(run_dir: Path, tm
     assert [r["runs"] for r in rows] == [["a1", "a2"], ["b1", "b2"]]
 
 
+@pytest.mark.parametrize(("kind", "rows"), [("sft", 2), ("dpo", 1), ("reward", 1), ("kto", 2)])
+def test_runs_that_must_not_train_or_have_no_reward_are_counted(kind: str, rows: int, tmp_path: Path) -> None:
+    events = [e for i in range(5) for e in run(f"r{i}", "g", [user("go"), reply(f"a{i}")], i / 4)]
+    for i, name in ((1, "no_result"), (2, "masked")):
+        events[3 * i + 2] = msgspec.structs.replace(events[3 * i + 2], outcome=name)
+    events[3 * 3 + 2] = msgspec.structs.replace(events[3 * 3 + 2], reward=None)
+    fill(tmp_path / "run", events)
+    made = dataset(tmp_path / "run", tmp_path / "out", "--as", kind)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "- 1 × a run with outcome no_result" in card
+    assert "- 1 × a run with outcome masked" in card
+    assert ("- 1 × a run without a reward" in card) == (kind != "sft")
+    assert len(made) == rows + (kind == "sft")
+
+
 def test_kto_labels_each_reply_by_its_runs_reward_in_its_group(run_dir: Path, tmp_path: Path) -> None:
     rows = dataset(run_dir, tmp_path / "out", "--as", "kto")
     said = [(r["run"], r["completion"][0]["content"], r["label"]) for r in rows]

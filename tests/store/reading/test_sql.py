@@ -22,6 +22,7 @@ from pipeline.events import (
     Member,
     PolicyEvaluated,
     TrajectoryCompleted,
+    TrajectoryOpened,
     Verdict,
     pack_seqs,
     schema,
@@ -89,6 +90,28 @@ def test_an_open_trajectory_and_one_known_only_by_its_end_are_both_there(tmp_pat
         ("t0", "open"),
         ("t1", "scored"),
     ]
+
+
+def test_a_member_without_a_score_has_no_reward(tmp_path: Path) -> None:
+    members = tuple(
+        Member(trajectory=name, reward=reward, exchanges=1, outcome=outcome)
+        for name, reward, outcome in (("a", 1.0, "scored"), ("b", 0.0, "no_result"), ("c", 0.0, "scored"))
+    )
+    fill(tmp_path, [GroupScored(project="p", group="g", model="m", judge="j", members=members)])
+    assert rows(tmp_path, "SELECT trajectory, reward, centered FROM rewards ORDER BY ALL") == [
+        ("a", 1.0, 0.5), ("b", None, None), ("c", 0.0, -0.5),
+    ]  # fmt: skip
+
+
+def test_metadata_of_a_run_is_that_of_its_opening_and_of_its_end(tmp_path: Path) -> None:
+    opened = TrajectoryOpened(
+        project="p", trajectory="t", model="m", group="g", metadata=b'{"subject": "s", "step": 1}'
+    )  # fmt: skip
+    ended = TrajectoryCompleted(
+        project="p", trajectory="t", model="m", group="g", exchanges=0, metadata=b'{"step": 2}'
+    )  # fmt: skip
+    fill(tmp_path, [opened, ended])
+    assert rows(tmp_path, "SELECT metadata->>'subject', metadata->>'step' FROM trajectories") == [("s", "2")]
 
 
 def test_messages_hold_what_was_sent_and_the_reply(run_dir: Path) -> None:
