@@ -6,13 +6,14 @@ import base64
 import io
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.kits.environments import ROOT, make_once
 
@@ -68,6 +69,7 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
     | {"image_processor_type": "CLIPImageProcessor", "crop_size": {"height": 56, "width": 56}},
 }
 KINDS = tuple(_CONFIGURATIONS)
+QUESTION = "which color?"
 
 
 def make_vision_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> str:
@@ -93,6 +95,25 @@ def make_vision_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> 
         json.dumps(processor | {"video_processor_type": "Qwen2VLVideoProcessor"})
     )
     return str(folder)
+
+
+def make_guesser(folder: Path, letters: Sequence[str]) -> str:
+    """Write a model that answers `QUESTION` with one of `letters`, whatever an image shows, and return the folder."""
+    base = make_vision_model(folder)
+    model = AutoModelForImageTextToText.from_pretrained(base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    asked = [{"role": "user", "content": QUESTION}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    rows = torch.tensor([[*ids, VOCABULARY[letter], VOCABULARY[END_OF_TURN]] for letter in letters])
+    labels = rows.clone()
+    labels[:, : len(ids)] = -100
+    optimizer = torch.optim.AdamW(model.model.language_model.parameters(), lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(input_ids=rows, labels=labels).loss.backward()
+        optimizer.step()
+    model.save_pretrained(base)
+    return base
 
 
 def picture(color: tuple[int, int, int], width: int = 56, height: int = 56) -> bytes:
