@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -170,6 +171,29 @@ class _Tree:
     """For each sequence the column of each of its tokens."""
 
 
+def segments(ends: Sequence[int]) -> list[tuple[int, int, list[int]]]:
+    """The segments of a row: adjacent columns that see the same columns before them, and each other causally. `ends`
+    is a row of `ends_RL`. The padding at the end of a row, where each column sees itself alone, is one segment.
+
+    Returns for each its first column, the one after its last, and the segments that it sees, its own place the last."""
+    last = list(accumulate(ends, max))
+    padding = len(ends)
+    while padding > 1 and ends[padding - 1] == padding and last[padding - 2] < padding:
+        padding -= 1
+    bounds = list(pairwise(sorted({0, *(end for end in ends if end <= padding), len(ends)})))
+    latest = [max(ends[start:stop]) for start, stop in bounds]
+    return [
+        (start, stop, [*(j for j in range(place) if latest[j] > start), place])
+        for place, (start, stop) in enumerate(bounds)
+    ]
+
+
+def pairs(ends: Sequence[int]) -> int:
+    """The number of pairs of query and key that attention by segments computes. `ends` is a row of `ends_RL`."""
+    row = segments(ends)
+    return sum((stop - start) * sum(row[j][1] - row[j][0] for j in seen) for start, stop, seen in row)
+
+
 def common_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     """Length of the common prefix."""
     n = min(len(a), len(b))
@@ -286,12 +310,12 @@ _CAUSAL = 0.75
 
 
 def sharing_pays(sequences: Sequence[TokenSequence], groups: Sequence[int], cost: Cost) -> bool:
-    """Whether prefix trees cost less than padded rows. A tree has fewer tokens, in one long row with a dense mask."""
+    """Whether prefix trees cost less than padded rows. A tree has fewer tokens, and needs masks."""
     rows = sum(len(s.ids) * cost.per_token + _CAUSAL * len(s.ids) ** 2 * cost.per_pair for s in sequences)
     trees = 0.0
     for inside in by_group(groups):
-        size = _tree(_keys([sequences[s] for s in inside])).size
-        trees += size * cost.per_token + size**2 * cost.per_pair
+        tree = _tree(_keys([sequences[s] for s in inside]))
+        trees += tree.size * cost.per_token + pairs(tree.ends.tolist()) * cost.per_pair
     return trees < 0.95 * rows
 
 

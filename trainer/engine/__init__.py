@@ -8,6 +8,7 @@
 | `state` | `TrainState`, what a step returns, and the errors of batches that can't be trained |
 | `loading` | base models and fresh adapters, by Transformers or Unsloth |
 | `forward` | the model's forward pass over a layout, with attention masks for shared prefixes |
+| `tree_attention` | attention over shared prefixes by segments of their tree, instead of under a dense mask |
 | `images` | the inputs of a vision-language model for the images of a layout |
 | `routing` | the sampler's choices of experts, replayed in the model's routers |
 | `verify` | the comparison of a training pass with the model's own forward pass, at the start |

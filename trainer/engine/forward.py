@@ -24,13 +24,14 @@ import torch.utils.checkpoint
 from transformers import PreTrainedModel
 
 from pipeline.config import ConfigError
-from trainer.batches.packing import AttentionSpan, Layout
+from trainer.batches.packing import FULL, AttentionSpan, Layout
 from trainer.batches.sampling import restrict
 from trainer.distillation.divergence import reverse_kl
 from trainer.engine.images import ImageInputs, ImageUnusableError
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.routing import RouterReplay
 from trainer.engine.sharding import ShardedModel
+from trainer.engine.tree_attention import planned
 
 _FULL = ("full_attention", "attention", "global_attention")
 
@@ -186,7 +187,7 @@ class Forward:
     def _mask(self, layout: Layout, span: AttentionSpan) -> Any:
         mask: Any = layout.dense_mask(span)
         if self.attention != "eager":
-            return mask
+            return planned(mask, layout.ends_RL, causal=span == FULL)
         # Eager attention adds the mask to the attention scores, so true becomes 0 and false the lowest number.
         dtype = self.trunk.dtype
         zero = torch.zeros((), dtype=dtype, device=mask.device)

@@ -91,8 +91,8 @@ def test_prefixes_are_shared_if_that_costs_less() -> None:
 
     assert sharing_pays(group(2000, 200), [0] * 8, cost)
     assert sharing_pays(group(60, 20), [0] * 8, cost)
-    # Little in common and long: the dense mask over one long row costs more than it saves.
-    assert not sharing_pays(group(200, 1000), [0] * 8, cost)
+    # Little in common and long: the masks cost more than the tree saves.
+    assert not sharing_pays(group(20, 1000), [0] * 8, cost)
     assert not sharing_pays(group(1, 50), [0] * 8, cost)
 
 
