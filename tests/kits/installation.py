@@ -17,8 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
+from anyio.from_thread import start_blocking_portal
 
+from pipeline.log.broker import Broker
+from pipeline.running.runs import log_of, run_settings
 from store.reading.sql import connect, write_result
 from tests.conftest import InferenceDouble
 
@@ -76,12 +80,23 @@ class Up:
                 self.process.kill()
 
     def query(self, sql: str) -> list[dict[str, Any]]:
-        """Return the rows that `journeywork sql` prints, without a process for it."""
+        """Return the rows that `journeywork sql` prints, without a process for it. While the installation runs, waits
+        first until the store has written what is on the log now: a step is answered before the store has its rows."""
+        if self.process.poll() is None:
+            with start_blocking_portal() as portal:
+                portal.call(self._until_stored)
         out = io.BytesIO()
         with connect(self.run_dir) as connection:
             write_result(connection.sql(sql), "json", out)
         rows: list[dict[str, Any]] = json.loads(out.getvalue())
         return rows
+
+    async def _until_stored(self) -> None:
+        config = run_settings(self.run_dir, sections=("nats",))
+        async with Broker.connect(log_of(config), name="test", provision=False) as broker:
+            with anyio.fail_after(60):
+                while await broker.lag("store-"):
+                    await anyio.sleep(0.05)
 
 
 def program(command: Sequence[str], cwd: Path, **env: str) -> str:
