@@ -13,6 +13,7 @@
 | `lake_files` | where the lake keeps versions; opens object storage |
 | `files` | atomic and durable writes of files |
 | `conversations` | everything of a trajectory that trains, as conversations |
+| `demonstrations` | which tokens of a conversation that the model did not have are trained |
 | `images` | the images of a recorded call |
 | `sampling` | how the tokens of a call were sampled, and which of them are trained |
 | `names` | identifiers and their form in NATS subjects |

@@ -3,31 +3,39 @@ TRL's supervised and preference trainers, or a version of another branch.
 
 Such a step is one checkpoint, like one of reinforcement learning: it has the version before it as its parent, goes
 through the commit protocol, and names the data set's hash as its source. The state of the policy's own optimizer stays
-as it was; TRL's trainer has one of its own. `dpo` and `kto` are held close to the version before the step.
+as it was; TRL's trainer has one of its own. `sft` trains the assistant's replies of conversations, in the sequences
+that demonstrations give. `dpo` and `kto` are held close to the version before the step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
+import jinja2
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from anyio.to_thread import run_sync
 from datasets import Dataset
 from transformers import AutoTokenizer
 
 from pipeline.config import Config
-from pipeline.events.base import now_us
+from pipeline.demonstrations import demonstrated_replies
+from pipeline.events import ExchangeRecorded, now_us, pack_ids
 from pipeline.log.broker import Broker
 from pipeline.telemetry.logs import get_logger
+from trainer.batches.sequences import build
 from trainer.checkpoints.commits import Commits, TrainerError
 from trainer.checkpoints.start import read_start
+from trainer.distillation.prompts import as_template_reads
 from trainer.engine.trl_source import plain_logprobs, trl_imports
 from trainer.learner import Learner, PendingStep, make_learners
 from trainer.recovery import catch_up
@@ -42,9 +50,13 @@ Kind = Literal["sft", "dpo", "kto"]
 _TRAINERS: dict[Kind, tuple[Any, Any]] = {
     "sft": (SFTConfig, SFTTrainer), "dpo": (DPOConfig, DPOTrainer), "kto": (KTOConfig, KTOTrainer)
 }  # fmt: skip
-_COLUMNS = {
-    "sft": {"messages"}, "dpo": {"prompt", "chosen", "rejected"}, "kto": {"prompt", "completion", "label"}
+_COLUMNS: dict[Kind, tuple[set[str], ...]] = {
+    "sft": ({"messages"}, {"prompt", "completion"}, {"text"}), "dpo": ({"prompt", "chosen", "rejected"},),
+    "kto": ({"prompt", "completion", "label"},),
 }  # fmt: skip
+"""The sets of columns that a format may have; the first one is what `journeywork dataset` writes."""
+_IGNORED = -100
+"""Label of a token that isn't trained."""
 
 
 class DatasetStep(NamedTuple):
@@ -100,7 +112,11 @@ def compute(learner: Learner, scratch: Path, step: DatasetStep) -> PendingStep:
     """Train and write the checkpoint to disk. Blocks."""
     began, started_at = time.perf_counter(), now_us()
     file = step.folder / "train.parquet"
-    rows = _rows(file, step.kind)
+    tokenizer = AutoTokenizer.from_pretrained(learner.model.base)
+    table = _table(file, step.kind)
+    rows = Dataset(table)
+    if step.kind == "sft" and "messages" in table.column_names:
+        rows = Dataset.from_list(conversations_as_tokens(file, table.to_pylist(), tokenizer, step.max_length))
     model, state = learner.engine.model, learner.state
     model.load_adapter(state.master or state.weights)
     config_of, trainer_of = _TRAINERS[step.kind]
@@ -112,12 +128,11 @@ def compute(learner: Learner, scratch: Path, step: DatasetStep) -> PendingStep:
     )  # fmt: skip
     with plain_logprobs(model.device.type):
         trainer = trainer_of(
-            model=model.peft, args=settings, train_dataset=rows,
-            processing_class=AutoTokenizer.from_pretrained(learner.model.base),
+            model=model.peft, args=settings, train_dataset=rows, processing_class=tokenizer,
         )  # fmt: skip
         result = trainer.train()
     metrics = {
-        "dataset_loss": float(result.training_loss), "dataset_rows": float(len(rows)),
+        "dataset_loss": float(result.training_loss), "dataset_rows": float(len(table)),
         "updates": float(result.global_step), "learning_rate": step.learning_rate,
         "step_s": time.perf_counter() - began,
     }  # fmt: skip
@@ -128,16 +143,61 @@ def compute(learner: Learner, scratch: Path, step: DatasetStep) -> PendingStep:
     return learner.write_step(after, source=source, metrics=metrics, started_at=started_at)
 
 
-def _rows(file: Path, kind: Kind) -> Dataset:
+def _table(file: Path, kind: Kind) -> pa.Table:
+    """The columns of a data set that are trained."""
     try:
         table = pq.read_table(file)
     except OSError as error:
         raise TrainerError(
             f"{file} can't be read: name a folder that `journeywork dataset` wrote ({error})"
         ) from error
-    if lacking := _COLUMNS[kind] - set(table.column_names):
+    columns = next((c for c in _COLUMNS[kind] if c <= set(table.column_names)), None)
+    if columns is None:
+        lacking = _COLUMNS[kind][0] - set(table.column_names)
         raise TrainerError(
             f"{file} has no column {min(lacking)!r}: write it with `journeywork dataset --as {kind}`"
         )
-    used = [name for name in table.column_names if name in _COLUMNS[kind] | {"tools"}]
-    return Dataset(table.select(used))
+    return table.select([name for name in table.column_names if name in columns | {"tools"}])
+
+
+def conversations_as_tokens(
+    file: Path, rows: Sequence[dict[str, Any]], tokenizer: Any, max_length: int
+) -> list[dict[str, list[int]]]:
+    """Conversations as TRL takes tokens: `input_ids`, and `labels` in which only the assistant's replies count.
+
+    A conversation is several sequences where the template renders earlier messages differently later on. Sequences in
+    which no reply begins within `max_length` are left out. Raises `TrainerError` for a row that the template can't
+    render, and if nothing is left."""
+    out = []
+    for number, row in enumerate(rows):
+        try:
+            calls = list(_calls(row, tokenizer))
+        except (jinja2.TemplateError, LookupError, TypeError, ValueError) as error:
+            raise TrainerError(f"{file}: row {number}: {error}") from error
+        for sequence in build(str(number), calls):
+            labels = np.where(sequence.loss_mask, sequence.ids, _IGNORED)
+            if sequence.loss_mask[:max_length].any():
+                out.append({"input_ids": sequence.ids.tolist(), "labels": labels.tolist()})
+    if not out:
+        raise TrainerError(
+            f"{file}: nothing to train: no reply of the assistant follows another message and begins within "
+            f"{max_length} tokens (--max-length)"
+        )
+    return out
+
+
+def _calls(row: dict[str, Any], tokenizer: Any) -> Iterator[ExchangeRecorded]:
+    """The replies of a conversation as calls, as the gateway records a demonstration."""
+    read = [as_template_reads({k: v for k, v in m.items() if v is not None}) for m in row["messages"]]
+    tools = row.get("tools")
+    for seq, reply in enumerate(
+        demonstrated_replies(read, json.loads(tools) if isinstance(tools, str) else tools)
+    ):
+        prompt, whole = (
+            tokenizer.apply_chat_template(f.pop("messages"), tokenize=True, return_dict=False, **f)
+            for f in (reply.prompt, reply.whole)
+        )
+        yield ExchangeRecorded(
+            project="", trajectory="", seq=seq, model="", policy_version="", step=0, request=b"{}", response=b"{}",
+            prompt_ids=pack_ids(prompt), sampled_ids=pack_ids(reply.reply_ids(prompt, whole)), logprobs=b"",
+        )  # fmt: skip

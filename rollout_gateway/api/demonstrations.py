@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
+from pipeline.demonstrations import UntrainableReplyError, demonstrated_replies
 from pipeline.events import ExchangeRecorded, TrajectoryOpened, now_us, pack_ids
 from pipeline.names import parse_version, version_name
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
-from rollout_gateway.api.schemas import Demonstration, GroupMember
+from rollout_gateway.api.gateway import Gateway
+from rollout_gateway.api.schemas import GroupMember
 from rollout_gateway.api.tokens import token_ids
 from rollout_gateway.http.errors import ApiError
 
@@ -21,33 +23,40 @@ _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 """Recorded with a demonstration: its tokens are trained under the model's own distribution."""
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """One reply of a demonstration, recorded as a call without logprobs."""
+class DemonstratedTurn(NamedTuple):
+    """One reply of a demonstration."""
 
-    opened: TrajectoryOpened
     request: dict[str, Any]
     reply: dict[str, Any]
     prompt_ids: list[int]
     reply_ids: list[int]
     step: int
-    traceparent: str = ""
+    """Of the version that is served now."""
 
     @property
     def request_hash(self) -> str:
         return hashlib.sha256(_encode([self.request, self.reply])).hexdigest()[:32]
 
+
+class _Call:
+    """A turn as `Trajectory.record` takes it: a call without logprobs."""
+
+    traceparent = ""
+
+    def __init__(self, opened: TrajectoryOpened, turn: DemonstratedTurn) -> None:
+        self._opened, self._turn = opened, turn
+
     def events(self, seq: int) -> list[ExchangeRecorded]:
         """The call under the sequence number `seq`."""
-        opened, now = self.opened, now_us()
-        choice = {"index": 0, "message": self.reply, "finish_reason": "stop"}
+        opened, turn, now = self._opened, self._turn, now_us()
+        choice = {"index": 0, "message": turn.reply, "finish_reason": "stop"}
         return [
             ExchangeRecorded(
                 project=opened.project, trajectory=opened.trajectory, seq=seq, model=opened.model,
-                policy_version=f"{opened.model}@{self.step}", step=self.step, group=opened.group,
-                request=_encode(self.request), response=_encode({"object": "chat.completion", "choices": [choice]}),
-                prompt_ids=pack_ids(self.prompt_ids), sampled_ids=pack_ids(self.reply_ids), logprobs=b"",
-                finish_reason="stop", endpoint="demonstration", request_hash=self.request_hash, started_at=now,
+                policy_version=f"{opened.model}@{turn.step}", step=turn.step, group=opened.group,
+                request=_encode(turn.request), response=_encode({"object": "chat.completion", "choices": [choice]}),
+                prompt_ids=pack_ids(turn.prompt_ids), sampled_ids=pack_ids(turn.reply_ids), logprobs=b"",
+                finish_reason="stop", endpoint="demonstration", request_hash=turn.request_hash, started_at=now,
                 first_token_at=now,
             )
         ]  # fmt: skip
@@ -63,38 +72,45 @@ def check_demonstration(member: GroupMember, access: Access) -> None:
     if member.exchanges:
         message = f"{where}: give `demonstration` or `exchanges`, not both."
         raise ApiError(400, "invalid_body", message, param="demonstration")
-    if not any(message.get("role") == "assistant" for message in member.demonstration.messages):
-        message = f"{where}: the demonstration has no message of the assistant, so nothing to train."
+    if not any(demonstrated_replies(member.demonstration.messages)):
+        message = f"{where}: the demonstration has no message of the assistant after its first, so nothing to train."
         raise ApiError(400, "invalid_body", message, param="demonstration")
 
 
-async def record_demonstration(request: ControlRequest, trajectory: str, chat: Demonstration) -> None:
-    """Record a conversation's replies as calls of an open trajectory: each with the prompt that the model would have
-    got, in the tokens of the model's chat template. The same again, also of a completed trajectory, records nothing
-    more. Raises a 400 `ApiError` for a conversation that the template can't render so."""
-    gateway = request.gateway
-    try:
-        run = await gateway.registry.find(trajectory)
-    except ApiError as error:
-        if error.code == "trajectory_completed":
-            return
-        raise
-    model, tools = run.opened.model, {"tools": chat.tools} if chat.tools else {}
+async def demonstrated_turns(
+    request: ControlRequest, model: str, member: GroupMember
+) -> list[DemonstratedTurn]:
+    """A conversation's replies, each with the prompt that the model would have got, in the tokens of the model's chat
+    template. A completed trajectory, as a retry names it, has none to record. Raises an `ApiError`: 400 for a
+    conversation that the template can't render so, 502 or 503 where no inference server answers."""
+    gateway, chat = request.gateway, member.demonstration
+    assert chat is not None
+    if (opened := await gateway.registry.opening(member.id)) is not None:
+        if await gateway.registry.log.completion(opened) is not None:
+            return []
+        model = opened.model
     step = parse_version(gateway.policies.newest_loaded(model) or version_name(model, 0))[1]
-    for i, reply in enumerate(chat.messages):
-        if reply.get("role") != "assistant":
-            continue
-        fields: dict[str, Any] = {"messages": chat.messages[:i], **tools}
-        prompt = await token_ids(request, model, fields | {"add_generation_prompt": True})
-        both = {"messages": chat.messages[: i + 1], "add_generation_prompt": False}
-        whole = await token_ids(request, model, fields | both)
-        if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
-            message = (
-                f"Trajectory {trajectory!r}: the model's chat template renders another prompt once message {i} follows "
-                "it, so the message can't be trained. End the conversation before it, or use another template."
-            )
-            raise ApiError(400, "invalid_body", message, param="demonstration")
-        sent = {"model": model, **fields, **_SAMPLING}
-        turn = _Turn(run.opened, sent, reply, prompt, whole[len(prompt) :], step)
-        if turn.request_hash not in run.recorded.recent:
-            await run.record(turn)
+    turns = []
+    for reply in demonstrated_replies(chat.messages, chat.tools):
+        prompt = await token_ids(request, model, reply.prompt)
+        whole = await token_ids(request, model, reply.whole)
+        try:
+            ids = reply.reply_ids(prompt, whole)
+        except UntrainableReplyError as error:
+            message = f"Trajectory {member.id!r}: {error}."
+            raise ApiError(400, "invalid_body", message, param="demonstration") from error
+        sent = {"model": model, **reply.request, **_SAMPLING}
+        turns.append(DemonstratedTurn(sent, reply.message, prompt, ids, step))
+    return turns
+
+
+async def record_demonstration(gateway: Gateway, trajectory: str, turns: Sequence[DemonstratedTurn]) -> None:
+    """Record the replies as calls of an open trajectory. The same again records nothing more."""
+    if not turns:
+        return
+    run = await gateway.registry.find(trajectory)
+    await run.refresh()
+    done = {r.event.request_hash for r in await run.log.calls(run.id)} if run.recorded.exchanges else set()
+    for turn in turns:
+        if turn.request_hash not in done:
+            await run.record(_Call(run.opened, turn))

@@ -9,7 +9,12 @@ from pipeline.metric_names import named
 from pipeline.names import check_name
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
-from rollout_gateway.api.demonstrations import check_demonstration, record_demonstration
+from rollout_gateway.api.demonstrations import (
+    DemonstratedTurn,
+    check_demonstration,
+    demonstrated_turns,
+    record_demonstration,
+)
 from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.api.schemas import GroupCompletion, GroupMember
 from rollout_gateway.api.trajectories import check_batch, check_completion, complete_checked
@@ -25,8 +30,8 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
     """Complete the trajectories that the body names, one after the other, and return what was recorded of each. A
     member with `exchanges`, a `demonstration` or a `batch` that is not open is opened first.
 
-    All members are checked before the first one is changed. If a later one fails nevertheless, the same request
-    completes the rest."""
+    All members are checked, and demonstrations rendered, before the first one is changed. If a later one fails
+    nevertheless, the same request completes the rest."""
     gateway, access, group = request.gateway, request.access, request.values[0]
     body = request.read(GroupCompletion)
     for member in body.trajectories:
@@ -47,12 +52,15 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
         elif opened.group != group:
             raise wrong_group(member.id, opened, group)
         check_batch(member, group)
+    turns: dict[str, list[DemonstratedTurn]] = {}
+    for member in body.trajectories:
+        if member.demonstration is not None:
+            turns[member.id] = await demonstrated_turns(request, body.model, member)
     data = []
     for number, member in enumerate(body.trajectories, 1):
         if _may_be_opened(member):
             await _open(gateway, group, body, member, number, access)
-        if member.demonstration is not None:
-            await record_demonstration(request, member.id, member.demonstration)
+        await record_demonstration(gateway, member.id, turns.get(member.id, ()))
         data.append(await complete_checked(gateway, member.id, member))
     return {"group": group, "data": data}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from tests.trainer import kit
 from trainer import datasets
 from trainer.checkpoints.commits import TrainerError
 from trainer.commands import train
-from trainer.datasets import DatasetStep, Kind, train_on
+from trainer.datasets import DatasetStep, Kind, conversations_as_tokens, train_on
 from trainer.learner import make_learners
 
 pytestmark = pytest.mark.anyio
@@ -99,6 +100,86 @@ async def test_steps_on_data_sets_are_one_lineage_with_those_on_groups(
     assert checkpoints.state.optimizer is not None
     (updates,) = {int(s["step"]) for s in checkpoints.state.optimizer["state"].values()}
     assert updates == 2
+
+
+CALL = {"type": "function", "id": "c", "function": {"name": "look", "arguments": '{"at": 1}'}}
+CONVERSATION = [
+    {"role": "system", "content": "win"},
+    *ASKED,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c", "content": "free"},
+    GOOD,
+    {"role": "user", "content": "a1=x b1=x"},
+    BAD,
+]
+
+
+def trained_text(messages: list[dict[str, object]], max_length: int = 4096) -> list[list[str]]:
+    """What is trained of a conversation, as Parquet holds it: the consecutive tokens of each sequence as texts."""
+    rows = pa.Table.from_pylist([{"messages": messages}]).to_pylist()
+    tokenizer = datasets.AutoTokenizer.from_pretrained(BASE)
+    sequences = conversations_as_tokens(Path("data"), rows, tokenizer, max_length)
+    out = []
+    for sequence in sequences:
+        ids, labels = sequence["input_ids"], sequence["labels"]
+        assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+        spans = [list(part) for trained, part in groupby(labels, lambda label: label != -100) if trained]
+        out.append([tokenizer.decode(span) for span in spans])
+    return out
+
+
+def test_sft_trains_the_replies_of_the_assistant_and_nothing_of_users_the_system_and_tools() -> None:
+    called = '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call><|end|>'
+    assert trained_text(CONVERSATION) == [[called, "a1<|end|>", "c3<|end|>"]]
+    # A reply without a prompt is context.
+    assert trained_text([BAD, *ASKED, GOOD]) == [["a1<|end|>"]]
+
+
+@pytest.mark.parametrize(
+    ("messages", "max_length", "told"),
+    [
+        (ASKED, 4096, "no reply of the assistant follows"),
+        ([*ASKED, GOOD], 3, "begins within 3 tokens"),
+        (
+            [*ASKED, GOOD | {"tool_calls": [CALL | {"function": {"name": "x", "arguments": "{"}}]}],
+            4096,
+            "row 0: .*no JSON",
+        ),
+    ],
+)
+def test_sft_without_a_reply_to_train_is_an_error(
+    messages: list[dict[str, object]], max_length: int, told: str
+) -> None:
+    with pytest.raises(TrainerError, match=told):
+        trained_text(messages, max_length)
+
+
+@pytest.mark.parametrize(
+    ("row", "context", "trained"),
+    [
+        ({"messages": [*ASKED, GOOD]}, "<|user|>a1=. b1=x<|end|><|assistant|>", "a1<|end|>"),
+        ({"prompt": "a1=. b1=x", "completion": " a1"}, "a1=. b1=x", " a1"),
+        ({"text": "a1=. b1=x"}, "", "a1=. b1=x"),
+    ],
+)
+def test_the_loss_of_sft_is_the_mean_over_the_tokens_that_are_trained(
+    row: dict[str, object], context: str, trained: str, nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    """The mean of -log p(token | tokens before it), under the version before the step."""
+    pq.write_table(pa.Table.from_pylist([row] * 2), tmp_path / "train.parquet")
+    learner = make_learners(settings(tmp_path, nats_config), tmp_path)[kit.MODEL]
+    tokenizer = datasets.AutoTokenizer.from_pretrained(BASE)
+    before, after = (tokenizer(text, add_special_tokens=False).input_ids for text in (context, trained))
+    if "messages" not in row:
+        after.append(tokenizer.eos_token_id)  # TRL ends other texts than conversations
+    ids = torch.tensor([[*before, *after]])
+    with torch.no_grad():
+        logprobs = learner.engine.model.peft(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+    begin = max(1, len(before))  # no token before it predicts the first one
+    expected = -logprobs.gather(1, ids[0, 1:, None])[begin - 1 :].mean()
+    learner.checkpoints.prepare_folder()
+    pending = datasets.compute(learner, tmp_path / "scratch", DatasetStep(tmp_path, "sft", batch_size=2))
+    assert pending.manifest.event.metrics["dataset_loss"] == pytest.approx(float(expected), rel=1e-4)
 
 
 @pytest.mark.parametrize(

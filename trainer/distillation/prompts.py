@@ -69,7 +69,7 @@ def transcript(exchanges: Sequence[ExchangeRecorded]) -> str:
     except (msgspec.DecodeError, LookupError, TypeError) as error:
         raise HintUnusableError("the group's best run has no chat reply to show") from error
     followed = last[len(first) :] if last[: len(first)] == first else []
-    parts = [(m["role"], _as_text(m)) for m in [*followed, _as_template_reads(reply)]]
+    parts = [(m["role"], _as_text(m)) for m in [*followed, as_template_reads(reply)]]
     return parts[0][1] if len(parts) == 1 else "\n\n".join(f"{role}: {text}" for role, text in parts)
 
 
@@ -122,7 +122,7 @@ def _messages(exchange: ExchangeRecorded) -> list[Message]:
     messages = msgspec.json.decode(exchange.request).get("messages")
     if not isinstance(messages, list) or not messages:
         raise HintUnusableError("the call sent no messages: a hint needs a chat to stand in")
-    return [_as_template_reads(message) for message in messages]
+    return [as_template_reads(message) for message in messages]
 
 
 def _as_text(message: Message) -> str:
@@ -131,7 +131,7 @@ def _as_text(message: Message) -> str:
     return "\n".join([*([message["content"]] if message.get("content") else []), *calls])
 
 
-def _as_template_reads(message: Message) -> Message:
+def as_template_reads(message: Message) -> Message:
     """A message as the inference server gives it to the template: parts of text joined, arguments of tool calls as
     objects. Raises `HintUnusableError` for content that is no text."""
     out = dict(message)
