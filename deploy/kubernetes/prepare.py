@@ -30,6 +30,7 @@ SECRETS = {
     "judge-keys": ("judge.nk",),
     "trainer-keys": ("trainer.nk", "checkpoints.nk"),
     "store-keys": ("store.nk",),
+    "telemetry-keys": ("telemetry.nk",),
 }
 """Secrets, and the files of `keys/` in each: a pod gets its own only."""
 

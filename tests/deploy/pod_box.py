@@ -56,14 +56,17 @@ class Cluster:
     """Commands in place of those of containers, by the container's name."""
     containers: dict[str, Container] = field(default_factory=dict)
     operator_key: str = ""
+    beside: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Raises `CalledProcessError` or `OSError` where the machine makes no network namespaces."""
         templates = dict(pods(self.objects))
+        for job in range(1, self._machines()):
+            templates[f"trainer-{job}"] = templates["trainer"]
         self.net = Network(["nats", *templates])
         hosts = {"nats": "nats"} | {name: self._host(name) for name in templates}
         names = {"gateway": "gateway", "store": "store", "nats": "nats", "vllm": "vllm-0.vllm"}
-        names["trainer"] = "trainer-train-0-0.trainer"
+        names |= {name: f"{hosts[name]}.trainer" for name in templates if name.startswith("trainer")}
         (self.folder / "hosts").write_text(
             "127.0.0.1 localhost\n"
             + "".join(
@@ -79,15 +82,27 @@ class Cluster:
             volumes = self._volumes(pod, template["spec"])
             grace_s = template["spec"].get("terminationGracePeriodSeconds", 30)
             for spec in template["spec"]["containers"]:
-                self.containers[spec["name"]] = Container(pod, hosts[pod], grace_s, spec, volumes)
+                name = pod if pod.startswith("trainer") else spec["name"]
+                self.containers[name] = Container(pod, hosts[pod], grace_s, spec | {"name": name}, volumes)
+
+    @property
+    def sent(self) -> Path:
+        """What the telemetry sends."""
+        return self.folder / "sent"
+
+    def _machines(self) -> int:
+        """How many pods the JobSet has."""
+        (job,) = next(o for o in self.objects if o["kind"] == "JobSet")["spec"]["replicatedJobs"]
+        return int(job["template"]["spec"]["parallelism"])
 
     def _host(self, workload: str) -> str:
-        """The name that Kubernetes gives to the only pod of a workload: that of a StatefulSet and of a JobSet is known
+        """The name that Kubernetes gives to the pod of a workload: that of a StatefulSet and of a JobSet is known
         before."""
+        workload, _, index = workload.partition("-")
         kind = next(
             o["kind"] for o in self.objects if o["metadata"]["name"] == workload and o["kind"] in _WORKLOADS
         )
-        return {"StatefulSet": f"{workload}-0", "JobSet": f"{workload}-train-0-0"}.get(
+        return {"StatefulSet": f"{workload}-0", "JobSet": f"{workload}-train-0-{index or 0}"}.get(
             kind, f"{workload}-5d4f8-x7k2p"
         )
 
@@ -150,6 +165,10 @@ class Cluster:
         env = {"PATH": f"{_BIN}:{VENV}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
         for variable in container.spec.get("env", ()):
             env[variable["name"]] = self._value(container, variable)
+        for source in container.spec.get("envFrom", ()):
+            name = source["secretRef"]["name"]
+            if any(o["kind"] == "Secret" and o["metadata"]["name"] == name for o in self.objects):
+                env |= content(self.objects, "Secret", name)
         for key, value in env.items():
             argv += ["--setenv", key, value]
         return [*argv, "--chdir", "/tmp", "--"]
@@ -230,16 +249,19 @@ class Cluster:
         )
         server = VENV / "bin" / "nats-server"
         argv = [
-            *self.net.enter("nats"),
             str(server if server.exists() else shutil.which("nats-server")),
             "-c",
             str(folder / "nats.conf"),
         ]
-        with (self.folder / "nats.log").open("wb") as sink:
-            self._nats = subprocess.Popen(argv, stdout=sink, stderr=sink)
+        self.start_beside("nats", argv)
+
+    def start_beside(self, pod: str, argv: Sequence[str]) -> None:
+        """A program in a pod's network that is no container of ours."""
+        with (self.folder / f"beside-{pod}.log").open("wb") as sink:
+            self.beside.append(subprocess.Popen([*self.net.enter(pod), *argv], stdout=sink, stderr=sink))
 
     def close(self) -> None:
-        for process in [*(c.process for c in self.containers.values()), getattr(self, "_nats", None)]:
+        for process in [*(c.process for c in self.containers.values()), *self.beside]:
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()

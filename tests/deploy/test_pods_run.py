@@ -1,5 +1,5 @@
-"""Every command of the overlay `small` starts as a pod would start it, its probes answer, and together they serve a
-call."""
+"""Every command of the overlay `small`, with a trainer on two machines and with telemetry, starts as a pod would start
+it, its probes answer, and together they serve a call and send its trace."""
 
 from __future__ import annotations
 
@@ -32,6 +32,19 @@ from tests.kits.inference_double import Double, build
 uvicorn.run(build(Double(Path("/models/base"), "support@0", [], 12, 256)), host="0.0.0.0", port=8000)
 """
 
+_TRACE_BACKEND = """
+import http.server, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        with open(sys.argv[1], "ab") as file:
+            file.write(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+
+http.server.HTTPServer(("127.0.0.1", 4318), Handler).serve_forever()
+"""
+
 
 def settings_for_this_machine(text: str) -> str:
     """The overlay's settings with those of the demo's model, and of its inference double, whose logprobs are no
@@ -39,13 +52,19 @@ def settings_for_this_machine(text: str) -> str:
     own = "max_model_len = 2048"
     assert text.count(own) == 1
     text = text.replace(own, "max_model_len = 256")
-    return text + "groups_per_step = 1\n" + ("logprob_bound = 1000\n" if DOUBLE else "")
+    return text + "groups_per_step = 1\nprocesses = 2\n" + ("logprob_bound = 1000\n" if DOUBLE else "")
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     overlay = prepared(tmp_path / "deploy", "small", settings_for_this_machine)
-    objects = render(overlay)
+    kustomization = overlay / "kustomization.yaml"
+    parts = "components: [../../components/several-trainers, ../../components/telemetry]\n"
+    kustomization.write_text(kustomization.read_text() + parts)
+    # The secret that docs/install.md makes by hand.
+    endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
+    backend = {"kind": "Secret", "metadata": {"name": "telemetry-backend"}, "stringData": endpoint}
+    objects = [*render(overlay), backend]
     models = tmp_path / "models"
     shutil.copytree(ROOT / "examples" / "tictactoe" / "model", models / "base")
     (tmp_path / "node").mkdir()
@@ -59,6 +78,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.operator_key = (overlay / "prepared" / "keys" / "operator.key").read_text().strip()
     try:
         made.start_log(values["configMap"]["merge"]["data"]["users.conf"])
+        made.start_beside("telemetry", ["python", "-c", _TRACE_BACKEND, str(made.sent)])
         yield made
     finally:
         made.close()
@@ -82,9 +102,10 @@ def test_every_container_starts_its_probes_answer_and_a_call_is_served(cluster: 
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             if kind in container.spec:
                 cluster.until(lambda n=name, p=container.spec[kind]: cluster.answers(n, p), name)  # type: ignore[misc]
-    cluster.until(lambda: '"ready"' in cluster.log("trainer"), "trainer")
-    # The trainer has no startup probe; this is what its liveness probe looks at.
-    assert cluster.run_in("trainer", ["test", "-s", "/tmp/alive"]).returncode == 0
+    trainers = "trainer", "trainer-1"
+    cluster.until(lambda: any('"ready"' in cluster.log(name) for name in trainers), "trainer")
+    # The trainer has no startup probe; this is what the liveness probe of the machine with rank 0 looks at.
+    assert sorted(cluster.run_in(t, ["test", "-s", "/tmp/alive"]).returncode for t in trainers) == [0, 1]
 
     message = {"model": "support", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     assert call(cluster, "none", "/v1/chat/completions", message)[0] == 401
@@ -97,6 +118,7 @@ def test_every_container_starts_its_probes_answer_and_a_call_is_served(cluster: 
     query = ["journeywork", "sql", "--config", "/etc/journeywork/config.toml", "--format", "json"]
     query.append("SELECT count(*) AS calls FROM exchanges")
     cluster.until(lambda: '"calls":1' in cluster.run_in("store", query).stdout, "store")
+    cluster.until(lambda: cluster.sent.exists() and b"support" in cluster.sent.read_bytes(), "telemetry")
 
     # A pod has its user, no capability, no file that it may write but its volumes', and no other pod's keys.
     told = cluster.run_in(
@@ -108,5 +130,5 @@ def test_every_container_starts_its_probes_answer_and_a_call_is_served(cluster: 
     # Stopped, everything ends within its pod's time, and as it should: 0, but the trainer's Job must not be complete.
     for name in reversed([n for n in cluster.containers if n != "provision"]):
         code = cluster.stop(name)
-        good = code != 0 if name == "trainer" else code in (0, 143) if name == "vllm" else code == 0
+        good = code != 0 if name.startswith("trainer") else code in (0, 143) if name == "vllm" else code == 0
         assert good, (name, code, cluster.log(name)[-2000:])
