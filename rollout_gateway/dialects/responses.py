@@ -98,12 +98,11 @@ class ResponsesTranslation(Translation):
             m for m in messages if m["role"] != "assistant" or m["content"] is not None or "tool_calls" in m
         ]
         chat = self._chat(messages, request.max_output_tokens)
-        if self._tools.chat:
-            chat["tools"] = self._tools.chat
-        if request.tools and request.tool_choice is not None:
-            choice = self._tools.choice(request.tool_choice)
-            if choice is not None:
-                chat["tool_choice"] = choice
+        tools, choice = self._tools.choose(request.tool_choice if request.tools else None)
+        if tools:
+            chat["tools"] = tools
+        if choice is not None:
+            chat["tool_choice"] = choice
         if (form := response_format(request.text)) is not None:
             chat["response_format"] = form
         return chat

@@ -52,7 +52,8 @@ class InputItem(msgspec.Struct):
     namespace: str | None = None
     arguments: str = ""
     input: str = ""
-    output: str | list[ContentPart] = ""
+    output: msgspec.Raw = msgspec.Raw(b'""')
+    """A text or parts. Outputs of types that are refused have other forms."""
     summary: list[ContentPart] = []
     encrypted_content: str | None = None
 
@@ -153,22 +154,45 @@ class Tools:
             function["strict"] = tool.strict
         self.chat.append({"type": "function", "function": function})
 
-    def choice(self, asked: str | dict[str, Any]) -> str | dict[str, Any] | None:
-        """Convert `tool_choice`. Returns `None` if the model is shown no tool to choose.
+    def choose(
+        self, asked: str | dict[str, Any] | None
+    ) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
+        """Convert `tool_choice`. Returns the tools that the model is shown, and the `tool_choice` of the chat
+        completion; `None` for the default, or if there is no tool to choose.
 
-        Raises a 400 `ApiError` for a choice that does not name one of the tools."""
-        if isinstance(asked, str):
-            return asked if self.chat else None
-        kind, name = str(asked.get("type", "")), str(asked.get("name", ""))
+        Raises a 400 `ApiError` for a choice that does not name tools of the request."""
+        if asked is None or isinstance(asked, str):
+            return self.chat, asked if self.chat else None
+        kind = str(asked.get("type", ""))
         if kind == "allowed_tools":
-            return str(asked.get("mode", "auto")) if self.chat else None
+            return self._allowed(asked)
         if kind in self.left_out:
             raise _invalid_choice(f"tools of type {kind!r} are not supported")
-        flat = flat_name(asked.get("namespace"), name)
-        fitting = [flat] if flat in self.names else [n for n, t in self.names.items() if t.name == name]
-        if len(fitting) != 1 or (asked.get("namespace") and flat not in self.names):
+        return self.chat, {"type": "function", "function": {"name": self._name(asked)}}
+
+    def _allowed(self, asked: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+        """The tools that an `allowed_tools` lists, and its mode. The model is not shown the others, so that it can't
+        call them."""
+        mode, listed = asked.get("mode", "auto"), asked.get("tools")
+        if mode not in ("auto", "required"):
+            raise _invalid_choice("the mode of allowed_tools is `auto` or `required`")
+        if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
+            raise _invalid_choice("`tools` of allowed_tools must be a list of objects")
+        names = {self._name(tool) for tool in listed if str(tool.get("type", "")) not in self.left_out}
+        if not names:
+            raise _invalid_choice("allowed_tools lists no tool that the model is shown")
+        return [tool for tool in self.chat if tool["function"]["name"] in names], mode
+
+    def _name(self, tool: dict[str, Any]) -> str:
+        """The name under which the model is shown a tool that a choice names."""
+        name, namespace = str(tool.get("name", "")), tool.get("namespace")
+        flat = flat_name(namespace, name)
+        if flat in self.names:
+            return flat
+        fitting = [] if namespace else [n for n, t in self.names.items() if t.name == name]
+        if len(fitting) != 1:
             raise _invalid_choice(f"{len(fitting)} of the tools are named {name!r}, and it must be one")
-        return {"type": "function", "function": {"name": fitting[0]}}
+        return fitting[0]
 
 
 def _invalid_choice(why: str) -> ApiError:
@@ -191,15 +215,22 @@ def add_item(messages: list[dict[str, Any]], item: InputItem) -> None:
             arguments = msgspec.json.encode({CUSTOM_INPUT: item.input}).decode()
             add_call(messages, item.call_id, flat_name(item.namespace, item.name), arguments)
         case "function_call_output" | "custom_tool_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
+            messages.append(
+                {"role": "tool", "tool_call_id": item.call_id, "content": _content(_output(item))}
+            )
         case "reasoning":
             add_reasoning(messages, _reasoning(item))
         case kind if kind.removesuffix("_call") in HOSTED:
             # Where the server ran the tool, the text that follows holds the result. What a client itself ran comes as
             # an item of its own, such as `shell_call_output`, and is refused below.
             pass
-        case other:
-            message = f"Input of type {other!r} is not supported."
+        case kind:
+            message = f"Input of type {kind!r} is not supported."
+            if (tool := kind.removesuffix("_call_output")) != kind and tool in HOSTED:
+                message += (
+                    f" The model is not shown tools of type {tool!r}, so it made no such call. Give it the tool as a "
+                    "`function` or `custom` tool, or leave the output out."
+                )
             raise ApiError(400, "unsupported_content", message, param="input")
 
 
@@ -246,6 +277,14 @@ def _reasoning(item: InputItem) -> str:
             "A reasoning item's encrypted_content is not one that this gateway wrote. Leave the item out."
         )
         raise ApiError(400, "invalid_body", message, param="input") from error
+
+
+def _output(item: InputItem) -> str | list[ContentPart]:
+    try:
+        return msgspec.json.decode(item.output, type=str | list[ContentPart])
+    except msgspec.ValidationError as error:
+        message = f"The output of call {item.call_id!r} is not valid: {error}."
+        raise ApiError(400, "invalid_body", message, param="input.output") from error
 
 
 def _content(content: str | list[ContentPart] | None) -> str | list[dict[str, Any]]:

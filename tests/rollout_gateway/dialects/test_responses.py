@@ -65,6 +65,58 @@ def test_a_choice_that_names_no_tool_is_refused() -> None:
     assert Tools.from_request([]).chat == []
 
 
+def test_the_model_is_shown_only_allowed_tools() -> None:
+    def chat(*allowed: Any, **choice: Any) -> dict[str, Any]:
+        asked = {"type": "allowed_tools", "tools": list(allowed), **choice}
+        body = {"model": "m", "input": "x", "tools": CODEX, "tool_choice": asked}
+        translation = ResponsesTranslation(json.dumps(body).encode())
+        assert translation.chat() == translation.chat()
+        return translation.chat()
+
+    patch, move = {"type": "custom", "name": "apply_patch"}, {"type": "function", "name": "move"}
+    for mode in ("auto", "required"):
+        asked = chat(patch, {"type": "web_search"}, mode=mode)
+        assert ([tool["function"]["name"] for tool in asked["tools"]], asked["tool_choice"]) == (
+            ["apply_patch"],
+            mode,
+        )
+    asked = chat(patch, move | {"namespace": "mcp__games"})
+    assert {tool["function"]["name"] for tool in asked["tools"]} == {"apply_patch", "mcp__games__move"}
+    for wrong in (
+        {"allowed": []},
+        {"allowed": [{"type": "web_search"}]},  # the model is not shown it
+        {"allowed": [move | {"namespace": "mcp__chess"}]},
+        {"allowed": [patch, {"type": "function", "name": "nope"}]},
+        {"allowed": ["apply_patch"]},
+        {"allowed": [patch], "mode": "none"},
+    ):
+        with pytest.raises(ApiError, match="tool_choice"):
+            chat(*wrong.pop("allowed"), **wrong)  # type: ignore[misc]
+
+
+def test_an_output_of_a_tool_that_the_model_is_not_shown_is_refused_with_the_reason() -> None:
+    def chat(kind: str, output: Any) -> dict[str, Any]:
+        items = [
+            {"type": kind, "call_id": "c", "name": "f"},
+            {"type": f"{kind}_output", "call_id": "c", "output": output},
+        ]
+        return ResponsesTranslation(json.dumps({"model": "m", "input": items}).encode()).chat()
+
+    for tool, output in (
+        ("apply_patch", "done"),
+        ("local_shell", "done"),
+        ("shell", [{"stdout": "a", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]),
+        ("computer", {"type": "computer_screenshot", "image_url": "data:"}),
+    ):
+        with pytest.raises(ApiError, match=f"is not shown tools of type '{tool}'"):
+            chat(f"{tool}_call", output)
+    assert (
+        chat("function_call", [{"type": "input_text", "text": "done"}])["messages"][-1]["content"] == "done"
+    )
+    with pytest.raises(ApiError, match="output of call 'c'"):
+        chat("function_call", 3)
+
+
 def test_input_items_keep_their_reasoning_and_their_namespace() -> None:
     reasoning = {"type": "reasoning", "content": [], "summary": [{"type": "summary_text", "text": "Well."}]}
     called = {"type": "custom_tool_call", "call_id": "c", "namespace": "games", "name": "move", "input": "a1"}
