@@ -102,12 +102,14 @@ def _read(state: Path) -> dict[str, Any]:
 
 
 def _is_running(state: Path) -> bool:
-    """Whether the supervisor that wrote `state` runs on this machine."""
+    """Whether the supervisor that wrote `state` runs on this machine (`process_start` of `pipeline.running.state`)."""
     try:
-        pid = int(_read(state).get("pid", 0))
-        return pid > 0 and Path(f"/proc/{pid}").exists()
-    except (OSError, ValueError):
+        content = _read(state)
+        status = Path(f"/proc/{int(content['pid'])}/stat").read_text("utf-8", "replace")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
+    except (OSError, ValueError, KeyError):
         return False
+    return bool(content.get("since") == f"{boot} {status.rpartition(')')[2].split()[19]}")
 
 
 @contextmanager

@@ -16,6 +16,8 @@ class ProcessState(msgspec.Struct, kw_only=True):
     """A process."""
 
     pid: int = 0
+    since: str = ""
+    """When it began (`process_start`): another process may have its id later. Empty: it did not run any more."""
     state: str = ""
     """As `pipeline.running.supervisor` has it. `gone`, which no file holds: it died with the supervisor."""
     restarts: int = 0
@@ -26,6 +28,8 @@ class RunState(msgspec.Struct, kw_only=True):
 
     pid: int = 0
     """The supervisor's."""
+    since: str = ""
+    """As that of a process."""
     ready: bool = False
     """Whether all processes are ready."""
     project: str = ""
@@ -37,7 +41,7 @@ class RunState(msgspec.Struct, kw_only=True):
     @property
     def running(self) -> bool:
         """Whether the supervisor is running."""
-        return _is_alive(self.pid)
+        return _is_alive(self)
 
     def url(self, service: str) -> str:
         """Return the address of a service, the first one if it has several. It is empty if the service was stopped: its
@@ -61,7 +65,7 @@ def read_state(run_dir: Path) -> RunState | None:
     except FileNotFoundError:
         return None
     for process in state.services.values():
-        if process.state != "stopped" and not _is_alive(process.pid):
+        if process.state != "stopped" and not _is_alive(process):
             process.state = "gone"
     return state
 
@@ -71,6 +75,17 @@ def write_state(run_dir: Path, state: RunState) -> None:
     write_whole(run_dir / STATE, msgspec.json.format(msgspec.json.encode(state)))
 
 
-def _is_alive(pid: int) -> bool:
-    """Return whether a process with this id runs on this machine."""
-    return pid > 0 and Path(f"/proc/{pid}").exists()
+def process_start(pid: int) -> str:
+    """Return the boot of this machine and the clock tick of it at which process `pid` began; empty if none runs. No
+    other process has both."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else f"{boot} {fields[19]}"
+
+
+def _is_alive(process: ProcessState | RunState) -> bool:
+    """Return whether the process itself, not another one with its id, runs on this machine."""
+    return bool(process.since) and process_start(process.pid) == process.since

@@ -28,7 +28,7 @@ from pipeline.log.broker import Broker, BrokerError, BrokerUnavailableError
 from pipeline.running import child, environment, liveness
 from pipeline.running.plan import ProcessSpec
 from pipeline.running.run_lock import make_private
-from pipeline.running.state import ProcessState, RunState, write_state
+from pipeline.running.state import ProcessState, RunState, process_start, write_state
 from pipeline.security import signing
 from pipeline.telemetry import logs
 
@@ -342,11 +342,12 @@ class Supervisor:
         if "ui" in self.watched:
             urls["ui"] = f"http://{config.ui.host}:{config.ui.port}"
         processes = {
-            name: ProcessState(pid=w.pid, state=w.state, restarts=w.restarts)
+            name: ProcessState(pid=w.pid, since=process_start(w.pid), state=w.state, restarts=w.restarts)
             for name, w in self.watched.items()
         }
         state = RunState(
-            pid=os.getpid(), ready=self.ready, project=config.project, urls=urls, alarms=self.alarms, services=processes
+            pid=os.getpid(), since=process_start(os.getpid()), ready=self.ready, project=config.project, urls=urls,
+            alarms=self.alarms, services=processes,
         )  # fmt: skip
         try:
             write_state(self._run_dir, state)

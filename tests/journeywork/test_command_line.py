@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from journeywork.command_line import add_gateway, at_least_one, exit_status, gateway_of, not_negative
+from pipeline.running.state import process_start
 
 
 def test_numbers_are_read_within_their_bounds() -> None:
@@ -48,10 +49,13 @@ def test_the_gateway_of_the_run_that_runs_comes_before_newer_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("JOURNEYWORK_URL", raising=False)
-    for at, (name, pid) in enumerate({"running": os.getpid(), "ended": 2**22 + 1}.items(), 1):
+    for at, (name, pid) in enumerate(
+        {"running": os.getpid(), "ended": 2**22 + 1, "before": os.getpid()}.items(), 1
+    ):
+        since = process_start(pid) if name == "running" else "an earlier boot 5"
         state = tmp_path / "runs" / name / "state.json"
         state.parent.mkdir(parents=True)
-        state.write_text(json.dumps({"pid": pid, "urls": {"gateway": f"http://{name}:1"}}))
+        state.write_text(json.dumps({"pid": pid, "since": since, "urls": {"gateway": f"http://{name}:1"}}))
         os.utime(state, (at, at))
     parser = argparse.ArgumentParser()
     add_gateway(parser)

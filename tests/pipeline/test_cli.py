@@ -19,7 +19,7 @@ from pipeline.cli import OWN, SUBCOMMANDS, main
 from pipeline.config import NatsConfig
 from pipeline.events import AlarmChanged
 from pipeline.log.broker import Broker, BrokerError
-from pipeline.running.state import ProcessState, RunState, write_state
+from pipeline.running.state import ProcessState, RunState, process_start, write_state
 from tests.kits.events import checkpoint
 
 
@@ -129,9 +129,14 @@ def started(
     run_dir: Path, services: Mapping[str, tuple[int, str]], nats: str = "nats://127.0.0.1:1", pid: int = 1
 ) -> None:
     """Write the state of a run. `services`: process id and state of each."""
-    processes = {name: ProcessState(pid=number, state=state) for name, (number, state) in services.items()}
+    processes = {
+        name: ProcessState(pid=number, since=process_start(number), state=state)
+        for name, (number, state) in services.items()
+    }
     urls: dict[str, str | tuple[str, ...]] = {"nats": nats, "gateway": "http://127.0.0.1:1", "vllm": ()}
-    write_state(run_dir, RunState(pid=pid, ready=True, urls=urls, services=processes))
+    write_state(
+        run_dir, RunState(pid=pid, since=process_start(pid), ready=True, urls=urls, services=processes)
+    )
 
 
 def test_status_says_what_runs_what_waits_and_what_serves(

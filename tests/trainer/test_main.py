@@ -16,6 +16,7 @@ import pytest
 from pipeline import config as configuration
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
+from pipeline.running.state import process_start
 from tests.conftest import free_port
 from tests.trainer import kit
 from tests.trainer.kit import checkpoints, steps_reach
@@ -94,7 +95,7 @@ async def test_train_does_not_run_beside_the_trainer_of_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
-    running = {"pid": os.getpid(), "state": "ready", "restarts": 0}
+    running = {"pid": os.getpid(), "since": process_start(os.getpid()), "state": "ready", "restarts": 0}
     (tmp_path / "state.json").write_text(json.dumps({"urls": {}, "services": {"trainer": running}}))
     with pytest.raises(SystemExit) as error:
         train.main(["--run-dir", str(tmp_path), "--nats-url", "nats://127.0.0.1:1"])

@@ -12,7 +12,7 @@ import pytest
 from pipeline.config import ConfigError
 from pipeline.running.gateway_api import connect
 from pipeline.running.runs import find_run, log_of, run_settings
-from pipeline.running.state import RunState
+from pipeline.running.state import ProcessState, RunState, process_start, read_state, write_state
 
 
 @pytest.fixture
@@ -53,11 +53,31 @@ def test_the_newest_run_is_the_one_that_changed_last(runs: Path, sign: str) -> N
 
 def test_the_run_that_runs_comes_before_newer_folders(runs: Path) -> None:
     make(runs / "running", address="nats://a:1")
-    (runs / "running" / "state.json").write_text(json.dumps({"pid": os.getpid()}))
+    (runs / "running" / "state.json").write_text(
+        json.dumps({"pid": os.getpid(), "since": process_start(os.getpid())})
+    )
     for path in (runs / "running").iterdir():
         os.utime(path, (1, 1))
     make(runs / "newer", address="nats://b:1")
     assert find_run() == Path("runs/running")
+
+
+def test_a_process_that_has_the_id_of_an_ended_one_is_another(runs: Path) -> None:
+    pid, now = os.getpid(), process_start(os.getpid())
+    assert now
+    assert process_start(2**22 + 1) == ""
+    boot, _, ticks = now.partition(" ")
+    for since, running in (
+        (now, True),
+        (f"{boot} {int(ticks) - 1}", False),
+        (f"another {ticks}", False),
+        ("", False),
+    ):
+        process = ProcessState(pid=pid, since=since, state="ready")
+        write_state(runs, RunState(pid=pid, since=since, services={"trainer": process}))
+        state = read_state(runs)
+        assert state is not None
+        assert (state.running, state.running_pid("trainer")) == (running, pid if running else 0)
 
 
 def test_the_log_is_the_one_that_was_started_for_the_run(runs: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.config import Config
 from pipeline.events import AlarmChanged, Event, GroupScored, Measure, Member, PolicyEvaluated
-from pipeline.running.state import STATE
+from pipeline.running.state import STATE, process_start
 from store.reading.history import History
 from store.reading.summary import summary
 from tests.store.kit import fill, run_of_one_step
@@ -92,11 +92,12 @@ def test_the_first_alarm_is_a_cause_and_not_a_consequence(tmp_path: Path) -> Non
 
 
 def test_a_running_run_names_what_is_not_ready_and_an_alarm_says_what_to_do(tmp_path: Path) -> None:
+    this = {"pid": os.getpid(), "since": process_start(os.getpid())}
     services = {
-        "trainer": {"pid": os.getpid(), "state": "starting"},
-        "store": {"pid": os.getpid(), "state": "ready"},
+        "trainer": {**this, "state": "starting"},
+        "store": {**this, "state": "ready"},
     }
-    state = {"pid": os.getpid(), "urls": {}, "services": services}
+    state = {**this, "urls": {}, "services": services}
     (tmp_path / STATE).write_text(json.dumps(state))
     page = told(tmp_path, run_of_one_step())
     assert page["sentences"][0] == "The run is running with 1 alarm: trainer is starting."
