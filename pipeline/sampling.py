@@ -51,6 +51,8 @@ class _Request(Defaults, frozen=True):
     vllm_xargs: dict[str, Any] | None = None
 
 
+UNREADABLE = "the request can't be decoded"
+"""What `Sampling.unsupported` says of a request whose settings are unknown."""
 _decoder = msgspec.json.Decoder(_Request, strict=False)
 
 
@@ -63,8 +65,8 @@ class Sampling(msgspec.Struct, frozen=True):
     top_p: float = 1.0
     min_p: float = 0.0
     unsupported: str = ""
-    """Names of the settings that the trainer can't apply and of the media that it does not have, separated by commas;
-    empty if it can compute the call."""
+    """Names of the settings that the trainer can't apply and of the media that it does not have, or that the request
+    can't be decoded, separated by commas; empty if it can compute the call."""
 
     @property
     def greedy(self) -> bool:
@@ -72,11 +74,14 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
-    """Return the sampling settings of a request body (JSON). A body that can't be decoded names none."""
+    """Return the sampling settings of a request body (JSON). Those of a body that can't be decoded are unknown, so that
+    it is unsupported."""
+    unsupported = []
     try:
         settings = _decoder.decode(request)
     except (msgspec.DecodeError, RecursionError):
         settings = _Request()
+        unsupported.append(UNREADABLE)
 
     def effective(name: str, neutral: float) -> float:
         """Return a setting of the request, else the server's default, else the value without effect."""
@@ -84,7 +89,7 @@ def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
         value = getattr(defaults, name) if value is None else value
         return neutral if value is None else value
 
-    unsupported = [
+    unsupported += [
         name
         for name, neutral in (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0))
         if effective(name, neutral) != neutral

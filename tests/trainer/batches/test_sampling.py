@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import LoraConfig, LossConfig, TrainerConfig
-from pipeline.sampling import NO_DEFAULTS, Defaults, sampling_of
+from pipeline.sampling import NO_DEFAULTS, UNREADABLE, Defaults, sampling_of
 from tests.trainer.kit import VOCAB, backward, exactly, exchange, stir
 from trainer.batches.groups import Example
 from trainer.batches.packing import padded, prefix_shared
@@ -32,7 +32,6 @@ def test_the_request_comes_before_the_servers_default() -> None:
     assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.6, 0.95, 20, 0.1)
     found = sampling_of(asked(temperature=1.2, top_p=1, top_k=-1, min_p=0), defaults)
     assert (found.temperature, found.top_p, found.top_k, found.unsupported) == (1.2, 1.0, 0, "")
-    assert sampling_of(b"no json", NO_DEFAULTS) == sampling_of(asked(), NO_DEFAULTS)
 
 
 def test_a_very_low_temperature_is_the_one_that_vllm_samples_at() -> None:
@@ -45,9 +44,19 @@ def test_a_very_low_temperature_is_the_one_that_vllm_samples_at() -> None:
     ]
 
 
-def test_a_request_that_is_nested_too_deeply_names_no_setting() -> None:
-    deep = b'{"temperature": 0.5, "a_url": ' + b"[" * 5000 + b"]" * 5000 + b"}"
-    assert sampling_of(deep, NO_DEFAULTS) == sampling_of(asked(), NO_DEFAULTS)
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"no json",
+        b"",
+        asked(temperature="warm"),
+        asked(bad_words="x"),
+        b'{"temperature": 0.5, "a_url": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    ],
+    ids=["no json", "empty", "a text", "no list", "deep"],
+)
+def test_a_call_whose_settings_are_unknown_is_not_trained(request_bytes: bytes) -> None:
+    assert sampling_of(request_bytes, NO_DEFAULTS).unsupported == UNREADABLE
 
 
 @pytest.mark.parametrize(
