@@ -99,8 +99,10 @@ class Learner:
                 "in the requests",
                 model=model.name, base=model.base, setting=unsupported,
             )  # fmt: skip
+        text_config = engine.model.peft.get_base_model().config.get_text_config()
+        longest = engine.model.longest or getattr(text_config, "max_position_embeddings", None)
         self.prompts = (
-            HintedPrompts(model.base, self.settings.distill, engine.model.longest)
+            HintedPrompts(model.base, self.settings.distill, longest)
             if self.settings.distill.weight and not self.settings.distill.asks_outside
             else None
         )

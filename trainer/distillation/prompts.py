@@ -22,6 +22,8 @@ from pipeline.events import ExchangeRecorded, Hint, Member, unpack_ids
 from pipeline.events.types import REWARD_TOLERANCE
 
 Message = dict[str, Any]
+_CHARACTERS_PER_TOKEN = 16
+"""No text has so many on average: a prompt with more of them for each token that the model takes is not tokenized."""
 
 
 class HintUnusableError(ValueError):
@@ -75,7 +77,7 @@ def transcript(exchanges: Sequence[ExchangeRecorded]) -> str:
 
 class HintedPrompts:
     """Renders prompts for the base model in the folder or of the hub name `base`. `longest`: tokens that the trainer's
-    model takes; `None`: any number."""
+    model takes; `None`: any number. Callers write the text of hints and the calls, so that a trainer sets it."""
 
     def __init__(self, base: str, config: DistillConfig, longest: int | None = None) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(base)
@@ -109,6 +111,10 @@ class HintedPrompts:
             raise HintUnusableError(
                 f"the model's chat template refuses the call's messages: {error}"
             ) from error
+        if self._longest is not None and len(prompt) > self._longest * _CHARACTERS_PER_TOKEN:
+            raise HintUnusableError(
+                f"the teacher's prompt has {len(prompt)} characters, the trainer's model takes {self._longest} tokens"
+            )
         ids = np.array(self._tokenizer(prompt, add_special_tokens=False).input_ids, np.int32)
         tokens = len(ids) + len(unpack_ids(exchange.sampled_ids))
         if self._longest is not None and tokens > self._longest:

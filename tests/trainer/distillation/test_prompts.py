@@ -87,6 +87,18 @@ def test_a_prompt_that_is_too_long_for_the_model_is_refused(prompts: HintedPromp
         short.render(call, "b2.")
 
 
+def test_a_text_that_can_t_fit_is_not_tokenized(
+    prompts: HintedPrompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = exchange("t", 0, [5], [6, 7], request=msgspec.json.encode({"messages": [USER]}))
+    short = HintedPrompts(prompts._tokenizer.name_or_path, prompts.config, 100)
+    tokenized: list[str] = []
+    monkeypatch.setattr(type(short._tokenizer), "__call__", lambda _, text, **__: tokenized.append(text))
+    with pytest.raises(HintUnusableError, match="characters, the trainer's model takes 100 tokens"):
+        short.render(call, "b" * 2**20)
+    assert not tokenized
+
+
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 ASKS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "2", "tool_call_id": "1"}
