@@ -153,6 +153,7 @@ def settings_of(source: str) -> dict[str, Any]:
         "models.0.base": config.get("base_model_name_or_path", ""),
         "trainer.lora.rank": config["r"],
         "trainer.lora.alpha": config["lora_alpha"],
+        **({"trainer.lora.experts": True} if config.get("target_parameters") else {}),
     }
 
 

@@ -135,6 +135,12 @@ def check_trainer(config: TrainerConfig) -> None:
         raise ConfigError("trainer.unsloth.load_in_4bit: only trainer.engine `unsloth` loads in four bits")
     if config.engine == "unsloth" and config.memory.sharded:
         raise ConfigError("trainer.memory.sharded: only trainer.engine `transformers` divides a model")
+    if config.lora.experts and (config.engine == "unsloth" or config.memory.sharded):
+        other = "unsloth" if config.engine == "unsloth" else "trainer.memory.sharded"
+        raise ConfigError(
+            f"trainer.lora.experts: adapters on experts can't be trained with {other}: set trainer.lora.experts to "
+            'false, or take trainer.engine = "transformers" and trainer.memory.sharded = false'
+        )
     if config.engine == "unsloth" and config.router_replay:
         raise ConfigError("trainer.router_replay: only trainer.engine `transformers` replays routers")
     if config.engine == "unsloth" and packing == "prefix":

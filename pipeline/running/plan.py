@@ -139,6 +139,26 @@ def share_gpu(config: Config) -> Config:
     return with_values(config, {"vllm.args": args, "trainer.memory.gpu_share": trainer})
 
 
+def _experts_flags(config: Config) -> list[str]:
+    """Return what a mixture of experts needs of vLLM. Raises `ConfigError` if its CPU build lacks it."""
+    trainers = [config.trainer_of(model) for model in config.models]
+    flags = {
+        "trainer.lora.experts": "--enable-mixed-moe-lora-format"
+        if any(t.lora.experts for t in trainers)
+        else "",
+        "trainer.router_replay": "--enable-return-routed-experts"
+        if any(t.router_replay for t in trainers)
+        else "",
+    }
+    needed = {setting: flag for setting, flag in flags.items() if flag}
+    if needed and vllm_device(config) == "cpu":
+        raise ConfigError(
+            f"{next(iter(needed))}: vLLM serves it on a GPU only, and its CPU build is installed here; set it to "
+            "false, or name a server on a GPU in vllm.urls"
+        )
+    return [flag for flag in needed.values() if flag not in config.vllm.args]
+
+
 def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
     """Return the command of the inference server. It serves the base model as `<model>@0` and loads adapters at run
     time."""
@@ -159,6 +179,7 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         "--allowed-media-domains", *(settings.allowed_media_domains or ("none.invalid",)),
         "--enable-lora", "--max-loras", str(lora_slots(config)), "--max-lora-rank", str(settings.max_lora_rank),
     ]  # fmt: skip
+    argv += _experts_flags(config)
     parser = families.tool_parser(base) if settings.tool_parser == "auto" else settings.tool_parser
     if parser and "--tool-call-parser" not in settings.args:
         argv += ["--enable-auto-tool-choice", "--tool-call-parser", parser]

@@ -65,6 +65,12 @@ def test_a_peft_folder_is_a_source(tmp_path: Path) -> None:
     }
 
 
+def test_a_fork_of_an_adapter_on_experts_has_one_too(tmp_path: Path) -> None:
+    adapter = '{"r": 2, "lora_alpha": 4, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}'
+    (tmp_path / "adapter_config.json").write_text(adapter)
+    assert settings_of(str(tmp_path))["trainer.lora.experts"] is True
+
+
 def test_what_cannot_be_forked_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lake = str(run / "store")
     with pytest.raises(

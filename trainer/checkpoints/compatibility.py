@@ -14,7 +14,12 @@ from trainer.checkpoints.checkpoint import adapter_config
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_ADAPTER_SETTINGS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
+_ADAPTER_SETTINGS = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "target_modules": "targets",
+    "target_parameters": "experts",
+}
 """Keys of adapter_config.json that a run can't change, and the settings under `trainer.lora` that they come from."""
 
 
@@ -37,12 +42,12 @@ def require_compatible(
     trained: dict[str, Any] = msgspec.json.decode(files["adapter_config.json"])
     now: dict[str, Any] = msgspec.json.decode(adapter_config(lora, ""))
     for key, setting in _ADAPTER_SETTINGS.items():
-        if _unordered(trained.get(key)) != _unordered(now[key]):
+        if _unordered(trained.get(key)) != _unordered(now.get(key)):
             raise ConfigError(
-                f"trainer.lora.{setting}: {name} was trained with {trained.get(key)}, not with {now[key]}: set it "
+                f"trainer.lora.{setting}: {name} was trained with {trained.get(key)}, not with {now.get(key)}: set it "
                 "back, or give the model another name, under which it begins at step 0"
             )
 
 
 def _unordered(value: Any) -> Any:
-    return sorted(value) if isinstance(value, list) else value
+    return sorted(value) or None if isinstance(value, list) else value

@@ -51,6 +51,10 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
         else:
             verified = engine.passes.verified
             out["gradient_checkpointing"] = engine.model.checkpointing
+            out["adapter"] = {
+                "rank": config.lora.rank, "layers": sorted(engine.model.lora.target_modules),
+                "experts": config.lora.experts, "parameters": sum(p.numel() for p in engine.model.parameters),
+            }  # fmt: skip
             out["device"], out["dtype"] = (
                 str(engine.model.device),
                 str(engine.model.dtype).removeprefix("torch."),
@@ -69,6 +73,11 @@ def report(findings: dict[str, Any]) -> str:
         f"{findings['model']}: "
         + (f"refused: {findings['refused']}" if findings["refused"] else "trains right")
     ]
+    if adapter := findings.get("adapter"):
+        on = [*adapter["layers"], *(["the experts"] if adapter["experts"] else [])]
+        lines.append(
+            f"  adapter: rank {adapter['rank']}, {adapter['parameters']:,} parameters, on {', '.join(on)}"
+        )
     for name, text in (
         ("padded", "one row a sequence"), ("packed", "prefixes shared"), ("images", "rows with images"),
     ):  # fmt: skip

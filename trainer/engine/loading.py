@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from pipeline.config import ConfigError, TrainerConfig
 from pipeline.config.checks import check_trainer
 from pipeline.telemetry.logs import get_logger
+from trainer.engine.experts import parameters_to_adapt
 from trainer.engine.forward import disable_randomness, towers_of
 
 log = get_logger("trainer.engine.loading")
@@ -105,7 +106,7 @@ def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -
     lora = LoraConfig(
         r=config.lora.rank, lora_alpha=config.lora.alpha, lora_dropout=0.0, bias="none",
         target_modules=find_lora_targets(model, config), exclude_modules=rf"({towers})\..*" if towers else None,
-        task_type="CAUSAL_LM",
+        target_parameters=parameters_to_adapt(model, config), task_type="CAUSAL_LM",
     )  # fmt: skip
     torch.manual_seed(config.seed)
     peft = get_peft_model(model, lora)
@@ -162,8 +163,8 @@ def checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool:
 def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
     """Return the last parts of the names of the linear layers that get an adapter, sorted.
 
-    These are `trainer.lora.targets`, or all layers that can have one. Routers and experts can't: PEFT would put
-    adapters on the router and on the experts' fused weights, and vLLM does not serve those. Nor can layers of a list,
+    These are `trainer.lora.targets`, or all layers that can have one. Routers can't: vLLM does not serve adapters on
+    them. Experts are stacked parameters, no linear layers (`trainer.engine.experts`). Nor can layers of a list,
     whose names are numbers, as those of the decoder's layers are, nor layers whose weight another module reads. Raises
     `ConfigError` if the setting names a layer that can't have an adapter."""
     head = model.get_output_embeddings()

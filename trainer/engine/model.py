@@ -17,6 +17,7 @@ from pipeline.config import ConfigError, TrainerConfig
 from trainer.batches.packing import Layout, MicroBatch
 from trainer.batches.sequences import TokenSequence
 from trainer.distillation.lessons import Teaching
+from trainer.engine.experts import served_name
 from trainer.engine.fitting import detect_out_of_memory
 from trainer.engine.forward import Forward
 from trainer.engine.images import image_inputs_of
@@ -33,7 +34,8 @@ def fixed_settings(config: TrainerConfig) -> dict[str, object]:
     """The settings that a model is loaded with: policies share an engine where all of them are equal."""
     names = (
         "engine", "dtype", "unsloth.load_in_4bit", "unsloth.max_seq_length", "lora.rank", "lora.alpha",
-        "lora.targets", "lora.dtype", "seed", "threads", "memory.gradient_checkpointing", "memory.sharded",
+        "lora.targets", "lora.experts", "lora.dtype", "seed", "threads", "memory.gradient_checkpointing",
+        "memory.sharded",
     )  # fmt: skip
     return {name: operator.attrgetter(name)(config) for name in names}
 
@@ -71,8 +73,9 @@ class PolicyModel:
                 self.forward.shard(self.device, process_group)
             elif config.engine == "transformers":
                 self.peft.to(self.device)
-        # Views of the adapter's parameters under PEFT's names; a step changes them in place.
-        self._live: Weights = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
+        # Views of the adapter's parameters under the names of its files; a step changes them in place.
+        state = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
+        self._live: Weights = {served_name(n, inner.config.model_type): t for n, t in state.items()}
         self.parameters = [p for p in self.peft.parameters() if p.requires_grad]
         self.dtype: torch.dtype = self.forward.trunk.dtype
         self.adapter_dtype = _adapter_dtype(config, self.dtype)

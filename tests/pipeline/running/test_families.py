@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import Config, ModelConfig, VllmConfig
+from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, VllmConfig, with_values
 from pipeline.running.families import TOOL_PARSERS, tool_parser
 from pipeline.running.plan import vllm_command
 from tests.conftest import VllmServer
@@ -22,6 +22,29 @@ def model(folder: Path, kind: str) -> str:
 def command(base: str, **settings: object) -> str:
     config = Config(models=(ModelConfig(base=base),), vllm=VllmConfig(**settings))  # type: ignore[arg-type]
     return " ".join(vllm_command(config, 1).argv)
+
+
+@pytest.mark.parametrize(
+    ("setting", "flag"),
+    [
+        ("lora.experts", "--enable-mixed-moe-lora-format"),
+        ("router_replay", "--enable-return-routed-experts"),
+    ],
+)
+def test_a_mixture_of_experts_gets_the_flags_that_it_needs_on_a_gpu(
+    setting: str, flag: str, tmp_path: Path
+) -> None:
+    base = model(tmp_path / "a", "qwen3_moe")
+    config = Config(
+        models=(ModelConfig(base=base),),
+        trainer=with_values(TrainerConfig(), {setting: True}),
+        vllm=VllmConfig(device="cuda"),
+    )
+    assert vllm_command(config, 1).argv.count(flag) == 1
+    assert vllm_command(with_values(config, {"vllm.args": (flag,)}), 1).argv.count(flag) == 1
+    assert flag not in command(base)
+    with pytest.raises(ConfigError, match=rf"trainer\.{setting}: vLLM serves it on a GPU only"):
+        vllm_command(with_values(config, {"vllm.device": "cpu"}), 1)
 
 
 def test_every_parser_is_one_of_vllms() -> None:
