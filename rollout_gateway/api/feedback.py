@@ -29,6 +29,13 @@ from rollout_gateway.capture.answer_ids import trajectory_of
 from rollout_gateway.http.errors import ApiError, unknown_trajectory
 from rollout_gateway.serving.idempotency import check_same, publish_once
 
+_LONG_TEXT = 4096
+"""Characters of a text above which the texts of its key on the run are counted."""
+_MOST_TEXT = 4 * 1024 * 1024
+"""Characters of one key's texts on one run, in requests that are not simultaneous: whatever takes the run reads all of
+them."""
+_RANKING_BYTES = 1024 * 1024
+"""Bytes of text that a ranking may record: each of its runs gets the text."""
 _RUN = "Feedback on a run by its id goes to POST /v1/trajectories/<id>/feedback."
 
 
@@ -135,6 +142,12 @@ def _ranked(body: AnswerFeedback) -> list[_Target]:
     last = len(body.ranking) - 1
     if not last:
         raise ApiError(400, "invalid_body", "A `ranking` has two members or more.", param="ranking")
+    if (size := len(body.text.encode()) * len(body.ranking)) > _RANKING_BYTES:
+        message = (
+            f"Each of the {len(body.ranking)} members of the `ranking` gets the `text`, {size:,} bytes: at most "
+            f"{_RANKING_BYTES:,} are taken. Send a shorter text, or send it as feedback on one run."
+        )
+        raise ApiError(413, "body_too_large", message, param="text")
     targets = []
     for place, name in enumerate(body.ranking):
         trajectory, grade = trajectory_of(name), _Grade("number", 1 - place / last, body.text)
@@ -212,11 +225,22 @@ async def _opened(gateway: Gateway, trajectory: str, access: Access) -> Trajecto
 
 
 async def _check_number(gateway: Gateway, event: SignalGiven) -> None:
-    """Raise a 409 `ApiError` if the key has given as many signals on the run as it may: whatever takes a run reads all
-    of them. Requests at the same moment may exceed the number by a few."""
+    """Raise a 409 `ApiError` if the key has given as many signals, or as much text, on the run as it may: whatever
+    takes a run reads all of them. Requests at the same moment may exceed the number by a few."""
     named = ("project", "model", "group", "trajectory")
     of_run = subject_filter(SignalGiven, **{name: getattr(event, name) for name in named})
     given = await gateway.broker.subjects(stream_of(SignalGiven), of_run)
+    if len(event.text) > _LONG_TEXT:
+        own = await gateway.broker.read(SignalGiven, **{name: getattr(event, name) for name in named})
+        others = sum(
+            len(r.event.text) for r in own if r.event.by == event.by and r.event.signal != event.signal
+        )
+        if others + len(event.text) > _MOST_TEXT:
+            message = (
+                f"The texts of this key on the run {event.trajectory!r} exceed {_MOST_TEXT:,} characters. "
+                "Send a shorter one."
+            )
+            raise ApiError(409, "too_many_signals", message, param="text")
     signals = {name_of_token(subject.rpartition(".")[2]) for subject in given}
     owner, most = event.signal.partition(":")[0], gateway.config.feedback.max_signals
     if event.signal not in signals and sum(s.partition(":")[0] == owner for s in signals) >= most:

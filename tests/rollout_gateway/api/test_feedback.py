@@ -211,6 +211,30 @@ async def test_what_a_body_says(start_front: StartGateway, nats_config: NatsConf
     assert len(await signals(nats_config)) == len(given)
 
 
+async def test_the_text_that_a_request_or_a_run_records_is_bounded(
+    start_front: StartGateway, nats_config: NatsConfig
+) -> None:
+    gateway = start_front(keys=KEYS)
+    alice, boss = Caller(gateway, "alice"), Caller(gateway, "boss")
+    names = [f"r{number}" for number in range(5)]
+    for name in names:
+        alice.open(id=name)
+    longest = "é" * 65536
+    assert error(alice.ask("POST", "/v1/feedback", {"ranking": names * 2, "text": longest})) == (
+        413,
+        "body_too_large",
+    )
+    assert not await signals(nats_config)
+    assert alice.status("POST", "/v1/feedback", {"ranking": names, "text": longest, "key": "k"}) == 201
+    path = "/v1/trajectories/r0/feedback"
+    told = [alice.status("POST", path, {"text": longest, "key": f"k{number}"}) for number in range(64)]
+    assert told == [*[201] * 63, 409]
+    # A retry, a short text and another key's text are taken.
+    assert alice.status("POST", path, {"text": longest, "key": "k7"}) == 201
+    assert alice.status("POST", path, {"text": "short"}) == 201
+    assert boss.status("POST", path, {"text": longest}) == 201
+
+
 async def test_the_state_of_the_run_is_told(
     start_front: StartGateway, broker: Broker, nats_config: NatsConfig
 ) -> None:
