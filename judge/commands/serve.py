@@ -8,6 +8,7 @@ done. The libraries of a judge model are imported once, which takes seconds.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from typing import Any
@@ -20,6 +21,7 @@ from judge.commands.score import score_group
 from judge.labelled import GroupFile
 from judge.scoring import UnscoredError
 from pipeline.config import ConfigError, load
+from pipeline.printing import visible_json
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.commands.serve")
@@ -37,11 +39,35 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def serve() -> None:
-    """Answer the requests of standard input. What is not answered when it ends, nobody waits for."""
+    """Answer the requests of standard input. What is not answered when it ends, or when nobody reads the answers any
+    more, nobody waits for."""
     async with anyio.create_task_group() as answers:
         while line := await anyio.to_thread.run_sync(sys.stdin.buffer.readline):
-            answers.start_soon(_answer, msgspec.json.decode(line, type=Request))
+            try:
+                request = msgspec.json.decode(line, type=Request)
+            except (msgspec.DecodeError, RecursionError) as error:
+                _write({"id": _id_of(line), "scores": {}, "error": f"the request can't be read: {error}"})
+            else:
+                answers.start_soon(_answer, request)
         answers.cancel_scope.cancel()
+
+
+def _id_of(line: bytes) -> Any:
+    """The id of a request that can't be read; `None` if it names none. Other programs' JSON has NaN."""
+    try:
+        return json.loads(line)["id"]
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return None
+
+
+def _write(answer: dict[str, Any]) -> None:
+    """Write a line. The text of an error may be one that UTF-8 can't hold. Raises `BrokenPipeError`."""
+    try:
+        text = msgspec.json.encode(answer).decode()
+    except UnicodeEncodeError:
+        text = json.dumps(answer)
+    sys.stdout.buffer.write(visible_json(text).encode() + b"\n")
+    sys.stdout.buffer.flush()
 
 
 async def _answer(request: Request) -> None:
@@ -54,8 +80,7 @@ async def _answer(request: Request) -> None:
     except Exception as error:  # noqa: BLE001 - the other groups are scored all the same
         log.error("a group was not scored", exc=error, request=request.id)
         answer["error"] = repr(error)
-    sys.stdout.buffer.write(msgspec.json.encode({"id": request.id, **answer}) + b"\n")
-    sys.stdout.buffer.flush()
+    _write({"id": request.id, **answer})
 
 
 def add_command(commands: Any) -> None:
@@ -65,5 +90,9 @@ def add_command(commands: Any) -> None:
 
 
 def run_command(_: argparse.Namespace) -> None:
-    """Answer until standard input ends."""
-    anyio.run(serve)
+    """Answer until standard input ends, or the program that reads the answers does."""
+    try:
+        anyio.run(serve)
+    except* BrokenPipeError:
+        # Python flushes standard output once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

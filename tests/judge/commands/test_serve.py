@@ -1,0 +1,45 @@
+"""`journeywork judge serve` as a process, without a judge model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from judge.commands import serve
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_a_request_that_can_not_be_read_is_answered_and_a_reader_that_left_ends_it_quietly() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "judge.commands.cli", "serve"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        for line in (b'{"id": 3, "group": {"reward": NaN}}', b'{"id": 4, "groups": []}', b"no json"):
+            process.stdin.write(line + b"\n")
+            process.stdin.flush()
+            answer = json.loads(process.stdout.readline())
+            assert answer["scores"] == {}
+            assert "the request can't be read" in answer["error"]
+            assert answer["id"] == {b"3": 3, b"4": 4}.get(line[7:8])
+        process.stdout.close()
+        process.stdin.write(b"no json\n")
+        process.stdin.flush()
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+
+
+def test_an_answer_is_a_line_of_characters_that_no_terminal_acts_on(
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    serve._write({"id": 1, "error": "a\u009b2J \udc80"})
+    assert capfdbinary.readouterr().out == b'{"id": 1, "error": "a\\u009b2J \\udc80"}\n'
+    serve._write({"id": 1, "error": "a\u009b2J"})
+    assert capfdbinary.readouterr().out == b'{"id":1,"error":"a\\u009b2J"}\n'
