@@ -135,7 +135,8 @@ def _column(name: str, hint: Any) -> Column:
     if origin is typing.Annotated:
         for extra in args[1:]:
             if isinstance(extra, msgspec.Meta) and extra.extra and "column" in extra.extra:
-                return Column(name, extra.extra["column"])
+                nullable = type(None) in typing.get_args(args[0])
+                return Column(name, extra.extra["column"], nullable=nullable)
         return _column(name, args[0])
     if origin is Literal and all(isinstance(choice, str) for choice in args):
         return Column(name, "string", choices=args)

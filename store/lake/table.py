@@ -13,7 +13,6 @@ The journal of a commit is on the disk, with the files that it names, before `ap
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -101,7 +100,10 @@ class Files:
 
 
 class EventTable:
-    """The table of one event tag. Safe to use from several threads."""
+    """The table of one event tag. Several threads may call its methods: one at a time runs.
+
+    `commit` is checked against the last snapshot, whichever thread read it. What commits removals of files that it
+    found in a snapshot therefore needs a table of its own, as maintenance and erasure have."""
 
     def __init__(self, storage: Storage, tag: str, config: StoreConfig | None = None) -> None:
         self.storage, self.tag = storage, tag
@@ -151,8 +153,9 @@ class EventTable:
 
     def schema(self) -> pa.Schema:
         """Return the schema of the last snapshot. One must have been read."""
-        assert self._delta is not None
-        return pa.schema(self._delta.schema())
+        with self._lock:
+            assert self._delta is not None
+            return pa.schema(self._delta.schema())
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -197,29 +200,30 @@ class EventTable:
         `last`: the highest sequence of the new rows, to which the tag's transaction is set if that is higher.
         Raises `CommitFailedError` if another process has committed new rows since the snapshot while these actions add
         some, or removed files while these remove some."""
-        app_id, read_at = transaction_id(self.tag), self._read_at
-        if self._delta is None:
-            create_table(
-                self.storage,
-                self.tag,
-                [a for a in actions if isinstance(a, AddAction)],
-                last or 0,
-                self._config,
-            )
-        else:
-            moved = []
-            if last is not None:
-                moved.append(Transaction(app_id, max(last, self._delta.transaction_version(app_id) or 0)))
-            if any(isinstance(a, RemoveAction) for a in actions):
-                moved.append(Transaction(_REMOVAL_TRANSACTION, self._delta.version() + 1))
-            self._delta.create_write_transaction(
-                list(actions), "append", self._delta.schema(),
-                commit_properties=CommitProperties(app_transactions=moved), post_commithook_properties=NO_HOOKS,
-            )  # fmt: skip
-        crash.point("store.after_commit")
-        self.snapshot()
-        self._read_at = read_at
-        self.make_durable()
+        with self._lock:
+            app_id, read_at = transaction_id(self.tag), self._read_at
+            if self._delta is None:
+                create_table(
+                    self.storage,
+                    self.tag,
+                    [a for a in actions if isinstance(a, AddAction)],
+                    last or 0,
+                    self._config,
+                )
+            else:
+                moved = []
+                if last is not None:
+                    moved.append(Transaction(app_id, max(last, self._delta.transaction_version(app_id) or 0)))
+                if any(isinstance(a, RemoveAction) for a in actions):
+                    moved.append(Transaction(_REMOVAL_TRANSACTION, self._delta.version() + 1))
+                self._delta.create_write_transaction(
+                    list(actions), "append", self._delta.schema(),
+                    commit_properties=CommitProperties(app_transactions=moved), post_commithook_properties=NO_HOOKS,
+                )  # fmt: skip
+            crash.point("store.after_commit")
+            self.snapshot()
+            self._read_at = read_at
+            self.make_durable()
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove files from the table. Raises `LakeError`."""
@@ -236,24 +240,29 @@ class EventTable:
     def make_durable(self) -> None:
         """Call fsync for all commits up to the last snapshot and the files that they add, including those of other
         processes."""
-        if self._delta is None or not self.storage.needs_sync:
-            return
-        version = self._delta.version()
-        if self._durable < 0:
-            # The commits that a checkpoint covers were synced before it was made.
-            self._durable = last_checkpoint(self.storage, self.tag)
-        for at in range(self._durable + 1, version + 1):
-            journal = f"{LOG}/{at:020d}.json"
-            names = [a["add"]["path"] for a in read_commit(self.storage, self.tag, at) if "add" in a]
-            self.storage.make_durable(self.tag, [*names, journal])
-        self._durable = version
+        with self._lock:
+            if self._delta is None or not self.storage.needs_sync:
+                return
+            version = self._delta.version()
+            if self._durable < 0:
+                # The commits that a checkpoint covers were synced before it was made.
+                self._durable = last_checkpoint(self.storage, self.tag)
+            for at in range(self._durable + 1, version + 1):
+                journal = f"{LOG}/{at:020d}.json"
+                names = [a["add"]["path"] for a in read_commit(self.storage, self.tag, at) if "add" in a]
+                self.storage.make_durable(self.tag, [*names, journal])
+            self._durable = version
 
     def add_missing_columns(self) -> None:
         """Add the columns and struct fields that events have today and the table lacks. Raises `LakeError`."""
         with self._lock:
             wanted = columns.arrow_schema(self.tag)
-            while (delta := self.snapshot()) is not None and not covers(pa.schema(delta.schema()), wanted):
-                with contextlib.suppress(CommitFailedError):  # another process did it
+            for _ in range(_MAX_REFUSALS):
+                delta = self.snapshot()
+                if delta is None or covers(pa.schema(delta.schema()), wanted):
+                    return
+                refusal: CommitFailedError | None = None
+                try:
                     write_deltalake(
                         delta,
                         wanted.empty_table(),
@@ -261,9 +270,14 @@ class EventTable:
                         schema_mode="merge",
                         post_commithook_properties=NO_HOOKS,
                     )
+                except CommitFailedError as error:  # another process may have done it
+                    refusal = error
                 self._delta = None
                 self.snapshot()
                 self.make_durable()
+            raise refusal or CommitFailedError(
+                f"{self.tag}: the columns were added, and the table lacks them"
+            )
 
     # -- rows that files hold ------------------------------------------------------------------------------------------
 
@@ -271,20 +285,21 @@ class EventTable:
         """Return the rows of `table` that no file of the newest version holds.
 
         Raises `LakeError`, and `DamagedFileError` if a file of the table is missing or damaged."""
-        seqs, ats = table["log_seq"].to_numpy(), table["log_at"].cast(pa.int64()).to_numpy()
-        searched = -1
-        while True:
-            try:
-                stored = self._stored(seqs, ats)
-            except FileNotFoundError as error:
-                if self._version() == searched:
-                    raise DamagedFileError(str(error.filename or error), "it is missing") from error
-                searched = self._version()
-                self._delta = self._files = (
-                    None  # a merge may have replaced the file: read the newest version
-                )
-                continue
-            return table.filter(pa.array(~stored)) if stored.any() else table
+        with self._lock:
+            seqs, ats = table["log_seq"].to_numpy(), table["log_at"].cast(pa.int64()).to_numpy()
+            searched = -1
+            while True:
+                try:
+                    stored = self._stored(seqs, ats)
+                except FileNotFoundError as error:
+                    if self._version() == searched:
+                        raise DamagedFileError(str(error.filename or error), "it is missing") from error
+                    searched = self._version()
+                    self._delta = self._files = (
+                        None  # a merge may have replaced the file: read the newest version
+                    )
+                    continue
+                return table.filter(pa.array(~stored)) if stored.any() else table
 
     def _stored(self, seqs: Ints, ats: Ints) -> npt.NDArray[np.bool_]:
         """Return for each event, by sequence and stream time, whether a file holds it."""

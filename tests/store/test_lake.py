@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +325,40 @@ def test_a_table_gets_the_columns_and_fields_of_a_newer_version(
         (None, 1.0, None),
         ("", 1.0, "train"),
     ]
+
+
+def test_columns_that_can_not_be_added_are_an_error_and_no_endless_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake = open_lake(Config(run_dir=str(tmp_path)))
+    lake.table(TAG).append(rows(1))
+    tries: list[DeltaTable] = []
+
+    def refuse(delta: DeltaTable, *_: Any, **__: Any) -> None:
+        tries.append(delta)
+        raise CommitFailedError("refused")
+
+    wider = columns.arrow_schema(TAG).append(pa.field("more", pa.string()))
+    monkeypatch.setattr(columns, "arrow_schema", lambda _: wider)
+    for write in (refuse, lambda delta, *_, **__: tries.append(delta)):
+        tries.clear()
+        monkeypatch.setattr("store.lake.table.write_deltalake", write)
+        with pytest.raises(CommitFailedError):
+            lake.prepare()
+        assert len(tries) == 20
+
+
+def test_the_methods_of_a_table_wait_for_each_other(tmp_path: Path) -> None:
+    lake = open_lake(Config(run_dir=str(tmp_path)))
+    table = lake.table(TAG)
+    table.append(rows(1))
+    calls = [table.schema, table.make_durable, table.files, table.sync, lambda: table.missing_rows(rows(1))]
+    with ThreadPoolExecutor(len(calls)) as threads:
+        with table._lock:
+            waits = [threads.submit(call) for call in calls]
+            assert not wait(waits, 0.2, FIRST_COMPLETED).done
+        for waiting in waits:
+            waiting.result(timeout=60)
 
 
 def test_a_commit_that_a_power_cut_cut_is_set_aside(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ yet recorded."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
@@ -99,6 +99,15 @@ def test_docstrings_of_fields_reach_the_columns() -> None:
     assert columns["status"].choices == ("complete", "cancelled", "failed")
     assert columns["prompt_ids"].kind == "list<int32>"
     assert {c.name: c for c in schema.columns(events.TrajectoryCompleted)}["reward"].nullable
+
+
+def test_a_packed_field_that_may_be_missing_may_be_null() -> None:
+    packed = msgspec.Meta(extra={"column": "list<int32>"})
+    kinds = [Annotated[bytes | None, packed], Annotated[bytes, packed] | None, Annotated[bytes, packed]]
+    found = schema.columns(msgspec.defstruct("Packed", [(f"f{at}", kind) for at, kind in enumerate(kinds)]))
+    assert [(column.kind, column.nullable) for column in found] == [
+        ("list<int32>", True), ("list<int32>", True), ("list<int32>", False),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [set[int], int | str, Literal[1, 2]], ids=str)
