@@ -80,7 +80,7 @@ async def _run(args: argparse.Namespace) -> int:
     config = run_settings(args.run_dir)
     async with Broker.connect(log_of(config), name="erase", provision=False) as broker:
         await _until_written(broker)
-        plan = await anyio.to_thread.run_sync(_plan, config, args.subject, args.untrained or args.check)
+        plan = await anyio.to_thread.run_sync(_plan, config, args.subject, args.untrained)
         rewriter = Rewriter(open_lake(config), config.project, plan)
         if not journal_of(config, plan.digest).exists():
             await on_log.count(broker, config.project, plan)
@@ -88,10 +88,12 @@ async def _run(args: argparse.Namespace) -> int:
         sys.stdout.write(visible(_summary(plan)))
         if args.check:
             return await _check(config, broker, plan)
+        if args.yes and plan.held_up:
+            raise ConfigError("nothing was deleted: " + "; ".join(plan.held_up))
         if args.yes and plan.runs:
             await _erase(config, broker, plan, rewriter, args.by)
         elif plan.runs:
-            sys.stdout.write("nothing was deleted: add --yes\n")
+            sys.stdout.write(visible(f"nothing was deleted: {_next(plan)}\n"))
     return 0
 
 
@@ -157,8 +159,13 @@ async def _check(config: Config, broker: Broker, plan: Plan) -> int:
     if not receipts:
         sys.stdout.write("there is no receipt\n")
     if left:
-        sys.stdout.write("something is left: run the command with --yes\n")
+        sys.stdout.write(visible(f"something is left: {_next(plan)}\n"))
     return 1 if left or not receipts else 0
+
+
+def _next(plan: Plan) -> str:
+    """What to do so that the plan is carried out."""
+    return "; ".join(plan.held_up) or "run the command with --yes"
 
 
 def _summary(plan: Plan) -> str:

@@ -19,7 +19,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.config import Config, ConfigError
+from pipeline.config import Config
 from pipeline.files import write_once
 from pipeline.names import new_id
 from store.datasets.folder import SPLITS
@@ -93,6 +93,8 @@ class Plan(msgspec.Struct, kw_only=True):
     messages: dict[str, int] = {}
     objects: int = 0
     rows: dict[str, int] = {}
+    held_up: list[str] = []
+    """What has to be done before anything may be deleted, as sentences."""
 
 
 def digest_of(config: Config, subject: str) -> str:
@@ -110,8 +112,8 @@ def journal_of(config: Config, digest: str) -> Path:
 def make_plan(
     connection: duckdb.DuckDBPyConnection, config: Config, subject: str, *, untrained: bool
 ) -> Plan:
-    """Return what the person's erasure reaches, with what an unfinished one had found. Raises `ConfigError` while runs
-    are open or wait for a judge, and while groups wait for the trainer unless `untrained` says to discard them."""
+    """Return what the person's erasure reaches, with what an unfinished one had found. `untrained` says to discard the
+    groups that wait for the trainer, which otherwise hold it up."""
     digest = digest_of(config, subject)
     journal = journal_of(config, digest)
     plan = (
@@ -125,15 +127,22 @@ def make_plan(
         runs |= copies
     plan.runs = sorted(runs)
     values["runs"] = plan.runs
-    _require_none(_column(connection, _OPEN, values), "are open: complete them first")
-    _require_none(_column(connection, _UNJUDGED, values), "wait for a judge: erase them when they are scored")
+    holding = [
+        (_column(connection, _OPEN, values), "runs", "are open: complete them first"),
+        (
+            _column(connection, _UNJUDGED, values),
+            "runs",
+            "wait for a judge: erase them when they are scored",
+        ),
+    ]
     plan.untrained = [(m, g, t) for m, g, t in connection.execute(_UNTRAINED, values).fetchall()]
     if not untrained:
-        _require_none(
-            [group for _, group, _ in plan.untrained],
-            "are groups that wait for the trainer: erase them when they are trained, or stop the trainer and add "
-            "--untrained, which discards them",
+        why = (
+            "wait for the trainer: erase them when they are trained, or stop the trainer and add --untrained, which "
+            "discards them"
         )
+        holding.append(([group for _, group, _ in plan.untrained], "groups", why))
+    plan.held_up = [_reason(names, what, why) for names, what, why in holding if names]
     groups = {Group(m, g) for m, g in connection.execute(_GROUPS, values).fetchall()}
     plan.groups = sorted({*plan.groups, *groups}, key=lambda g: (g.model, g.group))
     if plan.groups:
@@ -182,7 +191,6 @@ def _column(connection: duckdb.DuckDBPyConnection, query: str, values: dict[str,
     return [str(row[0]) for row in connection.execute(query, values).fetchall()]
 
 
-def _require_none(names: list[str], why: str) -> None:
-    if names:
-        shown = ", ".join(sorted(names)[:10])
-        raise ConfigError(f"nothing was erased: {len(names)} ({shown}) {why}")
+def _reason(names: list[str], what: str, why: str) -> str:
+    shown = ", ".join(sorted(names)[:10]) + (", …" if len(names) > 10 else "")
+    return f"{len(names)} {what} ({shown}) {why}"

@@ -284,16 +284,26 @@ async def test_a_letter_whose_object_is_erased_already_stops_nothing(
 async def test_what_is_open_or_waits_is_named_and_nothing_is_deleted(
     config: Config, broker: Broker, tmp_path: Path
 ) -> None:
+    """The plan is listed nevertheless, and `--check` names what is in the way instead of `--yes` alone."""
     opened = run("a3", "g5", secret=SECRET, body={"user": ALICE})
     for events, why in (
         (opened[:3], "(a3) are open"),
         (opened[3:], "(a3) wait for a judge"),
-        ([scored("g5", "", "a3", "b0")], "(g5) are groups that wait for the trainer"),
+        ([scored("g5", "", "a3", "b0")], "(g5) wait for the trainer"),
     ):
         await publish(broker, events)
         status, _, errors = await erase(config, "--yes")
         assert (status, why in errors) == (2, True), errors
         assert found_in(tmp_path / "store", SECRET)
+        for options, expected in (((), 0), (("--check",), 1)):
+            status, said, errors = await erase(config, *options)
+            lines = said.splitlines()
+            assert (status, errors) == (expected, "")
+            assert lines[0].startswith("5 runs in ")
+            assert why in lines[-1]
+            assert "--yes" not in said
+    status, said, errors = await erase(config, "--untrained")
+    assert (status, "run the command with --yes" in said) == (0, True), errors
     status, _, errors = await erase(config, "--yes", "--untrained")
     assert status == 0, errors
     (discarded,) = (r.event for r in await broker.read(GroupDiscarded))
