@@ -9,7 +9,7 @@ imitating the runs of it that got a reward: each weighs as much as its reward.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -44,8 +44,11 @@ class Influence(NamedTuple):
     Negative: the run's part of the step moved the policy away from what got a reward in the task."""
 
 
-async def influences(config: Config, version: str, tasks: Sequence[str] = ()) -> list[Influence]:
-    """Return the runs that `version` learned from, the most harmful first.
+async def influences(
+    config: Config, version: str, tasks: Sequence[str] = (), tell: Callable[[str], None] = lambda _: None
+) -> list[Influence]:
+    """Return the runs that `version` learned from, the most harmful first. `tell` gets a line about each part of the
+    work as it begins.
 
     The task's runs are those of validation groups (as of `journeywork bisect` and `eval`) that versions before it
     played; of the tasks named `tasks`, if any are named. Raises `ConfigError` if there is no such version, or nothing
@@ -70,6 +73,9 @@ async def influences(config: Config, version: str, tasks: Sequence[str] = ()) ->
                 f"the log holds {len(step_groups)} groups that {version} learned from, and {len(lost)} validation "
                 "groups of the tasks by versions before it: it needs both (`journeywork bisect` plays the tasks)"
             )
+        tell(
+            f"reading {len(step_groups)} groups that {version} learned from, {len(lost)} of tasks, and the model"
+        )
         with TemporaryDirectory() as scratch:
             settings, weights = await run_sync(_before, config, learned)
             engine = await run_sync(Engine, model.base, settings, Path(scratch))
@@ -81,7 +87,7 @@ async def influences(config: Config, version: str, tasks: Sequence[str] = ()) ->
             batch, of_task = await _read(histories, step_groups), await _read(histories, lost)
             if weights is not None:
                 engine.model.load_adapter(weights)
-            return await run_sync(_compute, engine, settings, batch, of_task)
+            return await run_sync(_compute, engine, settings, batch, of_task, tell)
 
 
 def _is_of_task(event: GroupScored, step: int, tasks: Sequence[str]) -> bool:
@@ -130,9 +136,14 @@ def _as_training(event: GroupScored) -> GroupScored:
 
 
 def _compute(
-    engine: Engine, settings: TrainerConfig, batch: Sequence[TrainingGroup], of_task: Sequence[TrainingGroup]
+    engine: Engine,
+    settings: TrainerConfig,
+    batch: Sequence[TrainingGroup],
+    of_task: Sequence[TrainingGroup],
+    tell: Callable[[str], None],
 ) -> list[Influence]:
     """Blocks."""
+    tell("computing the gradient of the tasks")
     imitation = with_values(settings, {"loss.type": "sft"})
     engine.configure(imitation)
     task = _gradient(engine, examples(of_task, imitation), _numbers(of_task))
@@ -141,13 +152,14 @@ def _compute(
         raise ConfigError("the runs of the task have no gradient: none of them has a reward above 0")
     engine.configure(settings)
     made, numbers = examples(batch, settings), _numbers(batch)
+    runs = [(g, name) for g in batch for name in dict.fromkeys(s.trajectory for s in g.sequences or ())]
     found = []
-    for group in batch:
+    for number, (group, name) in enumerate(runs, 1):
+        tell(f"computing the gradient of run {number} of {len(runs)}")
         rewards: Mapping[str, float] = {m.trajectory: m.reward for m in group.event.members}
-        for name in dict.fromkeys(s.trajectory for s in group.sequences or ()):
-            alone = [e if e.sequence.trajectory == name else _silent(e) for e in made]
-            part = float(_gradient(engine, alone, numbers) @ task) / scale
-            found.append(Influence(name, group.event.group, rewards[name], part))
+        alone = [e if e.sequence.trajectory == name else _silent(e) for e in made]
+        part = float(_gradient(engine, alone, numbers) @ task) / scale
+        found.append(Influence(name, group.event.group, rewards[name], part))
     return sorted(found, key=lambda i: i.influence)
 
 

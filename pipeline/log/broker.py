@@ -109,7 +109,7 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
                 "nats.nkey_seed and nats.tls_ca"
             ) from error
         raise BrokerUnavailableError(
-            f"no NATS server answers at {config.address}: start it, or correct nats.url"
+            f"no NATS server answers at {config.address}: start it (`journeywork up` starts one), or correct nats.url"
         ) from error
     return client
 

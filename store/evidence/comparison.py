@@ -19,6 +19,18 @@ from pipeline.sequential import interval
 
 Verdict = Literal["promote", "rollback", "hold", "continue"]
 
+_NUMBERS = (
+    "BIGINT",
+    "BOOLEAN",
+    "DOUBLE",
+    "FLOAT",
+    "HUGEINT",
+    "INTEGER",
+    "SMALLINT",
+    "TINYINT",
+    "UBIGINT",
+    "UINTEGER",
+)
 _RUNS = """
 WITH judged AS (
   SELECT trajectory, arg_min(reward, scored_at) AS judged, epoch_us(min(scored_at)) AS since
@@ -122,7 +134,8 @@ def gather(
     metrics = (plan.metric, *plan.guards)
     columns = [f"nullif(CAST(({metric.sql}) AS DOUBLE), 'nan'::DOUBLE)" for metric in metrics]
     expressions = ", ".join(columns)
-    _check(connection, expressions, len(metrics))
+    named = ", ".join(metric.sql for metric in metrics)
+    _check(connection, expressions, len(metrics), named)
     query = _RUNS.format(
         columns=", ".join(f"{column} AS n{i}" for i, column in enumerate(columns)),
         firsts=", ".join(
@@ -136,7 +149,10 @@ def gather(
     try:
         rows = connection.execute(query, values).fetchall()
     except duckdb.Error as error:
-        raise ConfigError(f"the metrics {expressions} can't be computed: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"the metrics {named} can't be computed: {reason} {_columns(connection)}"
+        ) from error
     findings = []
     for number, metric in enumerate(metrics):
         at = 2 + 2 * number
@@ -150,9 +166,20 @@ def gather(
     return msgspec.structs.replace(evidence, verdict=verdict(plan, evidence.findings))
 
 
-def _check(connection: duckdb.DuckDBPyConnection, columns: str, count: int) -> None:
-    """Raise `ConfigError` unless `columns` are `count` expressions over a run. They come from an event, and run with
-    the rights of the caller: a query within them could read any file, or send what it read elsewhere."""
+def _columns(connection: duckdb.DuckDBPyConnection) -> str:
+    """A sentence that lists what a metric can be made of."""
+    rows = connection.execute("DESCRIBE trajectories").fetchall()
+    numbers = [name for name, kind, *_ in rows if kind in _NUMBERS]
+    return (
+        f"Numbers of a run are {', '.join(numbers)}, judged (the reward that training got), and by name "
+        "metrics['…'], rewards['…'] and feedback['…']."
+    )
+
+
+def _check(connection: duckdb.DuckDBPyConnection, columns: str, count: int, named: str) -> None:
+    """Raise `ConfigError` unless `columns` are `count` expressions over a run, for the metrics `named`. They
+    come from an event, and run with the rights of the caller: a query within them could read any file, or send what it
+    read elsewhere."""
     (text,) = connection.execute("SELECT json_serialize_sql(?)", [f"SELECT {columns}"]).fetchall()[0]
     parsed = msgspec.json.decode(text)
     statements = parsed.get("statements", ())
@@ -163,7 +190,7 @@ def _check(connection: duckdb.DuckDBPyConnection, columns: str, count: int) -> N
         or any(word in text for word in ('"SUBQUERY"', '"WINDOW"'))
     ):
         raise ConfigError(
-            f"the metrics {columns} can't be computed: each is one expression over a run, without a query or a window. "
+            f"the metrics {named} can't be computed: each is one expression over a run, without a query or a window. "
             f"{parsed.get('error_message', '')}"
         )
 

@@ -111,15 +111,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _guard(text: str) -> Guard:
     """Read a guard of the command line. Raises `ConfigError`."""
+    form = (
+        f"--guard {text!r} is not SQL:LOW:HIGH:higher|lower:MARGIN, such as sampled_tokens:0:2000:higher:100"
+    )
+    names, parts = ("sql", "low", "high", "worse", "margin"), text.rsplit(":", 4)
+    if len(parts) < len(names):
+        raise ConfigError(form)
     try:
-        expression, low, high, worse, margin = text.rsplit(":", 4)
-        values = {"sql": expression, "low": low, "high": high, "worse": worse, "margin": margin}
-        return _checked(msgspec.convert(values, Guard, strict=False))
-    except ValueError as error:  # also msgspec's
-        raise ConfigError(
-            f"--guard {text!r} is not SQL:LOW:HIGH:higher|lower:MARGIN, such as "
-            f"sampled_tokens:0:2000:higher:100: {error}"
-        ) from error
+        guard = msgspec.convert(dict(zip(names, parts, strict=True)), Guard, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{form}: {error}") from error
+    return _checked(guard)
 
 
 def _checked(metric: _M) -> _M:
@@ -151,7 +153,9 @@ def _begin(args: argparse.Namespace) -> int:
         "version": args.candidate, "other": args.control, "percent": args.percent, "request": new_id("compare"),
         "evidence": msgspec.json.encode(begun).decode(), "reason": f"compared by {args.metric}",
     }  # fmt: skip
-    connect(args).ask("POST", _path(model, "split"), body)
+    gateway = connect(args)
+    sys.stderr.write(visible(f"waiting until inference servers hold {args.candidate} and {args.control}\n"))
+    gateway.ask("POST", _path(model, "split"), body)
     sys.stdout.write(
         visible(f"begun: {args.candidate} against {args.control}; now: journeywork decide watch {model}\n")
     )
@@ -191,12 +195,14 @@ def _check(args: argparse.Namespace) -> int:
     config = run_settings(args.run_dir, sections=("store",))
     connection = sql.connect(config)
     different = 0
-    for model, text in connection.execute(_RECORDED, [config.project]).fetchall():
+    decisions = connection.execute(_RECORDED, [config.project]).fetchall()
+    for model, text in decisions:
         recorded = msgspec.json.decode(text, type=Evidence)
         again = gather(connection, config.project, recorded.plan, recorded, recorded.until)
         different += again != recorded
         said = "equal" if again == recorded else f"DIFFERENT: now {msgspec.json.encode(again).decode()}"
         sys.stdout.write(visible(f"{model}: {recorded.verdict} of {recorded.candidate}: {said}") + "\n")
+    sys.stdout.write(f"{len(decisions)} decisions, {different} different\n")
     return 1 if different else 0
 
 

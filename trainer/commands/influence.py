@@ -12,8 +12,8 @@ import sys
 
 import anyio
 
-from pipeline.config import ConfigError
 from pipeline.printing import visible
+from pipeline.running.runs import log_of
 from pipeline.telemetry import logs as log
 from trainer.commands import cli
 from trainer.influence import influences
@@ -34,9 +34,8 @@ def main(argv: list[str] | None = None) -> None:
 
     def command() -> None:
         config = cli.run_config(args)
-        if not config.nats.url:
-            raise ConfigError("nats.url: name the log with --nats-url")
-        found = anyio.run(influences, config, args.version, args.task)
+        log_of(config)
+        found = anyio.run(influences, config, args.version, args.task, _tell)
         if args.json:
             sys.stdout.write(json.dumps([run._asdict() for run in found]) + "\n")
             return
@@ -45,6 +44,10 @@ def main(argv: list[str] | None = None) -> None:
             sys.stdout.write(visible(line) + "\n")
 
     cli.run("influence", command)
+
+
+def _tell(progress: str) -> None:
+    sys.stderr.write(visible(progress) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import msgspec
 
 from pipeline.config import ConfigError
 from pipeline.log.broker import BrokerError
-from pipeline.running.runs import run_settings
+from pipeline.running.runs import log_of, run_settings
 from pipeline.running.service import until_signalled
 from pipeline.running.state import read_state
 from pipeline.telemetry import logs as log
@@ -62,8 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.dry_run:
             print(msgspec.json.format(msgspec.json.encode(config), indent=2).decode())  # noqa: T201 - the output
             return
-        if not config.nats.url:
-            raise ConfigError("nats.url: name the log with --nats-url")
+        log_of(config)
         state = read_state(Path(config.run_dir))
         if (
             state is not None

@@ -97,7 +97,9 @@ def test_the_better_version_gets_all_runs(
     found.until("overview.json", lambda data: _recorded(found, decided["request"]))
     capsys.readouterr()
     assert run(found, "check") == 0
-    assert f"{verdict} of {CANDIDATE}: equal" in capsys.readouterr().out
+    checked = capsys.readouterr().out
+    assert f"{verdict} of {CANDIDATE}: equal" in checked
+    assert " decisions, 0 different\n" in checked
     for number in range(3):  # what is said later changes nothing
         about = f"{found.gateway.url}/v1/trajectories/{verdict}-{number}/feedback"
         assert httpx.post(about, json={"name": "late", "value": 1.0}).status_code == 201
@@ -145,14 +147,19 @@ def test_what_can_t_be_compared_begins_nothing(found: Living, capsys: pytest.Cap
             "two versions of one model",
         ),
         (("begin", CANDIDATE, CONTROL, "--percent", "100", "--metric", "reward"), "both versions need runs"),
-        ((*_OF, "rewrd"), "can't be computed"),
+        ((*_OF, "rewrd"), "the metrics rewrd can't be computed: Binder Error"),
+        ((*_OF, "rewrd"), ", sampled_tokens, "),
+        ((*_OF, "rewrd"), "metrics['…'], rewards['…'] and feedback['…'].\n"),
         ((*_OF, "(SELECT count(*) FROM read_text('/etc/hostname'))"), "without a query"),
         ((*_OF, "reward) AS DOUBLE), CAST((reward"), "without a query"),
         ((*_OF, "reward; SELECT 1"), "can't be computed"),
         ((*_OF, "sum(reward) OVER ()"), "or a window"),
         ((*BEGIN, "--range", "1", "1"), "low < high"),
-        ((*BEGIN, "--guard", "sampled_tokens:0:20"), "is not SQL:LOW:HIGH"),
+        ((*BEGIN, "--guard", "sampled_tokens:0:20"), "such as sampled_tokens:0:2000:higher:100\n"),
+        ((*BEGIN, "--guard", "sampled_tokens:0:x:higher:1"), "is not SQL:LOW:HIGH"),
     ):
         assert run(found, *wrong) == 2, wrong
         assert said in capsys.readouterr().err
     assert decision(found) == before
+    assert run(found, "begin", f"{MODEL}@77", CONTROL, "--percent", "50", "--metric", "reward") == 1
+    assert f"waiting until inference servers hold {MODEL}@77 and {CONTROL}\n" in capsys.readouterr().err

@@ -104,7 +104,10 @@ async def test_a_poisoned_batch_is_found_and_the_branch_without_it_wins_the_task
     lake = open_lake(config)
     await Versions(broker, lake.storage, "all").copy(main[POISONED - 2])
     shutil.rmtree(Checkpoints.of(config, kit.MODEL).path(POISONED - 1))  # it is read from the lake
-    ranked = await influences(config, f"{kit.MODEL}@{POISONED}", ["capital"])
+    told: list[str] = []
+    ranked = await influences(config, f"{kit.MODEL}@{POISONED}", ["capital"], told.append)
+    assert told[0].startswith(f"reading 3 groups that {kit.MODEL}@{POISONED} learned from")
+    assert told[-1] == "computing the gradient of run 6 of 6"
     assert len(ranked) == 6
     assert {run.group for run in ranked[:4]} == {f"g{POISONED}", f"p{POISONED}"}
     assert {run.group for run in ranked[4:]} == {healthy}
