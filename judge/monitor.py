@@ -95,8 +95,7 @@ class JudgeMonitor:
                     failed=found.failed_judgings, asked_again=found.asked_again,
                     recent_passes=found.passes - passes, recent_failed=found.failed_judgings - failed,
                     failure=found.failure,
-                    self_agreement=found.self_agreement if found.agreement_groups else None,
-                    position_bias=found.bias.first_position() if found.bias.measured else None,
+                    self_agreement=found.self_agreement, position_bias=found.position_bias,
                 )
             )  # fmt: skip
 

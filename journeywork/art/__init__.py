@@ -29,6 +29,8 @@ It needs the extra `art` (the package `openai`). docs/art.md lists what behaves 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 try:
     import openai  # noqa: F401
 except ModuleNotFoundError as missing:
@@ -44,6 +46,7 @@ from journeywork.art.captured import NotCapturedError
 from journeywork.art.gather import gather_trajectories, gather_trajectory_groups
 from journeywork.art.local import LocalBackend
 from journeywork.art.model import Model, TrainableModel
+from journeywork.art.refused import refused_parts
 from journeywork.art.remote import RemoteBackend
 from journeywork.art.serverless import ServerlessBackend
 from journeywork.art.training import TrainingError
@@ -60,6 +63,9 @@ from journeywork.art.types import (
 )
 from journeywork.art.utils import retry
 from journeywork.art.yield_trajectory import capture_yielded_trajectory, yield_trajectory
+
+if not TYPE_CHECKING:  # it would hide misspelt names from type checkers
+    __getattr__ = refused_parts(__name__)
 
 __all__ = [
     "Backend",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Never
@@ -152,6 +153,19 @@ def refusing(module: str) -> Callable[[str], Any]:
         if refusal is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return refusal
+
+    return missing
+
+
+def refused_parts(package: str) -> Callable[[str], Any]:
+    """Return a package's `__getattr__`, which imports what is refused below the package: used as an attribute it says
+    the same as when it is imported. A module that has refused names is imported as it is."""
+
+    def missing(name: str) -> ModuleType:
+        full_name = f"{package}.{name}"
+        if name.startswith("_") or sentence_for(full_name.removeprefix(f"{PACKAGE}.")) is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return import_module(full_name)
 
     return missing
 

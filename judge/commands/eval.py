@@ -114,6 +114,7 @@ def run_command(args: argparse.Namespace) -> None:
         console.print_json(msgspec.json.encode(report).decode(), ensure_ascii=True)
     else:
         for key, value in report.items():
-            console.print(f"{key:<22} {value:.4g}" if isinstance(value, float) else f"{key:<22} {value}")
+            shown = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else value
+            console.print(f"{key:<22} {shown}")
     if report["groups"] == 0 or (args.min_tau is not None and report["kendall_tau"] < args.min_tau):
         raise SystemExit(1)

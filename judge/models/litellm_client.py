@@ -106,6 +106,7 @@ class LiteLlmClient:
         except self._litellm.exceptions.BadRequestError as error:
             raise InvalidRequestError(f"request refused by {model}: {str(error)[:500]}") from error
         except Exception as error:  # litellm lets errors of many libraries through
-            raise ModelError(f"call of {model}: {type(error).__name__}: {str(error)[:500]}") from error
+            at = f" at {self._config.api_base} (judge.api_base)" if self._config.api_base else ""
+            raise ModelError(f"call of {model}{at}: {type(error).__name__}: {str(error)[:500]}") from error
         cost = (getattr(response, "_hidden_params", None) or {}).get("response_cost")
         return make_reply(response, model, time.monotonic() - began, float(cost or 0.0))

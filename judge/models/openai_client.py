@@ -56,7 +56,7 @@ class OpenAiClient:
         import openai
 
         self._openai = openai
-        self._name = config.model.removeprefix(_PREFIX)
+        self._name, self._address = config.model.removeprefix(_PREFIX), config.api_base
         self._parameters = resolve_params(config, config.model, same_provider=True)
         if config.request.max_tokens and "max_completion_tokens" not in self._parameters:
             self._parameters.setdefault("max_tokens", config.request.max_tokens)
@@ -83,5 +83,6 @@ class OpenAiClient:
                 raise InvalidRequestError(f"request refused by {what}") from error
             raise ModelError(f"call of {what}") from error
         except (self._openai.OpenAIError, ValueError) as error:  # ValueError: a body that is no JSON
-            raise ModelError(f"call of {self._name}: {type(error).__name__}: {str(error)[:500]}") from error
+            what = f"{self._name} at {self._address} (judge.api_base)"
+            raise ModelError(f"call of {what}: {type(error).__name__}: {str(error)[:500]}") from error
         return make_reply(response, self._name, time.monotonic() - began)

@@ -79,8 +79,8 @@ class PositionBias:
 
     @property
     def measured(self) -> bool:
-        """Whether any group was added."""
-        return bool(self._sums)
+        """Whether any group of two or more was added."""
+        return any(n > 1 for n in self._sums)
 
     def effects(self, n: int) -> Vector:
         """Return the score that each of `n` positions adds [n], mean 0. Effects that noise could explain are shrunk

@@ -99,10 +99,10 @@ class JudgeStatistics:
     bias: PositionBias = field(default_factory=PositionBias)
 
     @property
-    def self_agreement(self) -> float:
+    def self_agreement(self) -> float | None:
         """Return the share of pairs of trajectories that two passes over a group order equally, or of calls that two
-        votes score equally; 1 if there were no two yet."""
-        return self.agreement_sum / self.agreement_groups if self.agreement_groups else 1.0
+        votes score equally; `None` if there were no two yet."""
+        return self.agreement_sum / self.agreement_groups if self.agreement_groups else None
 
     def add(self, passes: Sequence[JudgePass]) -> None:
         """Add the passes over a group."""
@@ -121,15 +121,20 @@ class JudgeStatistics:
             self.agreement_sum += sum(equal) / len(equal)
             self.agreement_groups += 1
 
-    def as_dict(self) -> dict[str, float]:
-        """Return the values for reports."""
+    @property
+    def position_bias(self) -> float | None:
+        """Return how much the first position adds; `None` if no position was compared yet."""
+        return self.bias.first_position() if self.bias.measured else None
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Return the values for reports; `None` where nothing was measured."""
         return {
             "groups": self.groups,
             **asdict(self.usage),
             "failed_judgings": self.failed_judgings,
             "asked_again": self.asked_again,
             "self_agreement": self.self_agreement,
-            "position_bias": self.bias.first_position(),
+            "position_bias": self.position_bias,
         }
 
 

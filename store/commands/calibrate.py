@@ -100,7 +100,7 @@ def calibrate(connection: duckdb.DuckDBPyConnection, config: Config, reward: str
 
 def add_anchors(connection: duckdb.DuckDBPyConnection, config: Config, file: Path) -> int:
     """Add the groups whose runs have different labels to a file of anchors, except those that it names. Return how many
-    there were to add. Raises `ConfigError`."""
+    there were to add. Raises `ConfigError` for a file that is none, and if there is no such group."""
     try:
         lines = file.read_text("utf-8").splitlines() if file.exists() else []
         known = {json.loads(line).get("id") for line in lines if line.strip()}
@@ -109,7 +109,13 @@ def add_anchors(connection: duckdb.DuckDBPyConnection, config: Config, file: Pat
     # The query is a constant, and `select` takes no parameters: the project is put in as a literal.
     query = _ANCHORS.replace("$project", "'" + config.project.replace("'", "''") + "'")
     groups: dict[str, dict[str, Any]] = {}
-    for run in select(connection, query):
+    labelled = select(connection, query)
+    if not labelled:
+        raise ConfigError(
+            "no group of the history has runs with different labels: label runs on the dashboard (page of a group), or "
+            "by feedback named `label` (docs/gateway.md)"
+        )
+    for run in labelled:
         if run.group in known or not run.conversations:
             continue
         group = groups.setdefault(run.group, {"id": run.group, "task": run.task, "trajectories": []})

@@ -146,6 +146,18 @@ def test_labelled_groups_become_anchors_once(tmp_path: Path) -> None:
     assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant"]
 
 
+@pytest.mark.parametrize("unlabelled", [False, True])
+def test_anchors_without_different_labels_are_an_error_that_says_where_labels_come_from(
+    unlabelled: bool, tmp_path: Path
+) -> None:
+    config, file = Config(project="p", run_dir=str(tmp_path)), tmp_path / "anchors.jsonl"
+    events = judged(7, labels=(0.5, 0.5, 0.5, 0.5))
+    fill(tmp_path, [e for e in events if not (unlabelled and isinstance(e, SignalGiven))])
+    with sql.connect(config) as connection, pytest.raises(ConfigError, match="label runs on the dashboard"):
+        calibrate.add_anchors(connection, config, file)
+    assert not file.exists()
+
+
 def test_diff_says_which_advantages_a_calibration_turns_and_which_checkpoints_rest_on_them(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

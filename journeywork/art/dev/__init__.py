@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+
+from journeywork.art.refused import refused_parts
 
 RolloutWeightsMode = Literal["lora", "merged"]
+
+if not TYPE_CHECKING:  # it would hide misspelt names from type checkers
+    __getattr__ = refused_parts(__name__)
 
 
 class InitArgs(TypedDict, total=False):

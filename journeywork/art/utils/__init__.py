@@ -14,12 +14,18 @@
 | `litellm` | choices of litellm as those of OpenAI's client |
 """
 
+from typing import TYPE_CHECKING
+
+from journeywork.art.refused import refused_parts
 from journeywork.art.utils.format_message import format_message
 from journeywork.art.utils.get_model_step import get_model_step
 from journeywork.art.utils.iterate_dataset import DatasetBatch, iterate_dataset
 from journeywork.art.utils.limit_concurrency import limit_concurrency
 from journeywork.art.utils.log_http_errors import log_http_errors
 from journeywork.art.utils.retry import retry
+
+if not TYPE_CHECKING:  # it would hide misspelt names from type checkers
+    __getattr__ = refused_parts(__name__)
 
 __all__ = [
     "DatasetBatch",

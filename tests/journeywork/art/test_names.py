@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +40,31 @@ def test_a_refused_name_says_what_to_do(name: str) -> None:
         with pytest.raises(art.UnsupportedError, match="is not in Journeywork: "):
             use(imported["refused"])
     assert any(name == module or name.rpartition(".")[0] == module for module in MODULES)
+
+
+def test_a_refused_name_says_the_same_as_an_attribute() -> None:
+    """In a process that imported nothing but the package. A name of ART that is a module here is that module."""
+    program = """
+from importlib import import_module
+import journeywork.art as art
+from journeywork.art.refused import REFUSED
+for name in REFUSED:
+    package, _, member = name.rpartition(".")
+    if package not in ("", "dev", "utils", "local", "langgraph", "serverless"):
+        continue
+    found = getattr(import_module(f"journeywork.art.{package}".rstrip(".")), member)
+    try:
+        found.some_name()
+    except art.UnsupportedError as error:
+        assert REFUSED[name] in str(error), name
+    else:
+        raise AssertionError(name)
+from journeywork.art import megatron, tinker, tinker_native
+assert art.megatron.MegatronBackend is megatron.MegatronBackend
+for name in ("nonsense", "_conf", "__wrapped__"):
+    assert not hasattr(art, name), name
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_program_that_names_what_it_does_not_reach_runs() -> None:

@@ -75,6 +75,8 @@ def test_the_command_reports_and_exits_by_the_bound(
     data = str(labelled(tmp_path / "x.jsonl"))
     command.main(["eval", data, "--set", "judge.model=test/judge", "--json", "--limit", "2"])
     assert json.loads(capsys.readouterr().out)["groups"] == 2
+    command.main(["eval", data, "--set", "judge.model=test/judge", "--set", "judge.passes=1"])
+    assert "\nself_agreement         -\n" in capsys.readouterr().out  # no two passes to compare
     with pytest.raises(SystemExit) as stop:
         command.main(["eval", data, "--set", "judge.model=test/judge", "--min-tau", "1.5"])
     assert stop.value.code == 1

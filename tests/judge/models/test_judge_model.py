@@ -247,7 +247,7 @@ async def test_a_body_that_is_no_completion_is_an_error(open_model: Open) -> Non
         config = JudgeConfig(
             model="openai/x", api_base=f"http://127.0.0.1:{port}/v1", request=JudgeRequestConfig(retries=0)
         )
-        with pytest.raises(ModelError, match="call of x: "):
+        with pytest.raises(ModelError, match=f"call of x at http://127.0.0.1:{port}/v1 "):
             await (await open_model(config))(HELLO, None)
         tg.cancel_scope.cancel()
 
