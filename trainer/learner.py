@@ -241,6 +241,10 @@ class Learner:
         self.checkpoints.clear_attempts()
         metrics = result.metrics | self.validation.metrics()
         metrics |= _group_metrics(batch, self.discarded_rewards[:discarded], equal_groups)
+        if settings.router_replay:
+            metrics["tokens_replayed"] = float(
+                sum(s.replayed_tokens for g in batch for s in g.sequences or ())
+            )
         metrics["step_s"] = time.perf_counter() - began
         metrics["gpu_s"] = metrics["step_s"] * self.engine.passes.processes
         manifest, files = self._write(

@@ -254,7 +254,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     base model. Tokens of the current version are compared in training. 0: no such passes."""
     router_replay: bool = False
     """In a mixture of experts, send the tokens of a recorded call to the experts that the inference server chose, where
-    it returned them (vLLM: `--enable-return-routed-experts`, for calls that are not streamed)."""
+    it returned them (vLLM with `--enable-return-routed-experts`, which `journeywork up` adds, for calls that are not
+    streamed)."""
     checkpoints: str = "checkpoints"
     """Folder of checkpoints under the run directory."""
     keep_checkpoints: SmallCount = 3

@@ -31,7 +31,7 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     trajectory. Readers get the whole exchange."""
 
     exchange: ExchangeRecorded
-    """The exchange, with the rest of `prompt_ids` and the middle of `request` only."""
+    """The exchange, with the rest of `prompt_ids` and of the choices in `experts`, and the middle of `request` only."""
     seq: int
     """`seq` of the earlier exchange."""
     choice: int = 0
@@ -39,13 +39,21 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     at: Micros
     """`at` of the earlier exchange, which tells it from another one with its number, written after a power cut."""
     check: int
-    """Check of the earlier exchange: a CRC-32 of the lengths and ends of its tokens, request and response."""
+    """Check of the earlier exchange: a CRC-32 of the lengths and ends of its tokens, request and response, and of the
+    end of its `experts`."""
     tokens: int
     """How many of the first tokens of the earlier exchange, prompt and reply, begin `prompt_ids`."""
     request_head: int
     """How many of the first bytes of the earlier request begin `request`."""
     request_tail: int
     """How many of its last bytes end `request`."""
+    experts: int = 0
+    """How many of the first bytes after the header of the earlier `experts` begin those of `experts`."""
+
+    @property
+    def saved(self) -> int:
+        """Bytes that are not repeated."""
+        return 4 * self.tokens + self.request_head + self.request_tail + self.experts
 
 
 class Key(NamedTuple):
@@ -66,16 +74,17 @@ class Base:
     def __init__(self, exchange: ExchangeRecorded) -> None:
         self.key = Key(exchange.seq, exchange.choice, exchange.at)
         self.tokens = bytes(exchange.prompt_ids) + bytes(exchange.sampled_ids)
-        self.request = bytes(exchange.request)
+        self.request, self.experts = bytes(exchange.request), bytes(exchange.experts)
         tokens, request, response = self.tokens, self.request, exchange.response
         lengths = b"%d %d %d" % (len(tokens), len(request), len(response))
-        self.check = zlib.crc32(lengths + tokens[-_CHECKED:] + request[-_CHECKED:] + response[-_CHECKED:])
+        ends = [part[-_CHECKED:] for part in (tokens, request, response, self.experts)]
+        self.check = zlib.crc32(lengths + b"".join(ends))
         """The `check` of a continuation of this exchange."""
 
     @property
     def size(self) -> int:
         """Bytes in memory."""
-        return len(self.tokens) + len(self.request)
+        return len(self.tokens) + len(self.request) + len(self.experts)
 
 
 class BrokenChainError(ValueError):
@@ -88,14 +97,26 @@ def continue_from(base: Base, exchange: ExchangeRecorded) -> Continuation | None
     tokens = len(base.tokens) if prompt.startswith(base.tokens) else common_prefix(base.tokens, prompt)
     tokens -= tokens % 4
     head, tail = _common_ends(base.request, request)
-    if tokens + head + tail < _LEAST_SAVED:
+    at = _header(exchange.experts)
+    choices = common_prefix(base.experts[_header(base.experts) :], exchange.experts[at:])
+    if tokens + head + tail + choices < _LEAST_SAVED:
         return None
-    middle = request[head : len(request) - tail]
+    rest = msgspec.structs.replace(
+        exchange,
+        prompt_ids=prompt[tokens:],
+        request=request[head : len(request) - tail],
+        experts=exchange.experts[:at] + exchange.experts[at + choices :],
+    )
     return Continuation(
-        exchange=msgspec.structs.replace(exchange, prompt_ids=prompt[tokens:], request=middle),
-        seq=base.key.seq, choice=base.key.choice, at=base.key.at, check=base.check,
-        tokens=tokens // 4, request_head=head, request_tail=tail,
+        exchange=rest, seq=base.key.seq, choice=base.key.choice, at=base.key.at, check=base.check,
+        tokens=tokens // 4, request_head=head, request_tail=tail, experts=choices,
     )  # fmt: skip
+
+
+def _header(npy: bytes) -> int:
+    """Return the length of the header of a NumPy file of version 1, which holds the array's shape; of other bytes,
+    their own length: no choices are found in them."""
+    return 10 + int.from_bytes(npy[8:10], "little") if npy.startswith(b"\x93NUMPY\x01") else len(npy)
 
 
 def _common_ends(base: bytes, request: bytes) -> tuple[int, int]:
@@ -111,18 +132,20 @@ def _common_ends(base: bytes, request: bytes) -> tuple[int, int]:
 
 def restore(base: Base, form: Continuation) -> ExchangeRecorded:
     """Return the whole exchange. Raises `BrokenChainError` if `base` is not what the continuation was made from."""
-    rest, size = form.exchange, len(base.request)
+    rest, size, choices = form.exchange, len(base.request), base.experts[_header(base.experts) :]
     if base.check != form.check:
         raise BrokenChainError(f"exchange {form.seq}.{form.choice} is not what {_name(rest)} continued")
     fits = 4 * form.tokens <= len(base.tokens) and form.request_head + form.request_tail <= size
-    if not fits or min(form.tokens, form.request_head, form.request_tail) < 0:
+    fits = fits and form.experts <= len(choices)
+    if not fits or min(form.tokens, form.request_head, form.request_tail, form.experts) < 0:
         raise BrokenChainError(
             f"exchange {form.seq}.{form.choice} is shorter than what {_name(rest)} repeats"
         )
     request = base.request[: form.request_head] + rest.request + base.request[size - form.request_tail :]
-    return msgspec.structs.replace(
-        rest, prompt_ids=base.tokens[: 4 * form.tokens] + rest.prompt_ids, request=request
-    )
+    at = _header(rest.experts)
+    experts = rest.experts[:at] + choices[: form.experts] + rest.experts[at:]
+    prompt_ids = base.tokens[: 4 * form.tokens] + rest.prompt_ids
+    return msgspec.structs.replace(rest, prompt_ids=prompt_ids, request=request, experts=experts)
 
 
 def base_of(form: Continuation) -> Key:

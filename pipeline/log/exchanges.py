@@ -31,8 +31,8 @@ from pipeline.log.stream_reader import StreamReader
 from pipeline.log.subjects import stream_of, subject_filter
 
 _SMALL = 4096
-"""Bytes of prompt and request below which an exchange is written whole and not remembered: the comparison would cost
-more than the bytes."""
+"""Bytes of prompt, request and choices of experts below which an exchange is written whole and not remembered: the
+comparison would cost more than the bytes."""
 _MOST_ENDS = 4
 """Exchanges of a trajectory that are remembered: the ends of its branches."""
 
@@ -74,7 +74,7 @@ class RememberedExchanges:
         saved = 0
         for base in reversed(self._ends.get((exchange.project, exchange.trajectory), ())):
             form = continue_from(base, exchange)
-            if form is not None and (by := 4 * form.tokens + form.request_head + form.request_tail) > saved:
+            if form is not None and (by := form.saved) > saved:
                 best, saved = form, by
                 if base.tokens and 4 * form.tokens == len(base.tokens):
                     break  # an exchange with more of these tokens would be in its place
@@ -108,7 +108,7 @@ class RememberedExchanges:
 
 
 def _is_small(exchange: ExchangeRecorded) -> bool:
-    return len(exchange.prompt_ids) + len(exchange.request) < _SMALL
+    return len(exchange.prompt_ids) + len(exchange.request) + len(exchange.experts) < _SMALL
 
 
 async def make_whole(reader: StreamReader, remembered: RememberedExchanges, form: Form) -> ExchangeRecorded:

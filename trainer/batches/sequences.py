@@ -66,6 +66,13 @@ class TokenSequence:
         """Number of tokens that are trained."""
         return int(self.loss_mask.sum())
 
+    @property
+    def replayed_tokens(self) -> int:
+        """Number of trained tokens before which the sampler's experts are known."""
+        if self.experts is None:
+            return 0
+        return int((self.experts[np.flatnonzero(self.loss_mask) - 1] >= 0).all(axis=(1, 2)).sum())
+
     def masking_out(self, untrained: npt.NDArray[np.bool_]) -> TokenSequence:
         """Return the sequence with the same tokens; those where `untrained` (shape [T]) is true are context."""
         return replace(self, loss_mask=self.loss_mask & ~untrained)
