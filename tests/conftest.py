@@ -23,7 +23,7 @@ import pytest
 from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
-from tests.kits import clients
+from tests.kits import clients, warm
 from tests.kits.quick_service import quick_consumers
 
 with contextlib.suppress(ImportError):  # the GPU lock has no hypothesis, and its tests need none
@@ -337,7 +337,12 @@ def _worker_group(item: pytest.Item) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    warm.install()
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests of one worker, with pytest-xdist")
     if getattr(config.option, "loadgroup", False):  # a worker under `--dist loadgroup`
         config.pluginmanager.register(_GroupNames())
+
+
+def pytest_unconfigure() -> None:
+    warm.close()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.conftest import VllmServer
@@ -41,9 +42,10 @@ def fill(disk: Path) -> Path:
 
 
 def children(run: Up) -> set[int]:
-    """Return the processes that the supervisor has started and that run now."""
-    pid = run.process.pid
-    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    """Return the processes that the supervisor has started and that run now: each has a session of its own."""
+    return {
+        child.pid for child in psutil.Process(run.process.pid).children() if os.getsid(child.pid) == child.pid
+    }
 
 
 def healthy(run: Up, before: set[int]) -> bool:
