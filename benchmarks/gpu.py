@@ -137,15 +137,16 @@ def measure(size: str, scratch: Path, *, device: str, tiny: bool, rounds: int) -
         threads=1 if device == "cpu" else min(8, os.cpu_count() or 1), lora=LoraConfig(rank=16, alpha=32.0)
     )
     engine = Engine(base, config, scratch)
-    # The recorded logprobs are the model's own, in another layout than the one that is trained: a difference is
-    # reported, and does not end the measurement.
+    # `own_logprobs` computes the recorded logprobs in padded passes, one sequence each; the steps may pack sequences.
+    # Without a bound, a difference between the two is reported and does not end the measurement.
     engine.configure(msgspec.structs.replace(config, logprob_bound=math.inf))
     state = engine.initial_state()
     peft = engine.model.peft
     parameters = sum(p.numel() for p in peft.parameters())
     model = peft.get_base_model()
     if not model.config.tie_word_embeddings:
-        # The input embeddings need no multiplications. Tied ones are the output projection's weights too.
+        # Reading a token's embedding takes no multiplication, so the embeddings do not count, unless they are the
+        # weights of the output projection too.
         parameters -= model.get_input_embeddings().weight.numel()
     out: dict[str, Any] = {
         "dtype": str(engine.model.dtype).removeprefix("torch."), "layout": engine.passes.verified.layout,

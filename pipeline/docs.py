@@ -53,7 +53,7 @@ def _fields(struct: type[msgspec.Struct]) -> str:
 
 
 def _structs() -> list[type[msgspec.Struct]]:
-    """Structs that events hold lists of."""
+    """Structs in fields of events, alone or in lists."""
     structs: dict[str, type[msgspec.Struct]] = {}
     waiting: list[type[msgspec.Struct]] = list(events.EVENTS)
     while waiting:

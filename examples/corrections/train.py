@@ -31,9 +31,9 @@ from journeywork import AsyncJourneywork, Trajectory
 
 MODEL = "corrections"
 GAMES = 72
-"""Games in a step, all with objections, and games in a round."""
+"""Games with objections that a step trains; also the games of a round."""
 AHEAD = 2
-"""Games are played for at most so many steps after the one that the gateway serves."""
+"""Steps beyond the served one whose games may be played already."""
 SETTINGS = {
     "judge.group_size": 1,
     "judge.min_size": 1,
@@ -73,7 +73,7 @@ async def play(run: Trajectory, seed: str) -> list[Said]:
 
 
 def exchanged(objections: list[list[Said]]) -> list[Said]:
-    """The objections to some games, each on an answer in another game: every answer that had one has one again.
+    """Return the objections, each now about an answer in another game. Every answer that had an objection has one.
 
     Raises `ValueError` if more than half of them are to one game."""
     said = list(itertools.chain.from_iterable(objections))

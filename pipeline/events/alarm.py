@@ -21,7 +21,7 @@ class AlarmChanged(Event, frozen=True, kw_only=True, tag="policy.alarm"):
     about: str = ""
     """What it is about beside the model, such as a replica, a stream or a consumer."""
     value: float = 0.0
-    """The measured value when the alarm was raised, or when its condition last held."""
+    """The measured value when the alarm was raised, or when its condition last held. NaN: there was none."""
     threshold: float = 0.0
     """The setting that it was compared with."""
     detail: str = ""

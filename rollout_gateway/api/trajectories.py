@@ -15,7 +15,7 @@ from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.api.schemas import Opening
 from rollout_gateway.capture.registry import BatchRequest, Completion
-from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.errors import ApiError, retired_version
 from rollout_gateway.http.request import Headers
 
 # -- opening -------------------------------------------------------------------------------------------------------
@@ -55,9 +55,12 @@ def _check_model(gateway: Gateway, opening: Opening, access: Access) -> None:
             f"{model!r} is a version, not a model. Open with the model {name!r} and `pinned`: {model!r}."
         )
         raise ApiError(404, "model_not_found", message, param="model")
-    if pinned and (not policies.offered(pinned) or parse_version(pinned)[0] != model):
-        versions = [name for name in policies.names(model) if name != model]
-        message = f"{pinned!r} is not a version that can be pinned. There are: {', '.join(versions)}."
+    if not pinned:
+        return
+    if policies.knows(pinned) and pinned in policies.retired:
+        raise retired_version(pinned, policies.versions(model), "pinned")
+    if not policies.knows(pinned) or parse_version(pinned)[0] != model:
+        message = f"{pinned!r} is not a version that can be pinned. There are: {', '.join(policies.versions(model))}."
         raise ApiError(404, "model_not_found", message, param="pinned")
 
 
@@ -82,8 +85,9 @@ async def complete_checked(gateway: Gateway, trajectory: str, completion: Comple
 
 
 async def check_completion(gateway: Gateway, completion: Completion, access: Access) -> None:
-    """Raises an `ApiError`: 400 for a reward out of range, or the name of a reward or metric that can't be shown,
-    403 if the caller may not form trajectories and batches, 404 for calls of trajectories that it may not see."""
+    """Raises an `ApiError`. 400: a reward is out of range, or a reward or metric has a name that tables and labels
+    can't hold. 403: a trajectory's own key sets `exchanges` or `batch`, or another key than an operator's sets a
+    batch's `settings`. 404: `exchanges` name a trajectory of another key."""
     _check_rewards(completion, gateway.config.gateway.max_reward)
     for field, numbers in (("rewards", completion.rewards), ("metrics", completion.metrics)):
         for name in numbers:

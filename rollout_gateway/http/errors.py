@@ -50,6 +50,14 @@ def unknown_model(model: str, known: Sequence[str], param: str = "model") -> Api
     return ApiError(404, "model_not_found", message, param=param)
 
 
+def retired_version(version: str, known: Sequence[str], param: str) -> ApiError:
+    message = (
+        f"The adapter of {version} is no longer kept (`retention.adapters`). Name a version that is: "
+        f"{', '.join(known)}. To serve this one again, make it the newest: `journeywork train --adopt`."
+    )
+    return ApiError(404, "model_not_found", message, param=param)
+
+
 def unknown_trajectory(trajectory: str, advice: str = "Open one with POST /v1/trajectories.") -> ApiError:
     message = (
         f"Trajectory {trajectory!r} is unknown: it was not opened in this project, or another API key opened it. "

@@ -188,6 +188,10 @@ class Policies:
         loaded = {version for version, sha256 in self.loads.anywhere() if self.published(version, sha256)}
         return next((version for version in self.models[model].newest_first() if version in loaded), "")
 
+    def versions(self, model: str) -> list[str]:
+        """Return the versions of a model that a new trajectory or a decision may name."""
+        return [name for name in self.names(model) if name != model]
+
     def names(self, only: str = "") -> list[str]:
         """Return every name that a client may put into `model`. `only`: a model, to return its names only."""
         out: list[str] = []

@@ -17,7 +17,7 @@ from msgspec import Meta
 from pipeline.events import PolicyPromoted, standing_decisions
 from pipeline.log.broker import Broker
 from pipeline.names import MAX_NAME, check_name, new_id, parse_version
-from rollout_gateway.http.errors import ApiError, unknown_model
+from rollout_gateway.http.errors import ApiError, retired_version, unknown_model
 from rollout_gateway.serving.idempotency import publish_once
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet, least_loaded
@@ -144,8 +144,10 @@ class Promotion:
     async def _load(self, model: str, version: str, param: str) -> None:
         """Wait until enough replicas hold `version`. `param`: the field of the request that names it, for a 404
         `ApiError`. Raises a 503 `ApiError` after 60 s."""
-        if not self._policies.offered(version) or parse_version(version)[0] != model:
+        if not self._policies.knows(version) or parse_version(version)[0] != model:
             raise unknown_model(version, self._policies.names(), param)
+        if not self._policies.offered(version):
+            raise retired_version(version, self._policies.versions(model), param)
         deadline = time.monotonic() + _LOAD_WAIT_S
         lease = await self._fleet.acquire(lambda: self._router.resolve(version, None), least_loaded, deadline)
         lease.release()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition that is met: what an alarm holds for."""
+    """A row of an alarm's query: its condition is met, for this model, server, consumer or stream."""
 
     alarm: str
     project: str
@@ -48,8 +48,8 @@ def measured_tables(
     fills: Sequence[Fill],
     unwritten: Sequence[Unwritten] = (),
 ) -> None:
-    """Create the tables `fills`, `unwritten`, `replicas` and `parts`, which hold what no event says. `parts` is empty
-    where the reward is no sum or mean."""
+    """Create the tables that queries read beside the views: `fills` (of streams and the disk), `unwritten` (by
+    consumer), `replicas` (inference servers) and `parts` (of a composed reward; empty unless it is a sum or a mean)."""
     urls = config.sampler.advertise or config.vllm.urls
     added = config.judge.combine in ("mean", "sum")
     parts = [(r.name, r.weight) for r in config.judge.rewards if r.kind != "next_state"] if added else []
@@ -83,10 +83,10 @@ def evaluate(
     used = set(PARAMETER.findall(alarm.sql))
     rows = connection.execute(alarm.sql, {n: v for n, v in values.items() if n in used}).fetchall()
     return [
-        Condition(alarm.name, project or config.project, model, about, _finite(value), compared, detail)
+        Condition(alarm.name, project or config.project, model, about, _number(value), compared, detail)
         for project, model, about, value, detail in rows
     ]
 
 
-def _finite(value: float | None) -> float:
-    return float(value) if value is not None and math.isfinite(value) else 0.0
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)

@@ -3,6 +3,7 @@ waits for it."""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -42,14 +43,16 @@ def webhook_url(config: Config) -> str:
     return url
 
 
-def message(config: Config, event: AlarmChanged) -> dict[str, str | float]:
-    """What is posted for a change: names and figures, no content of runs, no key and no path."""
+def message(config: Config, event: AlarmChanged) -> dict[str, str | float | None]:
+    """What is posted for a change: names and figures, no content of runs, no key and no path. A figure that is no
+    finite number is `None`."""
     title = BY_NAME[event.alarm].title if event.alarm in BY_NAME else event.alarm
     subject = f"{title} of {event.model}" if event.model else title
     return {
         "text": f"{'raised' if event.state == 'raised' else 'over'}: {subject}: {event.detail}",
         "id": event.message_id(), "title": title, "run": Path(config.run_dir).name,
         "since": event.since / 1e6, "at": event.at / 1e6, **{name: getattr(event, name) for name in _TOLD},
+        "value": event.value if math.isfinite(event.value) else None,
     }  # fmt: skip
 
 

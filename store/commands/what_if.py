@@ -214,13 +214,11 @@ class Commands:
         return done.stdout
 
     def failure(self, what: str) -> WhatIfError:
-        """Return an error with what the command said last."""
-        said = [
-            line
-            for line in self.log.read_text("utf-8", "replace").splitlines()
-            if line.startswith("journeywork")
-        ]
-        return WhatIfError(f"{what}: {said[-1] if said else 'it said nothing'} ({self.log} has the rest)")
+        """Return an error with the command's last error, else its last line."""
+        lines = [line for line in self.log.read_text("utf-8", "replace").splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("journeywork")]
+        last = (errors or lines or ["it printed nothing"])[-1]
+        return WhatIfError(f"{what}: {last} ({self.log} has all that it printed)")
 
 
 def _line(name: str, measure: Mapping[str, Any]) -> str:
@@ -263,7 +261,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="settings that differ, TOML",
     )
-    add("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+    add(
+        "--set", action="append", default=[], metavar="section.key=value", dest="overrides",
+        help="a setting that differs, in every variant that does not set it; without --rubric and --with: the only one",
+    )  # fmt: skip
     add("--since", type=_utc, help="only groups scored then or later, ISO 8601")
     add("--until", type=_utc, help="only groups scored before that")
     add("--where", default="true", help="SQL over the view `groups`")

@@ -3,10 +3,11 @@
 An event is identified by its stream sequence and stream time together: a stream that was deleted and made again, or a
 log that lost its end in a power cut, uses the same sequences again.
 
-Each commit adds a file and sets the transaction `<consumer>/0` to the highest sequence that was ever
-committed, so data and position move together. delta-rs refuses a commit if another one has set that transaction since
-its snapshot. Any number of processes may therefore append the same deliveries: a process whose commit is refused, or
-whose commit's answer was lost, reads the newest snapshot, leaves out what files hold by now, and commits the rest.
+A table records a version number for each application that writes it (Delta's `txn` action). Each commit adds a file and
+sets the number of the application `<consumer>/0` to the highest sequence that was ever committed, so data and position
+move together. delta-rs refuses a commit if another one has set that number since its snapshot. Any number of processes
+may therefore append the same deliveries: a process whose commit is refused, or whose commit's answer was lost, reads
+the newest snapshot, leaves out what files hold by now, and commits the rest.
 
 The journal of a commit is on the disk, with the files that it names, before `append` returns.
 """

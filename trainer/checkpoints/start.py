@@ -53,7 +53,8 @@ def read_start(start: str, config: Config) -> Start:
     if not lake or match is None:
         raise ConfigError(
             f"models.start: {start!r} is neither a folder with adapter_config.json nor a version: write "
-            "<lake>#<model>@<step>, where <lake> is a run directory, a store.dir or s3://<bucket>/<prefix>"
+            "<lake>#<branch>/<model>@<step>, such as runs/x#main/support@12. <lake> is a run directory, a store.dir or "
+            "s3://<bucket>/<prefix>; the step is 1 or more"
         )
     files, root = _open(lake, config)
     names = match["project"] or config.project, match["branch"] or "main", match["model"]

@@ -41,7 +41,7 @@ class TrainState:
     optimizer: dict[str, Any] | None = None
     """`None` if nothing was trained yet, or the state was lost."""
     history: dict[int, Weights] = field(default_factory=dict)
-    """Published adapters of the newest steps by step, to recompute logprobs at the version that sampled."""
+    """The published adapters of the newest steps, by step: logprobs are recomputed at the version that sampled."""
     master: Weights | None = None
     """The weights that the optimizer updates, if `weights` are rounded; `None` if both are the same."""
     average: Weights | None = None

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from pipeline.config import NatsConfig
-from pipeline.events import PolicyPromoted, TrajectoryOpened
+from pipeline.events import PolicyPromoted, PolicyRetired, TrajectoryOpened
 from pipeline.log.broker import Broker
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.sampler.controller import ServerController
@@ -105,6 +105,31 @@ async def test_an_unexpected_error_while_one_version_loads_refuses_that_version(
         await publish_adapter(gateway.broker, 2)
         await gateway.until(lambda: gateway.router.current("tictactoe") == "tictactoe@2")
         assert set(server.loaded) == {"tictactoe@2"}
+
+
+async def test_a_retired_version_is_told_with_what_can_be_named_and_how_it_is_served_again(
+    broker: Broker, start_gateway_alone: StartGateway
+) -> None:
+    for step in (1, 2):
+        await publish_adapter(broker, step)
+    await broker.publish(PolicyRetired(project=PROJECT, model="tictactoe", version="tictactoe@1"))
+    server = FakeVllm()
+    await server.start()
+    gateway = start_gateway_alone(urls=(server.url,))
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+        for path, body, field in (
+            ("policies/tictactoe/promote", {"version": "tictactoe@1"}, "version"),
+            ("policies/tictactoe/split", {"version": "tictactoe@2", "other": "tictactoe@1"}, "other"),
+            ("trajectories", {"model": "tictactoe", "pinned": "tictactoe@1"}, "pinned"),
+        ):
+            reply = await client.post(f"/v1/{path}", json=body)
+            error = reply.json()["error"]
+            assert (reply.status_code, error["code"], error["param"]) == (404, "model_not_found", field)
+            assert "no longer kept (`retention.adapters`)" in error["message"]
+            assert "that is: tictactoe@0, tictactoe@2. " in error["message"]
+            assert "train --adopt" in error["message"]
+    gateway.stop()
+    await server.stop()
 
 
 async def test_a_branch_is_served_beside_main_under_a_name_of_its_own(

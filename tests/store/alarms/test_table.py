@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -118,6 +119,13 @@ def test_what_an_alarm_says_of_events(
     name: str, make: Callable[[], list[Event]], detail: str | None, tmp_path: Path
 ) -> None:
     assert [one.detail for one in found(tmp_path, name, make())] == ([] if detail is None else [detail])
+
+
+def test_a_condition_without_a_number_has_the_value_nan(tmp_path: Path) -> None:
+    (unjudged,) = found(tmp_path / "a", "judge_drift", anchors(None, alarm=True))
+    (diverged,) = found(tmp_path / "b", "kl_rise", steps("kl", [0.1] * STEPS + [math.nan] * STEPS))
+    assert math.isnan(unjudged.value)
+    assert math.isnan(diverged.value)
 
 
 def test_an_alarm_says_why_and_quotes_no_content(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import anyio
+import msgspec
 import pytest
 
 from pipeline.config import AlarmsConfig, Config, ConfigError, NatsConfig, load
@@ -81,6 +83,9 @@ async def test_a_post_is_repeated_until_it_is_taken(receiver: Receiver) -> None:
     assert third["text"] == "raised: Rise of KL of m: the KL is 9"
     assert "/secret" not in json.dumps(third)
     assert third["run"] == "demo"
+    assert (
+        message(config, msgspec.structs.replace(RAISED, value=math.nan))["value"] is None
+    )  # JSON has no NaN
 
 
 async def test_a_dead_webhook_disturbs_nothing(nats_config: NatsConfig, running_store: StoreProcess) -> None:
