@@ -98,7 +98,7 @@ class App:
             if request.method != "POST":
                 raise not_allowed("POST")
             access = self._identity.admit(request.headers, "call", named)
-            request.admitted = _Admitted(access, path, named)
+            request.admitted, request.owner = _Admitted(access, path, named), self._owner(access)
             return
         route, values = find(request.method, path)
         if route.auth != "call":
@@ -110,7 +110,15 @@ class App:
         else:
             about = values[0] if values and route.auth in ("trajectory", "completion", "feedback") else named
             access = self._identity.admit(request.headers, route.auth, about)
-        request.admitted = _Admitted(access, path, named, route, values)
+        request.admitted, request.owner = _Admitted(access, path, named, route, values), self._owner(access)
+
+    def _owner(self, access: Access) -> str:
+        """The key by which a request is sent: of a trajectory's key, the one that opened the trajectory. All
+        trajectories that are not in memory count as one, as nothing is read from the log here."""
+        if not access.trajectory:
+            return access.owner
+        run = self._gateway.registry.get(access.trajectory)
+        return "" if run is None else run.opened.owner
 
     async def __call__(self, request: Request) -> None:
         try:

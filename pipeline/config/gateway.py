@@ -42,7 +42,7 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     """Longest body of a call of the control API."""
     max_buffered_bytes: Count = 512 * 1024 * 1024
     """Bytes of incomplete request bodies over all connections; at least `max_body_bytes`. Beyond it the newest requests
-    get a 503 that asks them to try again."""
+    of the key whose bodies are the largest together get a 503 that asks them to try again."""
     head_timeout_s: Positive = 30.0
     """Time for a request's headers, and for a new connection to begin its first request."""
     body_timeout_s: Positive = 60.0

@@ -47,6 +47,7 @@ class Connection(asyncio.Protocol):
         self.ignoring = False
         """Further input is thrown away."""
         self.buffered = 0
+        self.owner = ""
         self._parser = RequestParser(self)
         self._active: Request | None = None
         """The request that is being answered."""
@@ -147,6 +148,7 @@ class Connection(asyncio.Protocol):
             request.refusal = _internal_error()
         if request.refusal is not None:
             request.max_body = min(request.max_body, _DISCARD_LIMIT)
+        self.owner = request.owner
         headers = request.headers
         if int(headers.get(b"content-length", b"0")) > request.max_body:
             self._parser.reject_size()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from collections import Counter
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -43,6 +44,8 @@ class PooledConnection(Protocol):
 
     buffered: int
     """Bytes of its incomplete body that are counted in `ConnectionPool.buffered`."""
+    owner: str
+    """Who sends that body."""
 
     def abort(self) -> None:
         """Close the connection at once and ignore further input."""
@@ -100,14 +103,20 @@ class ConnectionPool(Generic[_C]):
         self._reading.pop(connection, None)
 
     def count_body(self, connection: _C, size: int) -> None:
-        """Count `size` bytes for the incomplete body of `connection`. If all incomplete bodies together exceed
-        `limits.max_buffered_bytes`, refuse the newest requests until they fit."""
+        """Count `size` bytes for the incomplete body of `connection`. While all incomplete bodies together exceed
+        `limits.max_buffered_bytes`, refuse the newest request of the owner whose bodies are the largest together: an
+        owner that fills the limit with bodies that never end holds up itself."""
         self.buffered += size - connection.buffered
         connection.buffered = size
-        if self.buffered <= self.limits.max_buffered_bytes:
-            return
-        for newest in list(reversed(self._reading)):
-            if newest.buffered:
-                newest.reject_body()
+        for _ in range(len(self._reading)):
             if self.buffered <= self.limits.max_buffered_bytes:
                 return
+            sums: Counter[str] = Counter()
+            newest: dict[str, _C] = {}
+            for reading in self._reading:
+                if reading.buffered:
+                    sums[reading.owner] += reading.buffered
+                    newest[reading.owner] = reading
+            if not sums:
+                return
+            newest[sums.most_common(1)[0][0]].reject_body()

@@ -47,7 +47,7 @@ class Request:
 
     __slots__ = (
         "_channel", "admitted", "body", "cancellation", "chunked", "gone", "headers",
-        "keep_alive", "max_body", "method", "on_flow", "refusal", "started", "target", "too_large",
+        "keep_alive", "max_body", "method", "on_flow", "owner", "refusal", "started", "target", "too_large",
     )  # fmt: skip
 
     def __init__(self, channel: Channel, max_body: int) -> None:
@@ -66,6 +66,8 @@ class Request:
         """Why `admit` refused the request. Its body was not kept."""
         self.admitted: Any = None
         """Result of `admit`, for the handler."""
+        self.owner = ""
+        """Who sends it, as `admit` knows. Of what all share, an owner gets its part."""
         self.keep_alive = False
         self.cancellation = Cancellation()
         """Cancelled with a `ClientGoneError` when the client closes its connection."""

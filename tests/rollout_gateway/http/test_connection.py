@@ -325,6 +325,37 @@ async def test_bodies_that_are_not_whole_have_a_bound_together() -> None:
             assert (await whole.receive()).endswith(b"200000")
 
 
+async def test_an_owner_that_fills_the_bound_with_bodies_that_do_not_end_holds_up_itself() -> None:
+    head = (
+        b"POST / HTTP/1.1\r\nHost: x\r\nX-Owner: %b\r\nExpect: 100-continue\r\nContent-Length: 200000\r\n\r\n"
+    )
+    part = b"x" * 100_000
+
+    async def back(request: Request) -> None:
+        request.answer(200, b"%d" % len(request.body))
+
+    def admit(request: Request) -> None:
+        request.owner = request.headers[b"x-owner"].decode()
+
+    async def begun(owner: bytes) -> anyio.abc.SocketStream:
+        stream = await stack.enter_async_context(await anyio.connect_tcp("127.0.0.1", port))
+        await stream.send(head % owner)
+        assert await stream.receive() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await stream.send(part)
+        return stream
+
+    with anyio.fail_after(60):
+        async with (
+            serve(back, admit=admit, max_body_bytes=200_000, max_buffered_bytes=350_000) as port,
+            AsyncExitStack() as stack,
+        ):
+            stalled = [await begun(b"attacker") for _ in range(3)]
+            honest = await begun(b"honest")
+            assert (await stalled[2].receive()).startswith(b"HTTP/1.1 503 ")
+            await honest.send(part)
+            assert (await honest.receive()).endswith(b"200000")
+
+
 def test_a_body_has_to_fit_the_bound_of_all_together() -> None:
     with pytest.raises(ConfigError, match=r"gateway\.http\.max_buffered_bytes"):
         checked_limits(HttpConfig(max_body_bytes=1000, max_buffered_bytes=999))
