@@ -130,6 +130,8 @@ class DataErased(Event, frozen=True, kw_only=True, tag="policy.erased"):
     digest: str
     """HMAC-SHA256 of the person's name, under a key that only the run directory has (`keys/erasure.key`)."""
     runs: int = 0
+    left: int = 0
+    """Runs of the person that were not finished, and were left out (`--finished`)."""
     messages: dict[str, int] = {}
     """By stream, the messages that were overwritten on the log."""
     objects: int = 0

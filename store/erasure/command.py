@@ -2,6 +2,7 @@
 
     journeywork erase --subject user-17            lists what it would delete
     journeywork erase --subject user-17 --yes      deletes it, and leaves a receipt on the log
+    journeywork erase --subject user-17 --yes --finished    leaves out the runs that are not finished, for another time
     journeywork erase --subject user-17 --check    finds the receipt, and nothing else
 
 Each run that names the person is deleted, whole. Versions that learned from it are listed, with the newest ones that
@@ -60,6 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="discard groups that wait for the trainer, which must not run",
     )
+    parser.add_argument(
+        "--finished",
+        action="store_true",
+        help="leave out runs that are open or wait for a judge or the trainer, which otherwise hold it up",
+    )
     parser.add_argument("--by", default="", help="who asked for it, for the receipt")
     parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     args = parser.parse_args(argv)
@@ -80,7 +86,7 @@ async def _run(args: argparse.Namespace) -> int:
     config = run_settings(args.run_dir)
     async with Broker.connect(log_of(config), name="erase", provision=False) as broker:
         await _until_written(broker)
-        plan = await anyio.to_thread.run_sync(_plan, config, args.subject, args.untrained)
+        plan = await anyio.to_thread.run_sync(_plan, config, args)
         rewriter = Rewriter(open_lake(config), config.project, plan)
         if not journal_of(config, plan.digest).exists():
             await on_log.count(broker, config.project, plan)
@@ -106,9 +112,9 @@ async def _until_written(broker: Broker) -> None:
         await anyio.sleep(0.5)  # a consumer's lag comes without a word
 
 
-def _plan(config: Config, subject: str, untrained: bool) -> Plan:
+def _plan(config: Config, args: argparse.Namespace) -> Plan:
     with sql.connect(config) as connection:
-        return make_plan(connection, config, subject, untrained=untrained)
+        return make_plan(connection, config, args.subject, untrained=args.untrained, finished=args.finished)
 
 
 async def _erase(config: Config, broker: Broker, plan: Plan, rewriter: Rewriter, by: str) -> None:
@@ -125,7 +131,7 @@ async def _erase(config: Config, broker: Broker, plan: Plan, rewriter: Rewriter,
     crash.point("erase.lake_done")
     await broker.publish(
         DataErased(
-            project=config.project, erasure=plan.erasure, digest=plan.digest, runs=len(plan.runs),
+            project=config.project, erasure=plan.erasure, digest=plan.digest, runs=len(plan.runs), left=len(plan.left),
             messages=plan.messages, objects=plan.objects, rows=plan.rows, folders=len(plan.folders),
             learned=tuple(plan.learned), clean=plan.clean, by=by,
         )
@@ -151,11 +157,12 @@ async def _check(config: Config, broker: Broker, plan: Plan) -> int:
         if r.event.digest == plan.digest
     ]
     for receipt in receipts:
-        numbers = f"{receipt.runs} runs, {sum(receipt.messages.values())} messages, {sum(receipt.rows.values())} rows"
+        messages, rows = sum(receipt.messages.values()), sum(receipt.rows.values())
+        numbers = f"{receipt.runs} runs ({receipt.left} left out), {messages} messages, {rows} rows"
         sys.stdout.write(
             visible(f"receipt {receipt.erasure}: {numbers}; by {receipt.by or 'nobody named'}\n")
         )
-    left = bool(plan.runs or journal_of(config, plan.digest).exists())
+    left = bool(plan.runs or plan.left or journal_of(config, plan.digest).exists())
     if not receipts:
         sys.stdout.write("there is no receipt\n")
     if left:
@@ -165,12 +172,17 @@ async def _check(config: Config, broker: Broker, plan: Plan) -> int:
 
 def _next(plan: Plan) -> str:
     """What to do so that the plan is carried out."""
-    return "; ".join(plan.held_up) or "run the command with --yes"
+    if plan.held_up or plan.runs:
+        return "; ".join(plan.held_up) or "run the command with --yes"
+    return "run the command again when the runs that are left out are finished"
 
 
 def _summary(plan: Plan) -> str:
     """What the plan reaches, as lines."""
     lines = [f"{len(plan.runs)} runs in {len(plan.groups)} scored groups"]
+    if plan.left:
+        shown = ", ".join(plan.left[:10]) + (", …" if len(plan.left) > 10 else "")
+        lines.append(f"  left out, as they are open or wait: {len(plan.left)} runs ({shown})")
     lines += [f"  log {stream}: {count} messages" for stream, count in sorted(plan.messages.items())]
     lines += [f"  log: {plan.objects} objects"] if plan.objects else []
     lines += [f"  lake {tag}: {count} rows" for tag, count in sorted(plan.rows.items())]

@@ -36,6 +36,10 @@ _COPIES = """
 SELECT DISTINCT trajectory FROM rollout_exchange
 WHERE project = $project AND split_part(copied_from, '/', 1) IN (SELECT unnest($runs)) AND copied_from <> ''
 """
+_SOURCES = """
+SELECT DISTINCT split_part(copied_from, '/', 1) FROM rollout_exchange
+WHERE project = $project AND trajectory IN (SELECT unnest($runs)) AND copied_from <> ''
+"""
 _OPEN = """
 SELECT trajectory FROM trajectories WHERE project = $project AND outcome = 'open'
   AND trajectory IN (SELECT unnest($runs))
@@ -83,6 +87,8 @@ class Plan(msgspec.Struct, kw_only=True):
     erasure: str
     digest: str
     runs: list[str] = []
+    left: list[str] = []
+    """Runs of the person that are not finished, and stay for the next erasure."""
     groups: list[Group] = []
     untrained: list[tuple[str, str, list[str]]] = []
     """Model, group and runs of groups that wait for the trainer."""
@@ -110,10 +116,15 @@ def journal_of(config: Config, digest: str) -> Path:
 
 
 def make_plan(
-    connection: duckdb.DuckDBPyConnection, config: Config, subject: str, *, untrained: bool
+    connection: duckdb.DuckDBPyConnection,
+    config: Config,
+    subject: str,
+    *,
+    untrained: bool,
+    finished: bool = False,
 ) -> Plan:
     """Return what the person's erasure reaches, with what an unfinished one had found. `untrained` says to discard the
-    groups that wait for the trainer, which otherwise hold it up."""
+    groups that wait for the trainer, which otherwise hold it up; `finished` to leave out whatever holds it up."""
     digest = digest_of(config, subject)
     journal = journal_of(config, digest)
     plan = (
@@ -125,6 +136,10 @@ def make_plan(
     runs = {*plan.runs, *_column(connection, _OF_PERSON, values | {"subject": subject})}
     while copies := {*_column(connection, _COPIES, values | {"runs": sorted(runs)})} - runs:
         runs |= copies
+    left: set[str] = set()
+    if finished:
+        left = _unfinished(connection, config, runs, untrained=untrained).difference(plan.runs)
+    plan.left, runs = sorted(left), runs - left
     plan.runs = sorted(runs)
     values["runs"] = plan.runs
     holding = [
@@ -149,6 +164,20 @@ def make_plan(
         _add_versions(connection, config, plan)
     plan.folders = sorted({*plan.folders, *(str(f) for f in _data_sets(Path(config.run_dir), runs))})
     return plan
+
+
+def _unfinished(
+    connection: duckdb.DuckDBPyConnection, config: Config, runs: set[str], *, untrained: bool
+) -> set[str]:
+    """Return those of the runs that are open or wait for a judge, or for the trainer unless `untrained`, and the runs
+    whose calls they are made of: these tell that they are the person's."""
+    values: dict[str, Any] = {"project": config.project, "runs": sorted(runs)}
+    found = {*_column(connection, _OPEN, values), *_column(connection, _UNJUDGED, values)}
+    if not untrained:
+        found.update(*(members for _, _, members in connection.execute(_UNTRAINED, values).fetchall()))
+    while sources := {*_column(connection, _SOURCES, values | {"runs": sorted(found)})} - found:
+        found |= sources
+    return found & runs
 
 
 def _add_versions(connection: duckdb.DuckDBPyConnection, config: Config, plan: Plan) -> None:

@@ -311,6 +311,33 @@ async def test_what_is_open_or_waits_is_named_and_nothing_is_deleted(
     assert found_in(tmp_path, SECRET) == []
 
 
+async def test_runs_that_are_not_finished_do_not_hold_up_those_that_are(
+    config: Config, broker: Broker, nats_server: NatsServer, tmp_path: Path
+) -> None:
+    """Whoever keeps opening runs in a person's name holds up the erasure of these alone."""
+    opened = run("z1", "g8", secret="ONGOING", body={"user": ALICE})
+    await publish(broker, opened[:3])
+    source = run("z3", "g6", secret="SOURCE", body={"user": ALICE})
+    copy = run("z2", "g7", secret="ONGOING")
+    copy[1] = msgspec.structs.replace(copy[1], copied_from="z3/0")
+    await publish(broker, [*source, scored("g6", "", "z3", "b0"), *copy])
+    status, said, errors = await erase(config, "--yes", "--finished", "--untrained")
+    assert (status, errors) == (0, "")
+    assert "left out, as they are open or wait: 3 runs (z1, z2, z3)" in said
+    for folder in (nats_server.folder, tmp_path / "store"):
+        assert found_in(folder, SECRET) == []
+        assert found_in(folder, "ONGOING")
+    status, said, _ = await erase(config, "--check", "--finished")
+    assert status == 1
+    assert "(3 left out)" in said
+    assert said.splitlines()[-1].startswith("something is left: run the command again when")
+    await publish(broker, [*opened[3:], scored("g8", "", "z1"), scored("g7", "", "z2")])
+    status, said, errors = await erase(config, "--yes", "--finished", "--untrained")
+    assert (status, errors) == (0, "")
+    for secret in ("ONGOING", "SOURCE"):
+        assert found_in(nats_server.folder, secret) == found_in(tmp_path / "store", secret) == []
+
+
 async def test_of_a_data_set_in_the_run_directory_itself_only_its_own_files_go(
     config: Config, tmp_path: Path
 ) -> None:
