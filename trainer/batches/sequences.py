@@ -202,5 +202,5 @@ def _experts(exchange: ExchangeRecorded, tokens: int) -> npt.NDArray[np.int16] |
         experts = np.load(io.BytesIO(exchange.experts), allow_pickle=False)
     except (EOFError, ValueError):
         return None
-    fits = experts.ndim == 3 and experts.dtype.kind == "u" and len(experts) <= tokens
+    fits = experts.ndim == 3 and experts.dtype.kind in "iu" and len(experts) <= tokens
     return experts.astype(np.int16) if fits else None

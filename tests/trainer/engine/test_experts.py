@@ -28,6 +28,7 @@ from trainer.checkpoints.compatibility import require_compatible
 from trainer.commands.export import write_merged
 from trainer.engine.engine import Engine
 from trainer.engine.experts import IN_VLLM
+from trainer.engine.loading import base_digest
 
 FAMILIES = ("qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "gpt_oss")
 SETTINGS = {"lora.rank": 4, "lora.experts": True}
@@ -44,6 +45,13 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp(request.param)
     config = with_values(TrainerConfig(), SETTINGS | {"dtype": "float64"})
     return Engine(make(request.param, folder), config, folder)
+
+
+def base_of(engine: Engine) -> Any:
+    """Its base model, without an adapter."""
+    base = AutoModelForCausalLM.from_pretrained(engine.model.base, dtype=torch.float64).eval()
+    base.set_experts_implementation("eager")  # PyTorch's grouped product has no float64
+    return base
 
 
 def merged_by_hand(base: Any, adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -71,8 +79,7 @@ def merged_by_hand(base: Any, adapter: dict[str, torch.Tensor]) -> dict[str, tor
 def test_every_expert_computes_with_its_own_product_in_value_and_gradient(engine: Engine) -> None:
     stir(engine)
     plain, groups = conversations()
-    base = AutoModelForCausalLM.from_pretrained(engine.model.base, dtype=torch.float64).eval()
-    base.set_experts_implementation("eager")
+    base = base_of(engine)
     adapter = {n: t.requires_grad_() for n, t in engine.model.weights().items()}
     weights = merged_by_hand(base, adapter)
     total = torch.zeros((), dtype=torch.float64)
@@ -97,6 +104,24 @@ def test_every_expert_computes_with_its_own_product_in_value_and_gradient(engine
             torch.testing.assert_close(
                 mine_at, theirs, rtol=1e-4, atol=1e-5 * max(1.0, float(theirs.abs().max()))
             )
+
+
+def test_without_its_adapter_it_is_the_base_model(engine: Engine) -> None:
+    """The KL divergence from the base model, and a teacher that is the base model, need it."""
+    stir(engine)
+    plain = conversations()[0][:1]
+    base = base_of(engine)
+    ids = torch.from_numpy(plain[0].ids.astype(np.int64))[None]
+    at = torch.from_numpy(np.flatnonzero(plain[0].loss_mask))
+    with torch.no_grad():
+        own = (base(input_ids=ids).logits[0, at - 1] / 0.7).log_softmax(-1).gather(1, ids[0, at, None])[:, 0]
+        with engine.model.peft.disable_adapter():
+            without = engine.model.logprobs(padded(plain), (1, len(at)))[0][0]
+        adapted = engine.model.logprobs(padded(plain), (1, len(at)))[0][0]
+    torch.testing.assert_close(without, own, rtol=0, atol=1e-5)
+    assert float((adapted - own).abs().max()) > 0.1
+    # Versions with and without an adapter on experts have the same base.
+    assert base_digest(engine.model.base, base) == engine.model.base_digest
 
 
 def tensor_gradient(engine: Engine, view: torch.Tensor) -> torch.Tensor:

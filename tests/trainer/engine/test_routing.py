@@ -209,6 +209,14 @@ def test_a_sequence_has_the_experts_of_the_calls_that_sampled_its_tokens() -> No
     # Token 8 never went through the model in the first call.
     assert sequence.experts[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2, -1, -1, -1]
     assert build("t", calls)[0].experts is None
+    # A token of a streamed call has the choices of the first later call that has it in its prompt. vLLM's field may be
+    # of uint8, uint16 or int32.
+    calls[0] = exchange("t", 0, [5, 6], [7, 8])
+    calls[1] = exchange("t", 1, [5, 6, 7, 8, 9], [10, 11], experts=npy(np.full((6, 2, 1), 2, np.int32)))
+    (later,) = build("t", calls, replay=True)
+    assert later.experts is not None
+    assert later.experts[:, 0, 0].tolist() == [2] * 6 + [-1] * 3
+    assert later.replayed_tokens == 4  # of 5: the token before the last one has no choices
     for odd in (b"", b"no array", npy(np.zeros((3, 2, 1))), npy(np.zeros((9, 2, 1), np.uint8))):
         assert build("t", [exchange("t", 0, [5, 6], [7, 8], experts=odd)], replay=True)[0].experts is None
 
