@@ -149,18 +149,21 @@ def _check_measure(field: str, name: str) -> None:
 
 
 async def get_trajectory(request: ControlRequest) -> dict[str, Any]:
-    """Answer with a trajectory as recorded on the log."""
+    """Answer with a trajectory as recorded on the log. `metadata` is that of its opening and of its completion; of a
+    key that both have, the completion's value."""
     opened, completed, exchanges = await request.gateway.registry.describe(request.values[0])
     names = ("project", "model", "group", "task", "attempt", "split", "group_size")
     results: dict[str, Any] = {"outcome": None, "reward": None, "rewards": {}, "metrics": {}}
+    metadata = msgspec.json.decode(opened.metadata or b"{}", type=dict[str, Any])
     if completed is not None:
         results = {name: getattr(completed, name) for name in results}
+        metadata |= msgspec.json.decode(completed.metadata or b"{}", type=dict[str, Any])
     return {
         "id": opened.trajectory,
         "status": "completed" if completed else "open",
         **{name: getattr(opened, name) for name in names},
         "pinned": opened.pinned or None,
-        "metadata": msgspec.Raw(bytes(opened.metadata)),
+        "metadata": metadata,
         "exchanges": exchanges,
         "opened_at": opened.at,
         **results,

@@ -257,3 +257,13 @@ async def test_opening_again_is_answered_alike(gateway: GatewayProcess) -> None:
     )
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "trajectory_exists")
     assert httpx.get(f"{gateway.url}/v1/trajectories/same").json()["status"] == "open"
+
+
+async def test_a_run_has_the_metadata_of_its_opening_and_of_its_completion(gateway: GatewayProcess) -> None:
+    def metadata() -> object:
+        return httpx.get(f"{gateway.url}/v1/trajectories/both").json()["metadata"]
+
+    gateway.open(id="both", metadata={"subject": "user-17", "try": 1})
+    assert metadata() == {"subject": "user-17", "try": 1}
+    assert gateway.complete("both", metadata={"try": 2}).status_code == 200
+    assert metadata() == {"subject": "user-17", "try": 2}

@@ -20,6 +20,7 @@ from pipeline.events import (
     Member,
     PolicyEvaluated,
     TrajectoryCompleted,
+    TrajectoryOpened,
     Variant,
     WhatIfAnswered,
     now_us,
@@ -267,6 +268,21 @@ def test_one_query_runs_at_a_time(run_dir: Path) -> None:
         found = list(pool.map(lambda _: history.rows("SELECT meet(1) AS met"), range(2)))
     history.close()
     assert found == [[{"met": False}]] * 2
+
+
+def test_a_run_shows_the_metadata_of_its_opening_and_of_its_end(open_dashboard: Open, run_dir: Path) -> None:
+    named: dict[str, Any] = {"project": "p", "trajectory": "both", "model": "m", "group": "g"}
+    fill(run_dir, [
+        TrajectoryOpened(**named, metadata=b'{"subject": "user-17", "try": 1}'),
+        TrajectoryCompleted(**named, metadata=b'{"try": 2, "won": true}'),
+    ])  # fmt: skip
+    client = open_dashboard()
+    assert client.get("/trajectory/both.json").json()["metadata"] == {
+        "subject": "user-17",
+        "try": 2,
+        "won": True,
+    }
+    assert "user-17" in client.get("/trajectory/both").text
 
 
 @pytest.mark.parametrize(
