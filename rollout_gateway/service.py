@@ -16,6 +16,7 @@ from pipeline.files import write_once
 from pipeline.log.broker import Broker, Recorded
 from pipeline.names import new_id
 from pipeline.running.service import Ready
+from pipeline.security.server_key import api_key
 from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.access.api_keys import ApiKeys
@@ -39,7 +40,6 @@ from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.promotion import Promotion
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
-from rollout_gateway.serving.server_key import api_key
 
 log = get_logger("rollout_gateway")
 

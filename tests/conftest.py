@@ -187,7 +187,7 @@ class VllmServer:
         """Returns once it answers; `stop` or `kill`, then `start` again keeps the port."""
         env = dict(
             os.environ, VLLM_CPU_KVCACHE_SPACE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="True",
-            HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
+            HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_SERVER_DEV_MODE="1",
         )  # fmt: skip
         command = self.command()
         with (self.folder / "vllm.log").open("ab") as log:

@@ -6,6 +6,7 @@
 | `queues` | the groups of a model that wait for a step |
 | `recovery` | the start: from disk and log to the newest committed step |
 | `lease` | one trainer of a branch trains, others wait |
+| `gpu_turns` | one GPU that the inference server and the trainer use by turns |
 | `learner` | one policy: from a batch of groups to a checkpoint on disk |
 | `batches` | from scored groups to the batch of a step |
 | `engine` | model, adapter, optimizer, losses: from a batch to gradients |

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 
 import anyio
@@ -43,6 +44,7 @@ from trainer.checkpoints.retention import Retention
 from trainer.engine.late import LateRunsError
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import UntrainableError
+from trainer.gpu_turns import GpuTurns
 from trainer.learner import Learner, PendingStep, make_learners
 from trainer.lease import Lease
 from trainer.queues import ModelQueue, RequestedBatch
@@ -62,8 +64,10 @@ _CONSUMED_KEPT = 10_000
 class Trainer:
     """Trains the models of `learners` from the groups on the log. `broker` must outlive it."""
 
-    def __init__(self, config: Config, broker: Broker, learners: Mapping[str, Learner]) -> None:
-        self.config, self.broker = config, broker
+    def __init__(
+        self, config: Config, broker: Broker, learners: Mapping[str, Learner], gpu: GpuTurns
+    ) -> None:
+        self.config, self.broker, self._gpu = config, broker, gpu
         self.queues = {
             name: ModelQueue(
                 learner,
@@ -422,9 +426,10 @@ class Trainer:
             # Groups whose exchanges are gone are discarded when their turn comes.
             tg.start_soon(queue.histories.read_all, next_batch)
             try:
-                return await run_sync(
-                    queue.learner.train_step, queue.batch, _trace_of(queue.batch), queue.request
-                )
+                async with self._gpu.turn():
+                    return await run_sync(
+                        queue.learner.train_step, queue.batch, _trace_of(queue.batch), queue.request
+                    )
             except UntrainableError as caught:
                 error = caught  # raised below, as a task group would wrap it
         assert error is not None
@@ -435,7 +440,8 @@ class Trainer:
         each of them can."""
         faults = dict.fromkeys(queue.batch, str(error))
         if len(queue.batch) > 1:
-            alone = await run_sync(queue.learner.faults, queue.batch, queue.request)
+            async with self._gpu.turn():
+                alone = await run_sync(queue.learner.faults, queue.batch, queue.request)
             faults = alone or faults
         for group, detail in faults.items():
             queue.batch.remove(group)
@@ -467,23 +473,26 @@ async def train(
     scratch = config.path(config.trainer.checkpoints)
     remembered = min(config.nats.exchange_memory_bytes, _EXCHANGE_MEMORY_BYTES)
     nats = msgspec.structs.replace(config.nats, exchange_memory_bytes=remembered)
-    async with Broker.connect(nats, name=user_of(config)) as broker:
-        learners = await run_sync(make_learners, config, scratch, process_group)
+    async with Broker.connect(nats, name=user_of(config)) as broker, aclosing(GpuTurns(config)) as gpu:
+        async with gpu.turn():
+            learners = await run_sync(make_learners, config, scratch, process_group)
+            gpu.add(learner.engine.model for learner in learners.values())
         with Lease(broker, config, user_of(config)) as lease:
             if not await lease.take():
                 log.warning("another trainer trains this branch: this one waits until it ends")
                 ready(step=0)
                 await lease.wait()
             try:
-                await _train(config, broker, learners, lease, ready, until_empty=until_empty)
+                trainer = Trainer(config, broker, learners, gpu)
+                await _train(trainer, learners, lease, ready, until_empty=until_empty)
             finally:
                 await lease.release()
 
 
 async def _train(
-    config: Config, broker: Broker, learners: Mapping[str, Learner], lease: Lease, ready: Ready, *, until_empty: bool
-) -> None:  # fmt: skip
-    trainer = Trainer(config, broker, learners)
+    trainer: Trainer, learners: Mapping[str, Learner], lease: Lease, ready: Ready, *, until_empty: bool
+) -> None:
+    config, broker = trainer.config, trainer.broker
     spec = streams.trainer_consumer(config.trainer.branch)
     await broker.provision_consumer(spec)
     await trainer.recover()

@@ -78,6 +78,10 @@ def _check_access(config: Config) -> None:
         raise ConfigError(
             "vllm.args: --api-key would be visible in the list of processes; use vllm.api_key_file"
         )
+    if config.vllm.sleep and config.trainer.processes > 1:
+        raise ConfigError(
+            "vllm.sleep: only a trainer of one process shares its GPU by turns; set trainer.processes = 1"
+        )
     if unknown := set(config.environment) - set(PROCESSES):
         raise ConfigError(
             f"environment: no process {', '.join(sorted(unknown))}; there are: {', '.join(PROCESSES)}"

@@ -123,6 +123,10 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     """Which build of vLLM `journeywork up` expects. `auto`: the one that is installed."""
     start_timeout_s: Positive = 600.0
     """A server that is not ready after this time is killed and restarted."""
+    sleep: bool = False
+    """The server sleeps while the trainer computes a step: its weights move to the machine's memory, and calls wait.
+    Between steps the trainer's base model is in the machine's memory. So both can use 0.85 of one GPU's memory.
+    Needs one trainer process. Steps have to be shorter than `gateway.replicas.timeout_s`."""
 
 
 class SamplerConfig(Section, frozen=True, kw_only=True):

@@ -102,6 +102,9 @@ def lora_slots(config: Config) -> int:
 
 _SHARED_GPU = 0.9
 """Share of a GPU's memory that inference server and trainer use together."""
+_BY_TURNS = 0.85
+"""Share that each uses with `vllm.sleep`. What both keep while it is not their turn, such as CUDA's contexts, is beside
+it."""
 _MEMORY_FLAG = "--gpu-memory-utilization"
 
 
@@ -125,12 +128,13 @@ def share_gpu(config: Config) -> Config:
     if _MEMORY_FLAG in args[:-1]:
         given = args[args.index(_MEMORY_FLAG) + 1]
     try:
-        inference = float(given) if given else _SHARED_GPU / 2
+        inference = float(given) if given else (_BY_TURNS if config.vllm.sleep else _SHARED_GPU / 2)
     except ValueError as error:
         raise ConfigError(f"vllm.args: {_MEMORY_FLAG} {given} is not a number") from error
-    trainer = config.trainer.memory.gpu_share or round(max(_SHARED_GPU - inference, 0.05), 6)
+    apart = _BY_TURNS if config.vllm.sleep else round(max(_SHARED_GPU - inference, 0.05), 6)
+    trainer = config.trainer.memory.gpu_share or apart
     if not given:
-        inference = round(_SHARED_GPU - trainer, 6)
+        inference = _BY_TURNS if config.vllm.sleep else round(_SHARED_GPU - trainer, 6)
         if inference <= 0:
             raise ConfigError(
                 f"trainer.memory.gpu_share: {trainer} leaves no memory of the GPU to the inference server"
@@ -195,6 +199,10 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         argv += ["--middleware", "pipeline.running.vllm_guard.RequireKey"]
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     env["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"
+    if settings.sleep:
+        # The paths /sleep and /wake_up exist in this mode only, among others: `vllm_guard` requires the key for them.
+        env["VLLM_SERVER_DEV_MODE"] = "1"
+        argv += ["--enable-sleep-mode"] if vllm_device(config) == "cuda" else []
     if vllm_device(config) == "cpu":
         argv += ["--dtype", "float32", "--enforce-eager", "--block-size", "32"]
         env["VLLM_CPU_KVCACHE_SPACE"] = "1"
@@ -360,6 +368,12 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         if name == "gateway":  # time to finish running calls and to record those that are cut off
             spec = dataclasses.replace(spec, stop_grace_s=config.gateway.drain_s + 25.0)
         if name == "trainer":  # it loads a model
-            spec = dataclasses.replace(spec, start_timeout_s=config.trainer.start_timeout_s)
+            # It loads a model, on a GPU that the server leaves to it only once that runs.
+            needs = (
+                (*foundation, "vllm")
+                if config.vllm.sleep and any(p.name == "vllm" for p in processes)
+                else foundation
+            )
+            spec = dataclasses.replace(spec, start_timeout_s=config.trainer.start_timeout_s, needs=needs)
         processes.append(spec)
     return config, processes

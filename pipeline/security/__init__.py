@@ -6,5 +6,6 @@
 | `users` | the table of NATS users and their permissions |
 | `signing` | signatures of checkpoints |
 | `key_file` | the file of API keys |
+| `server_key` | the API key of the inference servers |
 | `host_names` | the name in a `Host` header, and what is of the loopback interface |
 """

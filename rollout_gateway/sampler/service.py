@@ -10,6 +10,7 @@ import anyio
 from pipeline.config import Config, ConfigError
 from pipeline.log.broker import Broker
 from pipeline.running.service import Ready
+from pipeline.security.server_key import api_key
 from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.sampler.adapter_api import Probe
@@ -17,7 +18,6 @@ from rollout_gateway.sampler.adapter_files import AdapterFiles
 from rollout_gateway.sampler.controller import SamplerContext, ServerController
 from rollout_gateway.sampler.gateway_records import GatewayRecords
 from rollout_gateway.serving.policies import Policies
-from rollout_gateway.serving.server_key import api_key
 
 log = get_logger("rollout_gateway.sampler")
 

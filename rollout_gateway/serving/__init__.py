@@ -11,6 +11,5 @@
 | `membership` | adds and removes replicas, checks their health, reports the versions in use |
 | `fleet_records` | the records of sampler agents and gateways on the log |
 | `server_state` | reads an inference server's health, process start time and loaded adapters |
-| `server_key` | the API key of the inference servers |
 | `pacing` | limits how many groups may be untrained |
 """

@@ -194,6 +194,22 @@ def test_the_trainer_takes_its_share_of_the_memory(make_engine: MakeEngine) -> N
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+def test_a_base_model_that_left_the_gpu_and_came_back_is_the_same(make_engine: MakeEngine) -> None:
+    """As between two turns of `vllm.sleep`."""
+    engine = make_engine(dtype="float32")
+    before, model = gradient(engine), engine.model
+    bytes_of = sum(p.nbytes for p in model.peft.parameters() if not p.requires_grad)
+    held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    model.move_base(torch.device("cpu"))
+    if torch.cuda.is_available():
+        assert held - torch.cuda.memory_allocated() >= bytes_of
+    assert {p.device for p in model.parameters} == {model.device}
+    model.move_base(model.device)
+    after = gradient(engine)
+    assert after[0] == pytest.approx(before[0], rel=1e-4, abs=1e-5)
+    assert float((after[1] - before[1]).norm() / before[1].norm()) < 1e-3
+
+
 def test_a_step_with_checks_agrees_with_its_own_records(make_engine: MakeEngine) -> None:
     """What the trainer computes twice, one sequence at a time and in the step, is the same."""
     engine = make_engine(dtype="bfloat16", **{"memory.packing": "padded"})

@@ -95,6 +95,14 @@ class PolicyModel:
         if torch.get_num_threads() != self.config.threads:
             torch.set_num_threads(self.config.threads)
 
+    def move_base(self, device: torch.device) -> None:
+        """Move the frozen weights to `device`. The adapter stays, since others hold views of it."""
+        frozen = [p for p in self.peft.parameters() if not p.requires_grad]
+        for tensor in [*frozen, *self.peft.buffers()]:
+            tensor.data = tensor.data.to(device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     # -- the adapter ---------------------------------------------------------------------------------------------
 
     def weights(self) -> Weights:

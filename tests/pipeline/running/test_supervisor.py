@@ -212,6 +212,9 @@ def test_cpu_vllm_gets_one_adapter_slot_that_nothing_fills(tmp_path: Path) -> No
         ("", ['vllm.env.CUDA_VISIBLE_DEVICES="1"'], "", 0.0),
         ("", ['vllm.env.CUDA_VISIBLE_DEVICES="1"', "trainer.processes=2"], "0.45", 0.45),
         ("0", ['vllm.env.CUDA_VISIBLE_DEVICES="0,1"'], "0.45", 0.45),
+        ("", ["vllm.sleep=true"], "0.85", 0.85),
+        ("", ["vllm.sleep=true", "trainer.memory.gpu_share=0.6"], "0.85", 0.6),
+        ("", ["vllm.sleep=true", 'vllm.args=["--gpu-memory-utilization", "0.5"]'], "0.5", 0.85),
         ("", ["vllm.device=cpu"], "", 0.0),
         ("", ['vllm.urls=["http://gpu:8000"]'], "", 0.0),
     ],
@@ -228,6 +231,10 @@ def test_the_gpu_is_divided_where_vllm_and_the_trainer_share_it(
     assert argv.count(flag) == bool(vllm)
     assert (argv[argv.index(flag) + 1] if vllm else "") == vllm
     assert resolved.trainer.memory.gpu_share == trainer
+    # A trainer that shares a GPU by turns loads its model once vLLM can sleep.
+    by_turns = "vllm.sleep=true" in settings
+    assert ("--enable-sleep-mode" in argv) == by_turns
+    assert ("vllm" in next(s.needs for s in specs if s.name == "trainer")) == by_turns
     # Without a trainer vLLM has the GPU to itself.
     _, alone = make_plan(load(None, base), ("sampler",))
     assert not [s for s in alone if flag in s.argv]

@@ -1,0 +1,85 @@
+"""One GPU that the inference server and the trainer use by turns (`vllm.sleep`).
+
+While the trainer computes, vLLM sleeps at level 1 (docs.vllm.ai, "Sleep Mode"): its weights move to the machine's
+memory, its cache is dropped, calls that run end first, and new calls wait. While vLLM serves, the trainer's base model
+is in the machine's memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+import anyio
+import httpx
+import torch
+from anyio.to_thread import run_sync
+
+from pipeline.config import Config, ConfigError
+from pipeline.security.server_key import api_key
+from pipeline.telemetry.logs import get_logger
+from trainer.engine.model import PolicyModel
+
+log = get_logger("trainer")
+
+_MOVE_S = 300.0
+"""Longest time for moving a server's weights, in seconds; calls that run may take `gateway.replicas.timeout_s` more."""
+
+
+class GpuTurns:
+    """Whose turn it is. Without `vllm.sleep` the trainer always has its turn."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises `ConfigError` if the servers' key can't be read."""
+        self._urls = config.vllm.urls if config.vllm.sleep else ()
+        key = api_key(config) if self._urls else ""
+        self._client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=_MOVE_S + config.gateway.replicas.timeout_s,
+            trust_env=False,
+        )
+        self._models: list[PolicyModel] = []
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """The trainer's turn. Raises `ConfigError` if a server can't sleep, `httpx.HTTPError` if one fails to; a server
+        that is down holds no memory."""
+        if not self._urls:
+            yield
+            return
+        try:
+            # A server that is told to sleep does so once its calls have ended, and must not after it was woken.
+            with anyio.CancelScope(shield=True):
+                if not self._models:
+                    await self._post("wake_up")  # a trainer before this one may have died in its turn
+                await self._post("sleep?level=1&mode=wait")
+                await run_sync(self._move, True)
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                await run_sync(self._move, False)
+                await self._post("wake_up")
+
+    def add(self, models: Iterable[PolicyModel]) -> None:
+        """Models that were loaded in the first turn, and leave the GPU at the end of each."""
+        self._models = list({id(model): model for model in models}.values())
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    def _move(self, to_gpu: bool) -> None:
+        for model in self._models:
+            model.move_base(model.device if to_gpu else torch.device("cpu"))
+
+    async def _post(self, action: str) -> None:
+        for url in self._urls:
+            try:
+                response = await self._client.post(f"{url}/{action}")
+            except httpx.ConnectError as error:
+                log.warning("the inference server does not answer", url=url, action=action, exc=error)
+                continue
+            if response.status_code == httpx.codes.NOT_FOUND:
+                raise ConfigError(
+                    f"vllm.sleep: {url} can't sleep: start it with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1, or "
+                    "let `journeywork up` start it"
+                )
+            response.raise_for_status()
