@@ -34,6 +34,12 @@ def parameters_to_adapt(model: Any, config: TrainerConfig) -> list[str] | None:
             f"trainer.lora.experts: the experts of {family} can't have an adapter, only those of "
             f"{', '.join(IN_VLLM)} can: set it to false"
         )
+    # PEFT would leave them out with a warning: experts in four bits are other parameters.
+    if not any(n.endswith(PARAMETERS) and p.is_floating_point() for n, p in model.named_parameters()):
+        raise ConfigError(
+            f"trainer.lora.experts: this {family} has no experts in floating point: set it to false, or take a base "
+            "model whose experts are not quantised"
+        )
     return list(PARAMETERS)
 
 

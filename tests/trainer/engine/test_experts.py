@@ -212,6 +212,14 @@ def test_only_families_compared_with_vllm_get_adapters_on_experts(tmp_path: Path
         Engine(make("qwen3", tmp_path / "q"), with_values(TrainerConfig(), SETTINGS), tmp_path)
 
 
+def test_a_model_whose_experts_peft_would_leave_out_is_refused(tmp_path: Path) -> None:
+    base = make("qwen3_moe", tmp_path, mlp_only_layers=[0, 1])
+    with pytest.raises(
+        ConfigError, match=r"trainer\.lora\.experts: this qwen3_moe has no experts in floating"
+    ):
+        Engine(base, with_values(TrainerConfig(), SETTINGS), tmp_path)
+
+
 @pytest.mark.parametrize("other", [{"engine": "unsloth"}, {"memory.sharded": True}], ids=str)
 def test_what_can_not_train_experts_is_refused_at_start(other: dict[str, Any]) -> None:
     with pytest.raises(
