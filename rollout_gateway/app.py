@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import unquote
@@ -161,8 +162,7 @@ class App:
         try:
             if self._stopping:
                 raise stopping()
-            if len(self._running) > self._max_calls:
-                raise ApiError(429, "too_many_calls", "The gateway has reached gateway.max_calls. Try again.")
+            self._check_calls(request.owner)
             _check_size(request)
             read = _READERS.get(path)
             if read is None:
@@ -186,6 +186,15 @@ class App:
         finally:
             self._running.discard(request)
             self._gateway.metrics.count_call(path, status, time.perf_counter() - started)
+
+    def _check_calls(self, owner: str) -> None:
+        """Raise a 429 `ApiError` if `gateway.max_calls` is exceeded, and `owner` has more than its share: the limit
+        divided by the number of owners with calls. So calls that take long hold up their own key alone."""
+        if len(self._running) <= self._max_calls:
+            return
+        calls = Counter(request.owner for request in self._running)
+        if calls[owner] > max(1, self._max_calls // len(calls)):
+            raise ApiError(429, "too_many_calls", "The gateway has reached gateway.max_calls. Try again.")
 
     async def _caller(self, call: Call, admitted: _Admitted, request: Request) -> Caller:
         headers = request.headers

@@ -133,7 +133,8 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     `prompt_logprobs`. What an agent could misuse (`chat_template`, `kv_transfer_params`, `mm_processor_kwargs`) is
     refused by default."""
     max_calls: Natural = 0
-    """Model calls at once in this replica. Beyond it calls get a 429. 0: no limit."""
+    """Model calls at once in this replica. Beyond it calls get a 429, unless the API key has less than its share: the
+    limit divided by the number of keys with calls. 0: no limit."""
     max_groups_ahead: Literal["auto"] | Natural = "auto"
     """Groups that may be open or not trained yet, over all gateways. Beyond it opening a new group gets a 429, unless
     the API key has less than its share: the limit divided by the number of keys that have such groups. 0: no limit.

@@ -15,7 +15,7 @@ import pytest
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
 from tests.rollout_gateway.conftest import StartGateway
-from tests.rollout_gateway.kit import ASK, counted, exchanges
+from tests.rollout_gateway.kit import ASK, counted, exchanges, key_config
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 
@@ -69,6 +69,28 @@ async def test_calls_beyond_the_bound_are_told_to_wait(start_gateway: StartGatew
         for stream in (first, second):
             assert [c async for c in stream][-1].choices[0].finish_reason == "length"
         assert (await client.chat.completions.create(**ASK)).choices
+
+
+async def test_calls_that_take_long_hold_up_their_own_key_alone(start_gateway: StartGateway) -> None:
+    gateway = start_gateway(max_calls=2, keys=(key_config("alice"), key_config("bob")))
+    options: Any = {"base_url": f"{gateway.url}/v1", "max_retries": 0}
+    async with (
+        openai.AsyncOpenAI(api_key="alice", **options) as alice,
+        openai.AsyncOpenAI(api_key="bob", **options) as bob,
+    ):
+        streams = [await alice.chat.completions.create(**LONG, n=128, stream=True) for _ in range(2)]
+        # A run's own key counts as the key that opened the run.
+        opened = httpx.post(
+            f"{gateway.url}/v1/trajectories",
+            json={"model": "tictactoe"},
+            headers={"authorization": "Bearer alice"},
+        ).json()
+        for client in (alice, alice.with_options(api_key=opened["api_key"])):
+            with pytest.raises(openai.RateLimitError):
+                await client.chat.completions.create(**ASK)
+        assert (await bob.chat.completions.create(**ASK)).choices
+        for stream in streams:
+            await stream.close()
 
 
 async def test_a_body_beyond_the_bound_is_refused(start_gateway: StartGateway) -> None:
