@@ -47,6 +47,7 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
             check_name(group)
             if body.model not in gateway.models_of(access):
                 raise gateway.unknown_model(body.model, access)
+            await gateway.registry.check_references(member.id, body.model, member.exchanges)
         elif opened is None or not access.owns(opened.owner):
             raise unknown_trajectory(member.id)
         elif opened.group != group:

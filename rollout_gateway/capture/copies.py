@@ -54,15 +54,19 @@ async def copy_calls(into: Trajectory, references: Sequence[tuple[Trajectory, Re
     for number, (source, reference) in enumerate(references):
         original = await source.referenced(reference.reply, reference.choice)
         if original is None:
-            reply = f"choice {reference.choice} of a reply {reference.reply!r}"
-            message = f"Trajectory {source.id!r} has no recorded {reply}."
-            raise ApiError(404, "exchange_not_found", message, param="exchanges")
+            raise no_such_call(reference)
         if number >= len(done):
             await into.record(_Copy(original, into))
         elif done[number] != (f"{source.id}/{original.seq}", original.choice):
             raise _calls_of_its_own(into)
     if into.recorded.exchanges != len(references):
         raise _calls_of_its_own(into)
+
+
+def no_such_call(reference: Reference) -> ApiError:
+    reply = f"choice {reference.choice} of a reply {reference.reply!r}"
+    message = f"Trajectory {reference.trajectory!r} has no recorded {reply}."
+    return ApiError(404, "exchange_not_found", message, param="exchanges")
 
 
 def _source(event: ExchangeRecorded) -> tuple[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any
 
@@ -24,7 +24,7 @@ from pipeline.telemetry import trace
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.answer_ids import trajectory_of
-from rollout_gateway.capture.copies import Reference, copy_calls
+from rollout_gateway.capture.copies import Reference, copy_calls, no_such_call
 from rollout_gateway.capture.groups import Groups
 from rollout_gateway.capture.masking import Masks
 from rollout_gateway.capture.run_log import STREAM, RunLog, same_opening
@@ -279,7 +279,8 @@ class Registry:
         await self._wait_until_idle(run)
         with run.closed_to_calls():
             if completion.exchanges:
-                await copy_calls(run, [(await self._source(run, r), r) for r in completion.exchanges])
+                sources = await self._sources(trajectory, run.opened.model, completion.exchanges)
+                await copy_calls(run, [(sources[r.trajectory], r) for r in completion.exchanges])
             await run.refresh()
             event = await _completed(run, completion, inferred)
             ack = await self.log.publish(event, {"traceparent": run.traceparent})
@@ -287,22 +288,35 @@ class Registry:
         self._forget(trajectory)
         return await self._complete_again(trajectory, completion, inferred) if ack.duplicate else event
 
-    async def _source(self, into: Trajectory, reference: Reference) -> Trajectory:
-        """The trajectory that recorded a call. Raises an `ApiError`: 404 if it is unknown, 400 if its answers carry no
-        references or come from another model."""
-        try:
-            source = await self.find(reference.trajectory)
-        except ApiError as error:
-            if error.code != "trajectory_completed":
-                raise
-            source = await self.find_to_read(reference.trajectory)
-        if not source.opened.references or source.opened.model != into.opened.model:
-            message = (
-                f"Calls of trajectory {source.id!r} can't make up {into.id!r}: it must be opened with `references`, "
-                f"for the model {into.opened.model!r}."
-            )
-            raise ApiError(400, "wrong_reference", message, param="exchanges")
-        return source
+    async def check_references(self, trajectory: str, model: str, references: Sequence[Reference]) -> None:
+        """Check that a trajectory of `model`, which need not be open, can be made of these calls. Raises an `ApiError`:
+        404 if a call or its trajectory is unknown, 400 if its answers carry no references or come from another
+        model."""
+        sources = await self._sources(trajectory, model, references)
+        for reference in references:
+            if await sources[reference.trajectory].place_of(reference.reply, reference.choice) is None:
+                raise no_such_call(reference)
+
+    async def _sources(
+        self, trajectory: str, model: str, references: Sequence[Reference]
+    ) -> dict[str, Trajectory]:
+        """The trajectories that recorded these calls, by name. Raises as `check_references`."""
+        sources: dict[str, Trajectory] = {}
+        for name in dict.fromkeys(reference.trajectory for reference in references):
+            try:
+                source = await self.find(name)
+            except ApiError as error:
+                if error.code != "trajectory_completed":
+                    raise
+                source = await self.find_to_read(name)
+            if not source.opened.references or source.opened.model != model:
+                message = (
+                    f"Calls of trajectory {name!r} can't make up {trajectory!r}: it must be opened with `references`, "
+                    f"for the model {model!r}."
+                )
+                raise ApiError(400, "wrong_reference", message, param="exchanges")
+            sources[name] = source
+        return sources
 
     async def _wait_until_idle(self, run: Trajectory) -> None:
         """Wait until no call is in flight when this returns: one may begin before a waiter has its turn."""

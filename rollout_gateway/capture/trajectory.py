@@ -255,15 +255,17 @@ class Trajectory:
                 return call[0]
         return None
 
+    async def place_of(self, reply: str, choice: int) -> int | None:
+        """The stream sequence of the complete exchange that a reference names, or `None`. As `referenced`."""
+        assert self.recorded.replies is not None
+        if (reply, choice) not in self.recorded.replies:
+            await self.refresh()  # another replica may have answered
+        return self.recorded.replies.get((reply, choice))
+
     async def referenced(self, reply: str, choice: int) -> ExchangeRecorded | None:
         """The complete exchange that a reference in an answer names, or `None`. The run must have been opened with
         `references`."""
-        assert self.recorded.replies is not None
-        seq = self.recorded.replies.get((reply, choice))
-        if seq is None:
-            await self.refresh()  # another replica may have answered
-            assert self.recorded.replies is not None
-            seq = self.recorded.replies.get((reply, choice))
+        seq = await self.place_of(reply, choice)
         if seq is None:
             return None
         try:
