@@ -1,7 +1,7 @@
-"""Programs that import torch start in milliseconds here: they are forked from a process that has imported torch,
-transformers and every service, instead of importing them for ten seconds each.
+"""Programs that import torch or vLLM start in milliseconds here: they are forked from a process that has imported both
+them and every service, instead of importing them for ten seconds and more, vLLM in each of its three processes.
 
-After `install`, `subprocess` starts the programs of `_program` so; every other command is executed as always. What is
+After `install`, `subprocess` starts the programs of `_kind_of` so; every other command is executed as always. What is
 started is a true child of the process that asked for it: its id, exit status, signals, process group, output and
 inherited descriptors are those of an executed one. It differs in two things: /proc shows the command line and the
 environment of the process that it was forked from, and what modules do when they are imported is done already.
@@ -11,6 +11,7 @@ A command whose environment has `COLD` is executed: for tests of what a start it
 
 from __future__ import annotations
 
+import _posixsubprocess
 import atexit
 import contextlib
 import ctypes
@@ -37,20 +38,32 @@ from pipeline.running import child
 ROOT = Path(__file__).parents[2]
 COLD = "JOURNEYWORK_TEST_COLD"
 _SCRIPT = str(Path(sys.executable).with_name("journeywork"))
-_HEAVY = (
-    "trainer", "tests.trainer", "torch.distributed.run", "tests.kits.crash.fork_server", "tests.kits.warm_program",
-)  # fmt: skip
-"""Modules, and packages of modules, that import torch."""
-_HEAVY_COMMANDS = ("up", "what-if", "train", "fork", "influence", "check-model", "export")
-"""Those of `journeywork` that do so, or that start a trainer."""
+_KINDS = {
+    "torch": (
+        "trainer", "tests.trainer", "torch.distributed.run", "tests.kits.crash.fork_server", "tests.kits.warm_program",
+    ),
+    "vllm": ("vllm.entrypoints.openai.api_server", "tests.rollout_gateway.vllm_plugin.engine_child"),
+}  # fmt: skip
+"""Kinds of warm processes, and the modules, and packages of modules, that are forked from each."""
+_COMMANDS = ("up", "what-if", "train", "fork", "influence", "check-model", "export")
+"""Commands of `journeywork` that import torch, or that start a trainer."""
 _LEAVES = ("trainer", "judge", "store", "store.showing.dashboard", "pipeline.telemetry.exporter")
 """Programs that start no others of ours."""
-_IMPORTS = (
-    "pipeline.cli", "pipeline.running.supervisor", "pipeline.telemetry.exporter", "rollout_gateway.service",
-    "rollout_gateway.sampler.service", "judge.service", "store.service", "store.showing.dashboard.service",
-    "store.commands.what_if", "trainer.service", "transformers.models.qwen3.modeling_qwen3", "peft", "openai",
-    "transformers.models.auto.modeling_auto", "journeywork", "torch.distributed.run",
-)  # fmt: skip
+_IMPORTS = {
+    "torch": (
+        "pipeline.cli", "pipeline.running.supervisor", "pipeline.telemetry.exporter", "rollout_gateway.service",
+        "rollout_gateway.sampler.service", "judge.service", "store.service", "store.showing.dashboard.service",
+        "store.commands.what_if", "trainer.service", "transformers.models.qwen3.modeling_qwen3", "peft", "openai",
+        "transformers.models.auto.modeling_auto", "journeywork", "torch.distributed.run",
+    ),
+    "vllm": (
+        "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm", "vllm.v1.engine.core",
+        "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen3",
+        "transformers.models.qwen3.modeling_qwen3",
+    ),
+}  # fmt: skip
+_ENVIRONMENT = {"torch": {}, "vllm": {"HF_HUB_OFFLINE": "1"}}
+"""Variables with which each kind is started."""
 _READ_AT_START = (
     "PYTHON",
     "LD_",
@@ -66,11 +79,13 @@ _READ_AT_START = (
 _HEEDED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "TORCHELASTIC")
 """Those of them that a forked process can still heed, or reads later."""
 _LAUNCH = ["-S", "-c", child._LAUNCH]
+_SPAWN = "from multiprocessing.spawn import spawn_main;"
+"""The beginning of the code with which `multiprocessing` starts an interpreter."""
 _HIGH = 512
 """Descriptors from here on are none of a program's own."""
 _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
-_execute: Callable[..., int] = subprocess._fork_exec  # type: ignore[attr-defined]
+_execute: Callable[..., int] = _posixsubprocess.fork_exec
 _become = os.execv
 
 
@@ -81,40 +96,51 @@ def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in env.items() if k.startswith(_READ_AT_START) and not k.startswith(_HEEDED)}
 
 
-def _program(argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Return the module and the arguments of a command that is started from here; empty: it is executed."""
+def _kind_of(program: Sequence[str]) -> str:
+    """Return the kind of warm process that has imported what a program does; empty: none."""
+    module, command = program[0], program[1] if len(program) > 1 else ""
+    if module in ("pipeline", "pipeline.cli"):
+        return "torch" if command in _COMMANDS else ""
+    for kind, names in _KINDS.items():
+        if any(module == name or module.startswith(f"{name}.") for name in names):
+            return kind
+    return ""
+
+
+def _program(argv: Sequence[str], env: Mapping[str, str]) -> tuple[_Server | None, list[str]]:
+    """Return the server that starts a command, with the module (or the code) and the arguments; `None`: it is
+    executed."""
     if argv[0] == _SCRIPT:
         program = ["pipeline", *argv[1:]]
     elif argv[0] == sys.executable and argv[1:2] == ["-m"]:
         program = list(argv[2:])
+    elif argv[0] == sys.executable and argv[-2].startswith(_SPAWN) and _own is not None:
+        program = list(argv[-2:])
     else:
-        return []
-    module, command = program[0], program[1] if len(program) > 1 else ""
-    if module in ("pipeline", "pipeline.cli"):
-        heavy = command in _HEAVY_COMMANDS
-    else:
-        heavy = any(module == name or module.startswith(f"{name}.") for name in _HEAVY)
-    # A program that a warm one starts has all modules too.
-    if not (heavy or _own.nested) or COLD in env or _read_at_start(env) != _read_at_start(os.environ):
-        return []
+        return None, []
+    kind = _kind_of(program)
+    server = _servers.get(kind)
+    if _own is not None:  # a program that a warm one starts has all modules too
+        server = _own if kind in ("", _own.kind) else None
+    given = {**os.environ, **_ENVIRONMENT[server.kind]} if server and server is not _own else os.environ
     paths = set(filter(None, env.get("PYTHONPATH", "").split(os.pathsep)))
     ours = {str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
-    return program if paths <= ours else []
+    if COLD in env or not paths <= ours or _read_at_start(env) != _read_at_start(given):
+        return None, []
+    return server, program
 
 
-class _Own:
-    """This process's side of the process from which programs are forked."""
+class _Server:
+    """This process's side of a process from which programs are forked."""
 
-    def __init__(self) -> None:
-        self.nested = False
-        """Whether this process was forked so itself."""
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def fork_server(self) -> None:
+    def fork(self) -> None:
         """Fork the process from which the programs of this one will be forked, while this one has no threads."""
-        self.nested = True
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork():
             theirs.close()
@@ -123,7 +149,7 @@ class _Own:
             return
         null = os.open(os.devnull, os.O_RDWR)
         _place({0: null, 1: null, 2: null, 3: theirs.fileno()})
-        _serve(socket.socket(fileno=3))
+        _serve(socket.socket(fileno=3), self.kind)
 
     def start(self, order: dict[str, Any], handles: Sequence[int]) -> int:
         with self._lock:
@@ -139,10 +165,11 @@ class _Own:
     def _first(self) -> socket.socket:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            command = [sys.executable, "-m", __name__, self.kind, str(theirs.fileno())]
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=ROOT
-            )
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=ROOT,
+                env={**os.environ, **_ENVIRONMENT[self.kind]},
+            )  # fmt: skip
         assert self._connection.recv(64) == b"imported"
         return self._connection
 
@@ -153,11 +180,13 @@ class _Own:
             self._process.wait(60)
 
 
-_own = _Own()
+_servers = {kind: _Server(kind) for kind in _KINDS}
+_own: _Server | None = None
+"""Where this process was forked so itself: the server of what it starts."""
 
 
 def _start(*given: Any) -> int:
-    """In place of `subprocess._fork_exec`."""
+    """In place of `_posixsubprocess.fork_exec`."""
     (
         args, _, close_fds, keep, cwd, env_list, stdin, _, _, stdout, _, stderr, _, failed, _, new_session, group,
         gid, gids, uid, umask, before, _,
@@ -167,9 +196,9 @@ def _start(*given: Any) -> int:
     if env_list is not None:
         env = dict(os.fsdecode(entry).split("=", 1) for entry in env_list)  # type: ignore[misc]
     launched = argv[1:4] == _LAUNCH
-    program = _program(argv[5:] if launched else argv, env)
+    server, program = _program(argv[5:] if launched else argv, env)
     plain = close_fds and before is None and (gid, gids, uid) == (None, None, None) and group < 0
-    if not program or not plain:
+    if server is None or not plain:
         return _execute(*given)
     places = {i: fd if fd >= 0 else i for i, fd in enumerate((stdin, stdout, stderr))}
     places |= {fd: fd for fd in keep if fd != failed}
@@ -178,15 +207,17 @@ def _start(*given: Any) -> int:
         "program": program, "env": env, "cwd": folder, "places": list(places), "new_session": bool(new_session),
         "umask": umask, "parent": os.getpid() if launched else 0, "cores": sorted(os.sched_getaffinity(0)),
     }  # fmt: skip
-    return _own.start(order, list(places.values()))
+    return server.start(order, list(places.values()))
 
 
 def install() -> None:
     """Start the programs of this process from here on."""
-    subprocess._fork_exec = _start  # type: ignore[attr-defined]
+    subprocess._fork_exec = _posixsubprocess.fork_exec = _start  # type: ignore[attr-defined]
 
 
-close = _own.close
+def close() -> None:
+    for server in _servers.values():
+        server.close()
 
 
 # -- the process that is forked ---------------------------------------------------------------------------------------
@@ -204,7 +235,7 @@ def _place(places: Mapping[int, int]) -> None:
         os.close(fd)
 
 
-def _serve(connection: socket.socket) -> NoReturn:
+def _serve(connection: socket.socket, kind: str) -> NoReturn:
     """Fork the programs that the other side asks for, until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
@@ -222,7 +253,7 @@ def _serve(connection: socket.socket) -> NoReturn:
                 os._exit(0)
             os.close(parent_gone)
             os.read(go, 1)  # until it has its parent
-            _begin(json.loads(data), handles)
+            _begin(json.loads(data), handles, kind)
         os.waitpid(middle, 0)
         os.close(parent_gone)
         connection.send(os.read(told, 64))
@@ -230,7 +261,7 @@ def _serve(connection: socket.socket) -> NoReturn:
             os.close(fd)
 
 
-def _begin(order: dict[str, Any], handles: Sequence[int]) -> NoReturn:
+def _begin(order: dict[str, Any], handles: Sequence[int], kind: str) -> NoReturn:
     """Become the program of an order."""
     try:
         if order["parent"]:
@@ -262,10 +293,11 @@ def _begin(order: dict[str, Any], handles: Sequence[int]) -> NoReturn:
         if threads := os.environ.get("OMP_NUM_THREADS"):
             sys.modules["torch"].set_num_threads(int(threads))
         if order["program"][0] not in _LEAVES:
-            _own.__init__()  # type: ignore[misc]
-            _own.fork_server()
-        install()
-        os.execv = _replace
+            global _own
+            _own = _Server(kind)
+            _own.fork()
+            install()
+            os.execv = _replace
     except BaseException:  # noqa: BLE001 - a forked process must not return into the loop of its parent
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         os._exit(1)
@@ -274,8 +306,8 @@ def _begin(order: dict[str, Any], handles: Sequence[int]) -> NoReturn:
 
 def _replace(path: str, argv: Sequence[str]) -> NoReturn:
     """In place of `os.execv`."""
-    program = _program(list(map(os.fspath, argv)), os.environ)
-    if program:
+    server, program = _program(list(map(os.fspath, argv)), os.environ)
+    if server is not None:
         sys.stdout.flush()
         _run(program)
     _become(path, argv)
@@ -285,19 +317,20 @@ def _run(program: Sequence[str]) -> NoReturn:
     """Run a module as `python -m` does, and end with its status."""
     code: int | str | None = 0
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the module may be imported already
-            _, spec, contents = runpy._get_module_details(program[0])  # type: ignore[attr-defined]
         main = types.ModuleType("__main__")
-        main.__dict__.update(
-            __spec__=spec,
-            __file__=spec.origin,
-            __loader__=spec.loader,
-            __package__=spec.parent,
-            __cached__=spec.cached,
-        )
+        if program[0].startswith(_SPAWN):
+            sys.argv[:] = ["-c", *program[1:]]
+            contents = compile(program[0], "<string>", "exec")
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # the module may be imported already
+                _, spec, contents = runpy._get_module_details(program[0])  # type: ignore[attr-defined]
+            main.__dict__.update(
+                __spec__=spec, __file__=spec.origin, __loader__=spec.loader, __package__=spec.parent,
+                __cached__=spec.cached,
+            )  # fmt: skip
+            sys.argv[:] = [spec.origin, *program[1:]]
         sys.modules["__main__"] = main
-        sys.argv[:] = [spec.origin, *program[1:]]
         exec(contents, main.__dict__)
     except SystemExit as end:
         if end.code is not None and not isinstance(end.code, int):
@@ -323,8 +356,9 @@ def _run(program: Sequence[str]) -> NoReturn:
 if __name__ == "__main__":
     from tests.kits import warm
 
-    for name in _IMPORTS:
+    _, imported, descriptor = sys.argv
+    for name in _IMPORTS[imported]:
         importlib.import_module(name)
-    server = socket.socket(fileno=int(sys.argv[1]))
+    server = socket.socket(fileno=int(descriptor))
     server.send(b"imported")
-    warm._serve(server)
+    warm._serve(server, imported)
