@@ -20,6 +20,9 @@ from rollout_gateway.api.schemas import GroupCompletion, GroupMember
 from rollout_gateway.api.trajectories import check_batch, check_completion, complete_checked
 from rollout_gateway.http.errors import ApiError, unknown_trajectory
 
+_TASK_BYTES = 16 * 1024 * 1024
+"""Bytes that the task of one request may take on the log: each member's opening has it."""
+
 
 def wrong_group(trajectory: str, opened: TrajectoryOpened, group: str) -> ApiError:
     message = f"Trajectory {trajectory!r} belongs to group {opened.group!r}, not {group!r}."
@@ -34,6 +37,12 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
     nevertheless, the same request completes the rest."""
     gateway, access, group = request.gateway, request.access, request.values[0]
     body = request.read(GroupCompletion)
+    if (size := len(body.task.encode()) * len(body.trajectories)) > _TASK_BYTES:
+        message = (
+            f"Each of the {len(body.trajectories)} trajectories gets the `task`, {size:,} bytes together: at most "
+            f"{_TASK_BYTES:,} are taken. Send a shorter task, or fewer trajectories in a request."
+        )
+        raise ApiError(413, "body_too_large", message, param="task")
     for member in body.trajectories:
         try:
             await check_completion(gateway, member, access)

@@ -15,6 +15,10 @@ from pipeline.events import ExchangeRecorded
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.http.errors import ApiError
 
+_COPIED_BYTES = 512 * 1024 * 1024
+"""Bytes of the requests and tokens that one run may be made of: whatever takes the run reads all of them, also where
+the log holds calls that are alike once."""
+
 
 class Reference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Names one choice of a recorded call: the field `journeywork` of the choice, and the choice's index."""
@@ -48,13 +52,21 @@ async def copy_calls(into: Trajectory, references: Sequence[tuple[Trajectory, Re
     """Copy calls into a trajectory, in this order. `references` holds each with the trajectory that recorded it.
 
     A copy that broke off is continued where it ended. Raises a 409 `ApiError` if the trajectory has calls of its own,
-    and a 404 one if a call is not on the log."""
+    a 404 one if a call is not on the log, and a 413 one if the calls are too large together."""
     await into.refresh()
     done = [_source(r.event) for r in await into.log.calls(into.id)] if into.recorded.exchanges else []
+    size = 0
     for number, (source, reference) in enumerate(references):
         original = await source.referenced(reference.reply, reference.choice)
         if original is None:
             raise no_such_call(reference)
+        size += len(original.request) + len(original.prompt_ids)
+        if size > _COPIED_BYTES:
+            message = (
+                f"The {len(references)} calls that {into.id!r} names have more than {_COPIED_BYTES:,} bytes. "
+                "Complete another trajectory, with fewer or shorter ones."
+            )
+            raise ApiError(413, "body_too_large", message, param="exchanges")
         if number >= len(done):
             await into.record(_Copy(original, into))
         elif done[number] != (f"{source.id}/{original.seq}", original.choice):

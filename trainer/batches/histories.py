@@ -71,11 +71,14 @@ class Histories:
         group.answers.clear()
         group.roles.clear()
         group.hints = group.hints_unused = group.unjudged_tokens = 0
-        try:
-            runs = [(member, await self._exchanges(group.event.project, member)) for member in group.members]
-        except HistoryGoneError as error:
-            return Refusal("history_gone", str(error))
-        for member, exchanges in runs:
+        runs: list[Run] = []
+        for member in group.members:
+            try:
+                exchanges = await self._exchanges(group.event.project, member)
+            except HistoryGoneError as error:
+                return Refusal("history_gone", str(error))
+            # Every request repeats its conversation: those of all runs together take much more memory than the tokens.
+            runs.append((member, exchanges if self._prompts is not None else []))
             group.duration_s = max(group.duration_s, _duration_s(exchanges))
             if roles := {e.seq: e.role for e in exchanges if e.role}:
                 group.roles[member.trajectory] = roles

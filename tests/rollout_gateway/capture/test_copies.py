@@ -16,6 +16,7 @@ from pipeline.events import (
     GroupScored,
     TrainingBatch,
     TrajectoryCompleted,
+    TrajectoryOpened,
     encode,
 )
 from pipeline.log.broker import Broker
@@ -75,6 +76,23 @@ async def test_calls_of_one_trajectory_become_the_members_of_a_group(
     }
     settings = b'{"optimizer.learning_rate":0.5}'
     assert {e.batch for e in ended} == {TrainingBatch(id="b1", groups=("g1", "g2"), settings=settings)}
+
+
+async def test_what_one_completion_copies_or_repeats_is_bounded(
+    gateway: GatewayProcess, broker: Broker
+) -> None:
+    """A call of 32 MiB is named many times, and a task of 1 MB is given to many members."""
+    agent = gateway.agent(gateway.open(id="calls", references=True))
+    large = {**ASK, "metadata": {"note": "x" * 2**25}}
+    named = reference(agent.chat.completions.create(**large).choices[0])
+    assert complete_group(gateway, "g1", {"id": "m1", "exchanges": [named] * 15}).status_code == 200
+    refused = complete_group(gateway, "g2", {"id": "m2", "exchanges": [named] * 17})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
+    members = [{"id": f"t{n}", "reward": 0.0, "batch": {"id": "b", "groups": ["g3"]}} for n in range(20)]
+    refused = complete_group(gateway, "g3", *members, task="x" * 900_000)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (413, "task")
+    opened = {r.event.trajectory for r in await broker.read(TrajectoryOpened, project=PROJECT)}
+    assert opened == {"calls", "m1", "m2"}
 
 
 async def test_answers_of_other_runs_carry_no_reference(gateway: GatewayProcess) -> None:
