@@ -33,11 +33,11 @@ UNION SELECT trajectory FROM rollout_exchange WHERE project = $project AND $subj
 )
 """
 _COPIES = """
-SELECT DISTINCT trajectory FROM rollout_exchange
-WHERE project = $project AND split_part(copied_from, '/', 1) IN (SELECT unnest($runs)) AND copied_from <> ''
+SELECT DISTINCT trajectory FROM rollout_exchange WHERE project = $project AND copied_from <> ''
+  AND regexp_replace(copied_from, '/[0-9]+$', '') IN (SELECT unnest($runs))
 """
 _SOURCES = """
-SELECT DISTINCT split_part(copied_from, '/', 1) FROM rollout_exchange
+SELECT DISTINCT regexp_replace(copied_from, '/[0-9]+$', '') FROM rollout_exchange
 WHERE project = $project AND trajectory IN (SELECT unnest($runs)) AND copied_from <> ''
 """
 _OPEN = """

@@ -317,13 +317,13 @@ async def test_runs_that_are_not_finished_do_not_hold_up_those_that_are(
     """Whoever keeps opening runs in a person's name holds up the erasure of these alone."""
     opened = run("z1", "g8", secret="ONGOING", body={"user": ALICE})
     await publish(broker, opened[:3])
-    source = run("z3", "g6", secret="SOURCE", body={"user": ALICE})
+    source = run("z/3", "g6", secret="SOURCE", body={"user": ALICE})
     copy = run("z2", "g7", secret="ONGOING")
-    copy[1] = msgspec.structs.replace(copy[1], copied_from="z3/0")
-    await publish(broker, [*source, scored("g6", "", "z3", "b0"), *copy])
+    copy[1] = msgspec.structs.replace(copy[1], copied_from="z/3/0")
+    await publish(broker, [*source, scored("g6", "", "z/3", "b0"), *copy])
     status, said, errors = await erase(config, "--yes", "--finished", "--untrained")
     assert (status, errors) == (0, "")
-    assert "left out, as they are open or wait: 3 runs (z1, z2, z3)" in said
+    assert "left out, as they are open or wait: 3 runs (z/3, z1, z2)" in said
     for folder in (nats_server.folder, tmp_path / "store"):
         assert found_in(folder, SECRET) == []
         assert found_in(folder, "ONGOING")
