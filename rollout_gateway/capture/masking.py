@@ -97,6 +97,7 @@ class Masks:
 
     def _masked(self, event: E) -> E:
         changed: dict[str, Any] = {}
+        rewritten: dict[str, Any] = {}
         for name in _VALUES:
             if value := getattr(event, name, None):
                 document = [msgspec.json.decode(msgspec.json.encode(value))]  # lists in place of tuples
@@ -112,6 +113,10 @@ class Masks:
                         self._check_person({name: document[0]}, _PERSON[-1])
                     if self._changed(document, numbers=name != "response"):
                         changed[name] = msgspec.json.encode(document[0])
+                    elif name == "request" and self._replaced([text := raw.decode()]) != [text]:
+                        # Of a key that is there twice, the decoded request has the last value, which is the one that
+                        # the server reads.
+                        rewritten[name] = msgspec.json.encode(document[0])
                     response = document[0]  # the last one
                 except (msgspec.DecodeError, RecursionError):
                     changed[name] = b"{}"  # what can't be searched is not recorded
@@ -125,6 +130,7 @@ class Masks:
                 "response": msgspec.json.encode(response), "prompt_ids": b"", "sampled_ids": b"", "logprobs": b"",
                 "forced": b"", "experts": b"", "request_hash": "",
             }  # fmt: skip
+        changed = rewritten | changed
         return msgspec.structs.replace(event, **changed) if changed else event
 
     def _changed(self, document: list[Any], *, numbers: bool = False) -> bool:

@@ -180,6 +180,17 @@ async def test_what_can_not_be_searched_is_not_recorded(raw: bytes, field: str) 
     assert (event.prompt_ids, event.sampled_ids, event.logprobs, event.request_hash) == (b"", b"", b"", "")
 
 
+@pytest.mark.parametrize(
+    "first", [f'"{SECRET}"', f'["{ESCAPED}"]', f'{{"to": "{SECRET}"}}', "4111111111111111"]
+)
+async def test_the_first_value_of_a_key_that_is_there_twice_is_not_recorded(first: str) -> None:
+    raw = b'{"a": %b, "b": 1, "a": "x"}' % first.encode()
+    before = msgspec.structs.replace(exchange({}, {}), request=raw)
+    event = await masked(before)
+    assert bytes(event.request) == b'{"a":"x","b":1}'
+    assert event.sampled_ids == before.sampled_ids  # the server read the last value, too
+
+
 async def test_numbers_of_requests_and_names_are_masked() -> None:
     event = await masked(exchange({"card": 4111111111111111, "n": 2}, {}))
     assert msgspec.json.decode(event.request) == {"card": "[card]", "n": 2}
