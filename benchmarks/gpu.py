@@ -53,6 +53,7 @@ _TINY = {
     "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 4096,
 }  # fmt: skip
+_LONGEST = 32_768
 BATCHES = ("short", "shared_prefix", "multiturn")
 
 
@@ -173,7 +174,24 @@ def measure(size: str, scratch: Path, *, device: str, tiny: bool, rounds: int) -
         }  # fmt: skip
         theirs = _trl(engine, state, examples, rounds, scratch)
         out["batches"][name] = {"journeywork": ours, "trl": theirs}
+    out["longest"] = _longest(engine, state, 512 if tiny else _LONGEST)
     return out
+
+
+def _longest(engine: Any, state: Any, tokens: int) -> dict[str, Any]:
+    """Measure a step over one sequence of `tokens` tokens, of which the second half is trained."""
+    from trainer.batches.groups import Example
+    from trainer.batches.sequences import TokenSequence
+
+    ids = np.random.default_rng(0).integers(2, engine.model.vocabulary, tokens).astype(np.int32)
+    trained = np.arange(tokens) >= tokens // 2
+    made_up = np.where(trained, -8.0, np.nan).astype(np.float32)
+    steps = np.where(trained, 0, -1).astype(np.int32)
+    sequence = TokenSequence("t", ids, trained, made_up, steps, np.ones(tokens, np.float32))
+    engine.model.load_adapter(state.weights)
+    examples = own_logprobs(engine, [Example(sequence, 1.0)])
+    measured = _timed(lambda: engine.step(state, examples, [0]).metrics, engine.model.device, rounds=1)
+    return {"tokens": tokens, "loss": measured.pop("result")["loss"], **measured}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -135,8 +135,12 @@ def check_trainer(config: TrainerConfig) -> None:
         raise ConfigError(
             f"trainer.loss.options: {', '.join(sorted(unknown))} is not one of {', '.join(LOSS_OPTIONS)}"
         )
-    if config.engine != "unsloth" and config.unsloth.load_in_4bit:
-        raise ConfigError("trainer.unsloth.load_in_4bit: only trainer.engine `unsloth` loads in four bits")
+    if config.memory.quantization != "none" and config.memory.sharded:
+        raise ConfigError(
+            "trainer.memory.quantization: a divided model (trainer.memory.sharded) is not quantised"
+        )
+    if config.engine == "unsloth" and config.memory.quantization == "fp8":
+        raise ConfigError("trainer.memory.quantization: trainer.engine `unsloth` takes `4bit` or `none`")
     if config.engine == "unsloth" and config.memory.sharded:
         raise ConfigError("trainer.memory.sharded: only trainer.engine `transformers` divides a model")
     if config.lora.experts and (config.engine == "unsloth" or config.memory.sharded):

@@ -192,6 +192,11 @@ class MemoryConfig(Section, frozen=True, kw_only=True):
     gpu_share: Share = 0.0
     """Share of the GPU's memory that the trainer's process may use. 0: no limit. `journeywork up` sets 0.45 if its
     inference server runs on the same GPU."""
+    quantization: Literal["none", "fp8", "4bit"] = "none"
+    """How the base model's linear layers are held, for a model that the GPU does not hold otherwise; they are computed
+    in `trainer.dtype`. `fp8`: floats of 8 bits, with a scale for each row (torchao). `4bit`: NF4 in blocks of 64
+    (bitsandbytes). The adapter is not quantised. On a GPU `journeywork up` starts vLLM with a quantised base model
+    too."""
     sharded: bool = False
     """Divide the frozen base model among the trainer's processes (`trainer.processes`), for a model that one GPU does
     not hold. Otherwise each process holds all of it, which is faster. Needs engine `transformers`."""
@@ -203,8 +208,6 @@ class MemoryConfig(Section, frozen=True, kw_only=True):
 class UnslothConfig(Section, frozen=True, kw_only=True):
     """How engine `unsloth` loads the base model. The other engine does not use these settings."""
 
-    load_in_4bit: bool = False
-    """Hold the base model in four bits."""
     max_seq_length: Natural = 0
     """Longest sequence that Unsloth prepares for, in tokens; at most the model's own limit. Longer sequences are not
     trained. 0: the served length, `vllm.max_model_len` or else the model's own limit."""

@@ -102,6 +102,8 @@ def lora_slots(config: Config) -> int:
 
 _SHARED_GPU = 0.9
 """Share of a GPU's memory that inference server and trainer use together."""
+_PRECISION = {"4bit": "bitsandbytes", "fp8": "fp8"}
+"""vLLM's name for how it holds the base model, by `trainer.memory.quantization`."""
 _BY_TURNS = 0.85
 """Share that each uses with `vllm.sleep`. What both keep while it is not their turn, such as CUDA's contexts, is beside
 it."""
@@ -199,6 +201,9 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         argv += ["--middleware", "pipeline.running.vllm_guard.RequireKey"]
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     env["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"
+    precision = _PRECISION.get(config.trainer.memory.quantization)
+    if precision and vllm_device(config) == "cuda" and "--quantization" not in settings.args:
+        argv += ["--quantization", precision]
     if settings.sleep:
         # The paths /sleep and /wake_up exist in this mode only, among others: `vllm_guard` requires the key for them.
         env["VLLM_SERVER_DEV_MODE"] = "1"

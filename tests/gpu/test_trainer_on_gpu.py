@@ -194,6 +194,30 @@ def test_the_trainer_takes_its_share_of_the_memory(make_engine: MakeEngine) -> N
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+@pytest.mark.parametrize(("kind", "package"), [("fp8", "torchao"), ("4bit", "bitsandbytes")])
+def test_a_quantised_base_model_takes_less_memory_and_learns(
+    make_engine: MakeEngine, kind: str, package: str
+) -> None:
+    pytest.importorskip(package)
+
+    def bytes_of(engine: Engine) -> int:
+        frozen = [p for p in engine.model.peft.parameters() if not p.requires_grad]
+        return sum(
+            getattr(p, "qdata", p).nbytes for p in frozen
+        )  # torchao's tensors tell the size of the whole ones
+
+    settings = {"loss.importance_sampling": "none", "loss.epsilon": 10.0}
+    engine = make_engine(**settings, **{"memory.quantization": kind})
+    assert bytes_of(engine) < bytes_of(make_engine(**settings))
+    examples, groups = batch()
+    state, losses = engine.initial_state(), []
+    for _ in range(8):
+        result = engine.step(state, examples, groups)
+        state = result.state
+        losses.append(result.metrics["loss"])
+    assert losses[-1] < losses[0]
+
+
 def test_a_base_model_that_left_the_gpu_and_came_back_is_the_same(make_engine: MakeEngine) -> None:
     """As between two turns of `vllm.sleep`."""
     engine = make_engine(dtype="float32")

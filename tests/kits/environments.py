@@ -27,6 +27,16 @@ def environment(name: str) -> Path:
     return folder / "bin"
 
 
+def packages(name: str) -> Path:
+    """Return a folder for PYTHONPATH with the packages of `requirements/<name>.txt`, beside the services' own."""
+    folder, lock = ROOT / "build" / name, ROOT / "requirements" / f"{name}.txt"
+    make_once(folder, lock, [
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps", "--no-compile",
+         "--require-hashes", "--only-binary", ":all:", "--target", str(folder), "-r", str(lock)],
+    ])  # fmt: skip
+    return folder
+
+
 def make_once(folder: Path, lock: Path, commands: Sequence[Sequence[str]]) -> None:
     """Run `commands`, which make `folder` from `lock`, unless they have been for this very lock."""
     digest = hashlib.sha256(lock.read_bytes()).hexdigest()

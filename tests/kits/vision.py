@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.kits.environments import ROOT, make_once
+from tests.kits.environments import packages
 
 IMAGE, VIDEO, END_OF_TURN = "<|image_pad|>", "<|video_pad|>", "<|im_end|>"
 START, END = "<|vision_start|>", "<|vision_end|>"
@@ -151,10 +150,6 @@ sys.meta_path.insert(0, _Declare())
 
 def torchvision() -> Path:
     """Return a folder for PYTHONPATH in which `torchvision` can be imported beside a CPU build of torch."""
-    folder, lock = ROOT / "build" / "torchvision", ROOT / "requirements" / "vision.txt"
-    make_once(folder, lock, [
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps", "--no-compile",
-         "--require-hashes", "--only-binary", ":all:", "--target", str(folder), "-r", str(lock)],
-    ])  # fmt: skip
+    folder = packages("vision")
     (folder / "sitecustomize.py").write_text(_DECLARE)
     return folder

@@ -1,7 +1,7 @@
 """Loads a base model and adds a fresh LoRA adapter, with one of two engines.
 
-`transformers` runs on CPU and CUDA. `unsloth` (CUDA only) patches the model's code: it is faster and can load the base
-model in four bits, but it replaces the attention mask by a plain causal one, so prefixes can't be shared.
+`transformers` runs on CPU and CUDA. `unsloth` (CUDA only) patches the model's code: it is faster, but it replaces the
+attention mask by a plain causal one, so prefixes can't be shared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BitsAndBytesConfig,
     PretrainedConfig,
+    TorchAoConfig,
 )
 from transformers.pytorch_utils import Conv1D
 
@@ -98,7 +100,13 @@ def first_sentence(error: BaseException) -> str:
 def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
     sees = type(AutoConfig.from_pretrained(base)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    model = auto.from_pretrained(base, dtype=dtype_for(config, device))
+    dtype = dtype_for(config, device)
+    if quantization := _quantization(config, dtype):
+        model = auto.from_pretrained(
+            base, dtype=dtype, quantization_config=quantization, device_map={"": device}
+        )
+    else:
+        model = auto.from_pretrained(base, dtype=dtype)
     if config.dtype == "float64" and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # PyTorch's grouped product has no float64
     # vLLM serves no adapters on vision towers, unless it is told to.
@@ -114,6 +122,18 @@ def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -
     return LoadedModel(peft, lora, accepts_masks=True, checkpointing=checkpoint(model, config, device))
 
 
+def _quantization(config: TrainerConfig, dtype: torch.dtype) -> Any:
+    """Return transformers' settings for `trainer.memory.quantization`; `None` without it. The output layer, whose
+    weights may be those of the embeddings, is not quantised. Raises `ImportError`."""
+    if config.memory.quantization == "none":
+        return None
+    if config.memory.quantization == "4bit":
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    from torchao.quantization import Float8WeightOnlyConfig
+
+    return TorchAoConfig(Float8WeightOnlyConfig())
+
+
 def base_digest(base: str, model: torch.nn.Module) -> str:
     """Return a hash of a base model: its config.json, and of every tensor the name, the shape and some values.
 
@@ -123,7 +143,8 @@ def base_digest(base: str, model: torch.nn.Module) -> str:
     config = {k: v for k, v in PretrainedConfig.get_config_dict(base)[0].items() if k not in _NOT_THE_MODELS}
     digest = hashlib.sha256(msgspec.json.encode(config, order="sorted"))
     for name, tensor in sorted(model.named_parameters()):
-        if "lora_" in name or not tensor.is_floating_point():
+        quantised = type(tensor.data) is not torch.Tensor or not tensor.is_floating_point()
+        if "lora_" in name or quantised:
             continue
         digest.update(f"{name.replace('.base_layer', '')} {tuple(tensor.shape)}".encode())
         values = tensor.detach().flatten()[:: max(1, tensor.numel() // _VALUES_PER_TENSOR)]
@@ -233,7 +254,7 @@ def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loa
     model, _ = FastLanguageModel.from_pretrained(
         model_name=base,
         max_seq_length=longest,
-        load_in_4bit=config.unsloth.load_in_4bit,
+        load_in_4bit=config.memory.quantization == "4bit",
         dtype=dtype_for(config, device),
     )
     model = FastLanguageModel.get_peft_model(

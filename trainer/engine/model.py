@@ -5,6 +5,7 @@ Everything here computes and blocks; the service calls it in a thread.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,7 +34,7 @@ and again in the backward pass."""
 def fixed_settings(config: TrainerConfig) -> dict[str, object]:
     """The settings that a model is loaded with: policies share an engine where all of them are equal."""
     names = (
-        "engine", "dtype", "unsloth.load_in_4bit", "unsloth.max_seq_length", "lora.rank", "lora.alpha",
+        "engine", "dtype", "memory.quantization", "unsloth.max_seq_length", "lora.rank", "lora.alpha",
         "lora.targets", "lora.experts", "lora.dtype", "seed", "threads", "memory.gradient_checkpointing",
         "memory.sharded",
     )  # fmt: skip
@@ -63,7 +64,9 @@ class PolicyModel:
             embeddings = inner.get_input_embeddings().weight
             self.vocabulary = int(embeddings.shape[0])
             # The input embeddings need no multiplications.
-            self.multiplied = sum(p.numel() for p in self.peft.parameters()) - embeddings.numel()
+            # Four-bit weights are packed: their state has the shape.
+            shapes = [getattr(p, "quant_state", p).shape for p in self.peft.parameters()]
+            self.multiplied = sum(map(math.prod, shapes)) - embeddings.numel()
             # Unsloth loads the text model alone.
             self.images = image_inputs_of(base, inner.config) if config.engine == "transformers" else None
             self.forward = Forward(inner, self.images)

@@ -163,7 +163,6 @@ class TrainSFTConfig(TypedDict, total=False):
 SETTINGS: dict[str, str] = {
     "init_args.max_seq_length": "vllm.max_model_len",
     "engine_args.max_model_len": "vllm.max_model_len",
-    "init_args.load_in_4bit": "trainer.unsloth.load_in_4bit",
     "peft_args.r": "trainer.lora.rank",
     "peft_args.lora_alpha": "trainer.lora.alpha",
     "trainer_args.learning_rate": "trainer.optimizer.learning_rate",
@@ -202,6 +201,8 @@ def settings_of(config: InternalModelConfig | None) -> tuple[dict[str, Any], lis
         raise ValueError("_internal_config: give chat_template or chat_template_path, not both")
     rank = max(options.get("peft_args.r", 0), options.pop("engine_args.max_lora_rank", 0))
     settings = {SETTINGS[name]: value for name, value in options.items() if name in SETTINGS}
+    if options.pop("init_args.load_in_4bit", False):
+        settings["trainer.memory.quantization"] = "4bit"
     if rank:
         settings["vllm.max_lora_rank"] = next((r for r in _RANKS if r >= rank), rank)
     if arguments := [

@@ -127,7 +127,7 @@ def test_policies_share_an_engine_only_if_the_model_is_loaded_with_equal_setting
     assert engines(groups_per_step=7, optimizer={"learning_rate": 1.0}) == 1
     for name, value in (
         ("dtype", "bfloat16"),
-        ("unsloth", {"load_in_4bit": True}),
+        ("memory", {"quantization": "4bit"}),
         ("unsloth", {"max_seq_length": 9}),
         ("lora", {"targets": ["q_proj"]}),
     ):

@@ -35,8 +35,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "settings", [{"engine": "unsloth"}, {"unsloth": UnslothConfig(load_in_4bit=True)}]
-)  # fmt: skip
+    "settings",
+    [
+        {"engine": "unsloth"},
+        {"engine": "unsloth", "memory": MemoryConfig(quantization="fp8")},
+        {"memory": MemoryConfig(quantization="4bit", sharded=True)},
+    ],
+)
 def test_settings_that_this_machine_can_not_run_are_errors(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +106,7 @@ def test_unsloth_gets_the_settings_and_padded_batches(
         seed=9,
         dtype="float32",
         logprob_bound=1e9,
-        unsloth=UnslothConfig(load_in_4bit=True),
+        memory=MemoryConfig(quantization="4bit"),
         lora=LoraConfig(rank=4),
     )
     engine = Engine(tiny_base, config, tmp_path)

@@ -1,0 +1,42 @@
+"""Base models in four and eight bits, by the packages that do it on a GPU: both compute on a CPU too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from pipeline.config import ConfigError, MemoryConfig, TrainerConfig
+from tests.kits.environments import ROOT, packages
+from trainer.engine import loading
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_quantised_base_trains_as_the_weights_that_it_stands_for(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(packages("quantizers"))))}
+    command = [sys.executable, "-m", "tests.trainer.engine.quantized_child", str(tmp_path)]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for kind, figures in json.loads(done.stdout.splitlines()[-1]).items():
+        # Float32 sums of the same terms in another order, and a quantised base is another model than the whole one.
+        assert figures["off"] < 1e-4 < figures["changed"], kind
+        # Of float32's bytes, a scale for each row of 32 or 64 weights, or for each block of 64, among them.
+        assert figures["share"] < {"fp8": 0.30, "4bit": 0.15}[kind]
+        assert figures["losses"][-1] < figures["losses"][0]
+        assert figures["same_size"]
+        assert figures["resumed"] < 1e-6, kind
+
+
+@pytest.mark.parametrize(("kind", "package"), [("4bit", "bitsandbytes"), ("fp8", "torchao")])
+def test_a_package_that_is_missing_is_named(
+    tiny_base: str, kind: Literal["4bit", "fp8"], package: str
+) -> None:
+    config = TrainerConfig(memory=MemoryConfig(quantization=kind))
+    with pytest.raises(ConfigError, match=package):
+        loading.load(tiny_base, config, loading.device_for(config))
