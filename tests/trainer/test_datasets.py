@@ -114,10 +114,13 @@ CONVERSATION = [
 ]
 
 
-def trained_text(messages: list[dict[str, object]], max_length: int = 4096) -> list[list[str]]:
+def trained_text(
+    messages: list[dict[str, object]], max_length: int = 4096, template: str = ""
+) -> list[list[str]]:
     """What is trained of a conversation, as Parquet holds it: the consecutive tokens of each sequence as texts."""
     rows = pa.Table.from_pylist([{"messages": messages}]).to_pylist()
     tokenizer = datasets.AutoTokenizer.from_pretrained(BASE)
+    tokenizer.chat_template = template or tokenizer.chat_template
     sequences = conversations_as_tokens(Path("data"), rows, tokenizer, max_length)
     out = []
     for sequence in sequences:
@@ -133,6 +136,21 @@ def test_sft_trains_the_replies_of_the_assistant_and_nothing_of_users_the_system
     assert trained_text(CONVERSATION) == [[called, "a1<|end|>", "c3<|end|>"]]
     # A reply without a prompt is context.
     assert trained_text([BAD, *ASKED, GOOD]) == [["a1<|end|>"]]
+
+
+def test_a_template_that_renders_earlier_replies_differently_gives_a_sequence_for_each() -> None:
+    shortens = (
+        "{%- for m in messages -%}{{- '<|' + m.role + '|>' -}}"
+        "{{- '-' if m.role == 'assistant' and not loop.last else m.content -}}{{- '<|end|>' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+    )
+    chat = [*ASKED, GOOD, *ASKED, BAD]
+    assert trained_text(chat, template=shortens) == [["a1<|end|>"], ["c3<|end|>"]]
+    opens = shortens.replace("'<|assistant|>'", "'<|assistant|>a1'")
+    with pytest.raises(
+        TrainerError, match="row 0: the model's chat template renders another prompt once message 3"
+    ):
+        trained_text([*ASKED, *ASKED, *ASKED, BAD], template=opens)
 
 
 @pytest.mark.parametrize(
