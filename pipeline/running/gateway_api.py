@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from pipeline.errors import ConfigError
+from pipeline.printing import visible
 from pipeline.running.runs import find_run
 from pipeline.running.state import STATE, read_state
 
@@ -62,6 +64,11 @@ def connect(args: argparse.Namespace) -> GatewayApi:
     if not key and folder is not None and (folder / _OWN_KEY).is_file():
         key = (folder / _OWN_KEY).read_text("utf-8").strip()
     return GatewayApi(url, key)
+
+
+def say_what_is_awaited(*versions: str) -> None:
+    """Tell the terminal why the next answer may take a minute: a decision loads the versions that it names."""
+    sys.stderr.write(visible(f"waiting until inference servers hold {' and '.join(versions)}\n"))
 
 
 class GatewayApi:

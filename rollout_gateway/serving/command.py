@@ -24,7 +24,13 @@ from urllib.parse import quote
 from pipeline.config import ConfigError
 from pipeline.names import InvalidNameError, parse_version
 from pipeline.printing import visible
-from pipeline.running.gateway_api import GatewayApi, GatewayError, add_arguments, connect
+from pipeline.running.gateway_api import (
+    GatewayApi,
+    GatewayError,
+    add_arguments,
+    connect,
+    say_what_is_awaited,
+)
 
 _DONE = {
     "promote": "promoted", "pin": "pinned", "rollback": "the decision after it was taken back", "split": "split",
@@ -96,6 +102,8 @@ def _decide(gateway: GatewayApi, args: argparse.Namespace) -> None:
         model, body["version"] = parse_version(args.version)[0], args.version
     if args.action == "split":
         body |= {"other": args.other, "percent": args.percent}
+    if named := [str(body[name]) for name in ("version", "other") if name in body]:
+        say_what_is_awaited(*named)
     answer = gateway.ask("POST", f"/v1/policies/{quote(model, safe='')}/{args.action}", body)
     if args.json:
         sys.stdout.write(json.dumps(answer) + "\n")

@@ -28,7 +28,13 @@ import msgspec
 from pipeline.config import Config, ConfigError
 from pipeline.names import InvalidNameError, new_id, parse_version
 from pipeline.printing import visible
-from pipeline.running.gateway_api import GatewayApi, GatewayError, add_arguments, connect
+from pipeline.running.gateway_api import (
+    GatewayApi,
+    GatewayError,
+    add_arguments,
+    connect,
+    say_what_is_awaited,
+)
 from pipeline.running.runs import run_settings
 from store.evidence.comparison import Evidence, Finding, Guard, Metric, Plan, gather
 from store.lake.storage import StoreError
@@ -154,7 +160,7 @@ def _begin(args: argparse.Namespace) -> int:
         "evidence": msgspec.json.encode(begun).decode(), "reason": f"compared by {args.metric}",
     }  # fmt: skip
     gateway = connect(args)
-    sys.stderr.write(visible(f"waiting until inference servers hold {args.candidate} and {args.control}\n"))
+    say_what_is_awaited(args.candidate, args.control)
     gateway.ask("POST", _path(model, "split"), body)
     sys.stdout.write(
         visible(f"begun: {args.candidate} against {args.control}; now: journeywork decide watch {model}\n")
@@ -233,6 +239,7 @@ def _publish(gateway: GatewayApi, begun: _Begun, evidence: Evidence, by: str = "
         "version": version, "by": by, "reason": _line(evidence.plan.metric.sql, evidence.findings[0]),
         "evidence": msgspec.json.encode(evidence).decode(), "request": f"{begun.request}-decided",
     }  # fmt: skip
+    say_what_is_awaited(version)
     try:
         gateway.ask("POST", _path(parse_version(version)[0], "promote"), body)
     except GatewayError as error:

@@ -78,7 +78,9 @@ def test_what_cannot_be_done_is_told(
         return capsys.readouterr().err
 
     assert "Give an operator's key with --key or JOURNEYWORK_API_KEY" in fails("list")
-    assert "operator" in fails("pin", "chess@0", "--key", "agent")
+    told = fails("pin", "chess@0", "--key", "agent")
+    assert told.startswith("waiting until inference servers hold chess@0\n")
+    assert "operator" in told
     monkeypatch.setenv("JOURNEYWORK_API_KEY", "op")
     assert "unknown" in fails("pin", "nope@1").lower() or "nope" in fails("pin", "nope@1")
     assert "serves no model 'nope'" in fails("list", "nope")
