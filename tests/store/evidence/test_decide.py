@@ -59,7 +59,7 @@ def _stored(here: Living, name: str) -> int:
 
 
 def decision(here: Living) -> dict[str, Any]:
-    return dict(httpx.get(f"{here.gateway.url}/v1/policies").json()["data"][0]["decision"])
+    return dict(httpx.get(f"{here.gateway.url}/v1/policies").json()["data"][0]["decision"] or {})
 
 
 _OF = ("begin", CANDIDATE, CONTROL, "--percent", "50", "--metric")
