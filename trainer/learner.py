@@ -336,7 +336,7 @@ class Learner:
         if attempt > max_attempts:
             raise UntrainableError(f"the trainer died {max_attempts} times while it computed this batch")
         self.engine.configure(settings)
-        if self.engine.model.sharded:  # its processes can't try again when one of them runs out of memory
+        if self.engine.model.lockstep:  # its processes can't try again when one of them runs out of memory
             budget = self.engine.passes.budget
             budget.tokens = max(1, settings.memory.tokens_per_batch >> (attempt - 1))
         group_of = [i for i, g in enumerate(batch) for _ in g.sequences or ()]

@@ -149,6 +149,13 @@ def check_trainer(config: TrainerConfig) -> None:
             f"trainer.lora.experts: adapters on experts can't be trained with {other}: set trainer.lora.experts to "
             'false, or take trainer.engine = "transformers" and trainer.memory.sharded = false'
         )
+    if config.engine == "unsloth" and config.memory.context_parallel > 1:
+        raise ConfigError("trainer.memory.context_parallel: only trainer.engine `transformers` divides rows")
+    if config.processes > 1 and config.processes % config.memory.context_parallel:
+        raise ConfigError(
+            f"trainer.memory.context_parallel: {config.memory.context_parallel} processes can't share rows, because "
+            f"it does not divide trainer.processes, which is {config.processes}"
+        )
     if config.engine == "unsloth" and config.router_replay:
         raise ConfigError("trainer.router_replay: only trainer.engine `transformers` replays routers")
     if config.engine == "unsloth" and packing == "prefix":

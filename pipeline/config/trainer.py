@@ -200,6 +200,10 @@ class MemoryConfig(Section, frozen=True, kw_only=True):
     sharded: bool = False
     """Divide the frozen base model among the trainer's processes (`trainer.processes`), for a model that one GPU does
     not hold. Otherwise each process holds all of it, which is faster. Needs engine `transformers`."""
+    context_parallel: SmallCount = 1
+    """Processes that the tokens of a pass are divided among, for sequences whose activations one GPU does not hold. It
+    divides `trainer.processes` and the number of the model's attention heads. Needs engine `transformers`, a model
+    without recurrent layers, and attention by PyTorch's SDPA; runs with images are not trained."""
     packing: Literal["auto", "prefix", "padded"] = "auto"
     """`prefix`: sequences of a group compute their common prefix once. `padded`: one row per sequence. `auto`:
     `prefix` where it takes less computation and the model supports it."""

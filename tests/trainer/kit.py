@@ -41,13 +41,14 @@ VOCAB = 32
 MODEL = "tiny"
 
 
-def make_model(folder: Path, seed: int = 0) -> str:
+def make_model(folder: Path, seed: int = 0, **changed: Any) -> str:
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512,
+        "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    config = Qwen3Config(**sizes | changed)
     model = Qwen3ForCausalLM(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:

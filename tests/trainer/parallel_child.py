@@ -8,6 +8,10 @@ each phase the first process takes steps and the others take part in them; what 
 | --- | --- |
 | `whole` | steps under several settings; each process holds the whole model |
 | `sharded` | the same with the model divided among the processes |
+| `context` | the same with the rows of a pass divided among the processes |
+| `both` | the same with model and rows divided |
+| `memory` | one pass with rows divided: the bytes that PyTorch allocates in this process |
+| `refused` | why models whose rows can't be divided are refused, by what is wrong with them |
 | `fails` | as `whole`, and the second process runs out of memory in the middle of the first step |
 | `too_large` | no process holds a pass with the first sequence |
 """
@@ -20,15 +24,20 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from pipeline.config import with_values
+from pipeline.config import ConfigError, with_values
 from pipeline.telemetry import logs
+from tests.trainer import families
+from tests.trainer.engine.test_pass_memory import Allocated, Shape
 from tests.trainer.kit import backward, exactly, settings, tree_of_conversations
 from trainer.batches.groups import Example
 from trainer.batches.packing import MicroBatch
@@ -46,9 +55,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "vespo": {},
     "luspo": {"loss.importance_level": "sequence"},
     "sft": {"memory.tokens_per_batch": 30},
+    "dapo, taught": {
+        "memory.packing": "prefix", "distill.weight": 0.5, "distill.divergence": "reverse_kl", "distill.top_k": 4,
+    },
     "dapo, four updates": {"memory.packing": "padded", "optimizer.epochs": 2, "optimizer.minibatches": 2},
 }  # fmt: skip
-"""By loss type, and one with more updates."""
+"""By loss type, one with a teacher, and one with more updates."""
 FAST: dict[str, Any] = {"check_share": 1.0, "optimizer.learning_rate": 1e-4, "dtype": "float64"}
 
 
@@ -61,9 +73,10 @@ def examples_and_groups() -> tuple[list[Example], list[int]]:
 def steps(engine: Engine) -> dict[str, dict[str, Any]]:
     """Gradients of a step under each of the settings; weights and metrics after two."""
     examples, groups = examples_and_groups()
-    config, state, out = engine.config, engine.initial_state(), {}
+    config, state, out, untaught = engine.config, engine.initial_state(), {}, examples
     for name, changed in SETTINGS.items():
         engine.configure(with_values(config, {"loss.type": name.partition(",")[0], **changed}))
+        examples = taught(engine, untaught, groups) if engine.config.distill.weight else untaught
         first = engine.step(state, examples, groups)
         engine.model.load_adapter(first.state.weights)
         engine.model.peft.zero_grad(set_to_none=True)
@@ -77,6 +90,16 @@ def steps(engine: Engine) -> dict[str, dict[str, Any]]:
             "first": first.metrics,
         }
     return out
+
+
+def taught(engine: Engine, examples: Sequence[Example], groups: Sequence[int]) -> list[Example]:
+    """The examples, with what the policy says of them the other way round: it would learn nothing from itself."""
+    teachings = engine.passes.teachings(examples, groups)
+    flipped = [
+        replace(teachings[i], top_logprobs_kK=np.flip(teachings[i].top_logprobs_kK, 1).copy())
+        for i in range(len(examples))
+    ]
+    return [replace(e, teaching=teaching) for e, teaching in zip(examples, flipped, strict=True)]
 
 
 @contextmanager
@@ -129,9 +152,67 @@ def share(engine: Engine) -> float:
     return float(local / sum(p.numel() for p in base))
 
 
+@contextmanager
+def shifting() -> Iterator[None]:
+    """MLPs that read the token before, which no configuration tells."""
+    original = Qwen3MLP.forward
+
+    def forward(self: Any, hidden_RLD: torch.Tensor) -> torch.Tensor:
+        before_RLD = torch.nn.functional.pad(hidden_RLD, (0, 0, 1, 0))[:, :-1]
+        out: torch.Tensor = original(self, hidden_RLD + before_RLD)
+        return out
+
+    Qwen3MLP.forward = forward
+    try:
+        yield
+    finally:
+        Qwen3MLP.forward = original
+
+
+def refusals(base: str, scratch: Path, process_group: ProcessGroup) -> dict[str, str]:
+    """Why models are refused whose rows are to be divided among two processes."""
+    cases: dict[str, tuple[str, AbstractContextManager[None]]] = {
+        "recurrent": (str(scratch / "qwen3_next"), nullcontext()),
+        "capped": (str(scratch / "gemma2"), nullcontext()),
+        "shifting": (base, shifting()),
+    }
+    if process_group.rank == 0:
+        for family in ("qwen3_next", "gemma2"):
+            families.make(family, scratch / family)
+    dist.barrier()
+    out = {}
+    for name, (folder, around) in cases.items():
+        with around:
+            try:
+                engine_of(
+                    folder, scratch, process_group, **{"memory.context_parallel": 2, "logprob_bound": None}
+                )
+            except ConfigError as error:
+                out[name] = str(error)
+    return out
+
+
+def bytes_of_a_pass(scratch: Path, process_group: ProcessGroup) -> dict[str, int]:
+    """What PyTorch allocates for one of `Shape`, with checkpointing and without."""
+    out = {}
+    scratch = scratch / "shape"
+    if process_group.rank == 0:
+        Shape().save(scratch)
+    dist.barrier()
+    for checkpointing in ("on", "off"):
+        divided = {"memory.context_parallel": 2, "memory.gradient_checkpointing": checkpointing}
+        engine = Shape().engine(scratch, process_group, **divided)
+        with Allocated() as allocated:
+            Shape().make_own_pass(engine)
+        out[checkpointing] = allocated.peak
+    return out
+
+
 PHASES: dict[str, tuple[Callable[[Engine], Any], Callable[[int], AbstractContextManager[None]]]] = {
     "whole": (steps, lambda _: nullcontext()),
     "sharded": (steps, lambda _: nullcontext()),
+    "context": (steps, lambda _: nullcontext()),
+    "both": (steps, lambda _: nullcontext()),
     "fails": (steps, lambda rank: failing_once() if rank == 1 else nullcontext()),
     "too_large": (step_without_room, lambda _: limited()),
 }
@@ -176,15 +257,27 @@ def run(base: str, out: Path, phases: Sequence[str]) -> None:
 
 
 def take_part(phase: str, base: str, scratch: Path, process_group: ProcessGroup) -> dict[str, Any]:
+    if phase in ("memory", "refused"):
+        found: list[Any] = [None] * process_group.size
+        done = (
+            bytes_of_a_pass(scratch, process_group)
+            if phase == "memory"
+            else refusals(base, scratch, process_group)
+        )
+        dist.all_gather_object(found, done)
+        return {phase: found}
     work, around = PHASES[phase]
-    engine = engine_of(base, scratch, process_group, **{"memory.sharded": phase == "sharded"})
+    divided: dict[str, Any] = {"memory.sharded": phase in ("sharded", "both")}
+    if phase in ("context", "both"):
+        divided["memory.context_parallel"] = process_group.size
+    engine = engine_of(base, scratch, process_group, **divided)
     with around(process_group.rank):
         if process_group.rank:
             process_group.worker_loop(lambda job: engine.passes.take_part(job))
             return {}
         result = work(engine)
         process_group.send(None)
-        return {phase: result, **({"share": share(engine)} if phase == "sharded" else {})}
+        return {phase: result, **({"share": share(engine)} if engine.model.sharded else {})}
 
 
 if __name__ == "__main__":

@@ -22,5 +22,6 @@
 | `late` | runs older than the staleness bound: their correction and effective sample size |
 | `statistics` | metrics from the passes of a step |
 | `parallel` | `ProcessGroup`: the processes that share the passes of a step |
+| `context_parallel` | `ContextGroup`: rows divided among these processes, and attention over whole rows |
 | `sharding` | `ShardedModel`: a base model divided among these processes |
 """

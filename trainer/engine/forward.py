@@ -27,6 +27,7 @@ from pipeline.config import ConfigError
 from trainer.batches.packing import FULL, AttentionSpan, Layout
 from trainer.batches.sampling import restrict
 from trainer.distillation.divergence import reverse_kl
+from trainer.engine.context_parallel import ContextGroup
 from trainer.engine.images import ImageInputs, ImageUnusableError
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.routing import RouterReplay
@@ -137,12 +138,27 @@ class Forward:
         self._stub = _TrunkStub(self.trunk)
         self._output: Any = None
         self._shards: ShardedModel | None = None
+        self.context: ContextGroup | None = None
+        """The processes that rows are divided among. `None`: this one holds them whole."""
         self.mask_format: MaskFormat | None = None
         """The mask format that the trunk accepts. `None` if prefixes can't be shared."""
 
     def shard(self, device: torch.device, process_group: ProcessGroup) -> None:
         """Divide the model's weights among the processes, and move this one's share to `device`."""
         self._shards = ShardedModel(self.model, self.trunk, device, process_group)
+
+    def divide_rows(self, size: int, process_group: ProcessGroup) -> None:
+        """Divide every row among `size` of the processes. Raises `ConfigError` if this model's can't be divided."""
+        spans = attention_spans(self.text)
+        if spans is None:
+            raise ConfigError(
+                f"trainer.memory.context_parallel: rows of {type(self.model).__name__} can't be divided: some of its "
+                "layers carry a state from token to token; set it to 1"
+            )
+        windows = any(span != FULL for span in spans.values())
+        self.context = ContextGroup(size, process_group, self.model.get_decoder(), masked=windows)
+        if windows:  # `trainer.engine.verify` finds out whether the model takes them so
+            self.mask_format = mask_formats(self.text)[0]
 
     def one_pass(self) -> AbstractContextManager[None]:
         """The context of one forward pass and its backward pass, whatever they consist of."""
@@ -153,19 +169,32 @@ class Forward:
         """The name of the attention implementation in use."""
         return str(self.text._attn_implementation)
 
-    def hidden(self, layout: Layout) -> torch.Tensor:
-        """Run the trunk over a layout. Returns its last hidden states, [R, L, D]."""
-        self.replay.set(layout.experts_RLMk)
+    def hidden(self, layout: Layout) -> tuple[torch.Tensor, Layout]:
+        """Run the trunk over a layout. Returns its last hidden states, [R, L, D], and the layout that they belong to:
+        if rows are divided, this process's part."""
+        part = layout
+        if self.context is not None:
+            layout = self.context.whole(layout)
+            part = self.context.part(layout)
+        self.replay.set(part.experts_RLMk)
         output = self.trunk(
-            input_ids=layout.ids_RL,
+            input_ids=part.ids_RL,
             attention_mask=None if layout.ends_RL is None else self._masks(layout),
-            position_ids=layout.positions_RL,
+            position_ids=part.positions_RL,
             use_cache=False,
             **self._image_inputs(layout),
         )
         self._output = type(output)
-        hidden_RLD: torch.Tensor = output.last_hidden_state
-        return hidden_RLD
+        return output.last_hidden_state, part
+
+    def place(self, values_N: torch.Tensor, layout: Layout, shape: tuple[int, int]) -> torch.Tensor:
+        """Values of the layout's trained tokens, [N, …], in `shape` [S, K, …]: zero where a sequence has fewer. If rows
+        are divided, with those of the other processes, which have no gradient here."""
+        at = (layout.sequence_N, layout.slot_N)
+        placed = values_N.new_zeros((*shape, *values_N.shape[1:]))
+        if self.context is not None:
+            placed = self.context.total(placed.index_put(at, values_N.detach()))
+        return placed.index_put(at, values_N)
 
     def _image_inputs(self, layout: Layout) -> dict[str, torch.Tensor]:
         if not layout.images:
@@ -222,7 +251,7 @@ class Forward:
 
         `teacher`: ids and logprobs of a teacher's most probable tokens, [N, K], NaN where it was not asked. The
         divergence is `reverse_kl` before top_k, top_p and min_p, and 0 where it was not asked, or without a teacher."""
-        count = -(-len(hidden_ND) // chunk)
+        count = max(1, -(-len(hidden_ND) // chunk))  # a part of a row may have no trained token
         tops = (
             [None] * count if teacher is None else zip(*(part.split(chunk) for part in teacher), strict=True)
         )

@@ -36,14 +36,15 @@ def fixed_settings(config: TrainerConfig) -> dict[str, object]:
     names = (
         "engine", "dtype", "memory.quantization", "unsloth.max_seq_length", "lora.rank", "lora.alpha",
         "lora.targets", "lora.experts", "lora.dtype", "seed", "threads", "memory.gradient_checkpointing",
-        "memory.sharded",
+        "memory.sharded", "memory.context_parallel",
     )  # fmt: skip
     return {name: operator.attrgetter(name)(config) for name in names}
 
 
 class PolicyModel:
     """The model of `base`, a folder or hub name, under the settings `config`. With `trainer.memory.sharded`, its
-    weights are divided among the processes of `process_group`.
+    weights are divided among the processes of `process_group`; with `trainer.memory.context_parallel`, the rows of its
+    passes.
 
     Raises `ConfigError` where the settings do not work on this machine or with this model."""
 
@@ -54,6 +55,8 @@ class PolicyModel:
         if self.device.type == "cuda" and config.memory.gpu_share:
             torch.cuda.set_per_process_memory_fraction(config.memory.gpu_share)
         self.sharded = config.memory.sharded and process_group is not None
+        self.context = 1 if process_group is None else config.memory.context_parallel
+        """Number of processes that the rows of a pass are divided among."""
         # A machine's memory need not hold one whole model for each of its processes.
         with process_group.in_turn() if process_group and self.sharded else nullcontext():
             loaded = load(base, config, self.device)
@@ -67,8 +70,9 @@ class PolicyModel:
             # Four-bit weights are packed: their state has the shape.
             shapes = [getattr(p, "quant_state", p).shape for p in self.peft.parameters()]
             self.multiplied = sum(map(math.prod, shapes)) - embeddings.numel()
-            # Unsloth loads the text model alone.
-            self.images = image_inputs_of(base, inner.config) if config.engine == "transformers" else None
+            # Unsloth loads the text model alone, and images stand in whole rows.
+            sees = config.engine == "transformers" and self.context == 1
+            self.images = image_inputs_of(base, inner.config) if sees else None
             self.forward = Forward(inner, self.images)
             if config.router_replay and not self.forward.replay.k:
                 raise ConfigError(f"trainer.router_replay: {base} has no routers that choose among experts")
@@ -76,6 +80,8 @@ class PolicyModel:
                 self.forward.shard(self.device, process_group)
             elif config.engine == "transformers":
                 self.peft.to(self.device)
+        if process_group is not None and self.context > 1:
+            self.forward.divide_rows(self.context, process_group)
         # Views of the adapter's parameters under the names of its files; a step changes them in place.
         state = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
         self._live: Weights = {served_name(n, inner.config.model_type): t for n, t in state.items()}
@@ -91,6 +97,11 @@ class PolicyModel:
             raise ConfigError(f"trainer: {names} can't be changed once the model is loaded")
         self.config = config
         self.peft.train()
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether processes wait for each other within a pass."""
+        return self.sharded or self.context > 1
 
     def set_threads(self) -> None:
         """Apply `trainer.threads` to the calling thread: PyTorch keeps it per thread, and the service's worker
@@ -164,8 +175,8 @@ class PolicyModel:
         """Return what `logprobs` returns, and the divergences from a teacher, [S, K], zero where it was not asked.
         `teachings` is what it said of each sequence of the layout; empty: there is no teacher."""
         layout = layout.to(self.device)
-        hidden_RLD = self.forward.hidden(layout)
-        logprobs_N, entropies_N, divergences_N = self.forward.scores(
+        hidden_RLD, layout = self.forward.hidden(layout)
+        scored = self.forward.scores(
             hidden_RLD[layout.rows_N, layout.cols_N],
             layout.targets_N,
             layout.temperatures_N,
@@ -175,10 +186,8 @@ class PolicyModel:
             "trained" if entropy and self.config.loss.entropy_coef else "measured" if entropy else "none",
             self._tops(layout, teachings),
         )
-        place = (layout.sequence_N, layout.slot_N)
-        zeros = torch.zeros(shape, dtype=logprobs_N.dtype, device=self.device)
         logprobs_SK, entropies_SK, divergences_SK = (
-            zeros.index_put(place, values) for values in (logprobs_N, entropies_N, divergences_N)
+            self.forward.place(values_N, layout, shape) for values_N in scored
         )
         return logprobs_SK, entropies_SK, divergences_SK
 
@@ -189,14 +198,18 @@ class PolicyModel:
         like = next((t.top_logprobs_kK for t in teachings if t is not None), None)
         if like is None or not like.shape[1]:
             return None
-        counts = torch.bincount(layout.sequence_N, minlength=len(teachings)).tolist()
-        said = [
-            Teaching.blank(count, like.shape[1], like.dtype) if teaching is None else teaching
-            for teaching, count in zip(teachings, counts, strict=True)
-        ]
         # The layout holds the trained tokens of one sequence after the other.
-        ids_NK = torch.from_numpy(np.concatenate([t.top_ids_kK for t in said]))
-        logprobs_NK = torch.from_numpy(np.concatenate([t.top_logprobs_kK for t in said]))
+        counts = torch.bincount(layout.sequence_N, minlength=len(teachings)).tolist()
+        slots = [slots_k.numpy() for slots_k in layout.slot_N.cpu().split(counts)]
+        said = [
+            Teaching.blank(at.max(initial=-1) + 1, like.shape[1], like.dtype)
+            if teaching is None
+            else teaching
+            for teaching, at in zip(teachings, slots, strict=True)
+        ]
+        pairs = list(zip(said, slots, strict=True))
+        ids_NK = torch.from_numpy(np.concatenate([t.top_ids_kK[at] for t, at in pairs]))
+        logprobs_NK = torch.from_numpy(np.concatenate([t.top_logprobs_kK[at] for t, at in pairs]))
         return ids_NK.to(self.device), logprobs_NK.to(self.device)
 
     def teachings_of(
@@ -208,19 +221,19 @@ class PolicyModel:
         count = min(top_k, self.vocabulary)
         for batch in batches:
             with torch.no_grad(), detect_out_of_memory(batch), self.forward.one_pass():
-                layout = batch.layout.to(self.device)
-                hidden_ND = self.forward.hidden(layout)[layout.rows_N, layout.cols_N]
+                hidden_RLD, layout = self.forward.hidden(batch.layout.to(self.device))
+                hidden_ND = hidden_RLD[layout.rows_N, layout.cols_N]
                 chunk = self.positions_at_once
                 logprobs_N = self.forward.scores(
                     hidden_ND, layout.targets_N, layout.temperatures_N, layout.cuts_N3, chunk, "none"
                 )[0]
                 said = (logprobs_N, *self.forward.top(hidden_ND, layout.temperatures_N, count, chunk))
-                parts = [part.cpu().numpy() for part in said]
+                shape = shape_of([sequences[i] for i in batch.indices])
+                placed = [self.forward.place(part, layout, shape).cpu().numpy() for part in said]
             if not batch.counts:
                 continue
-            ends = np.cumsum([sequences[i].trained_tokens for i in batch.indices])[:-1]
-            split = zip(*(np.split(part, ends) for part in parts), strict=True)
-            out |= {i: Teaching(*of_one) for i, of_one in zip(batch.indices, split, strict=True)}
+            for row, i in enumerate(batch.indices):
+                out[i] = Teaching(*(part[row, : sequences[i].trained_tokens] for part in placed))
         return out
 
     def logprobs_of(

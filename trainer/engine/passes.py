@@ -155,7 +155,8 @@ class Passes:
         return self._do(job)
 
     def _do(self, job: Job) -> list[Any]:
-        """This process's part of `job`; returns every process's result. Gradients are summed over the processes."""
+        """This process's part of `job`; returns the result of each process, or of each context group. Gradients are
+        summed over the processes."""
         work = {
             "gradients": self.own_gradients,
             "scores": self.own_scores,
@@ -170,7 +171,8 @@ class Passes:
         if self._process_group is None:
             return [compute()]
         parameters = self.model.parameters if job.work == "gradients" else ()
-        return self._process_group.all_reduce(compute, parameters, together=self.model.sharded)
+        results = self._process_group.all_reduce(compute, parameters, together=self.model.lockstep)
+        return results[:: self.model.context]  # processes that share rows have equal results
 
     def take_part(self, job: Job) -> None:
         """Do a worker process's part of `job`. A failure is logged; the process that sent the job raises it."""
@@ -206,11 +208,12 @@ class Passes:
         batches = micro_batches(sequences, job.groups, job.budget, job.packing, together)
         if self._process_group is None:
             return batches
-        if len(batches) < self.processes:
+        groups = self.processes // self.model.context
+        if len(batches) < groups:
             size = sum(b.layout.ids_RL.numel() for b in batches)
-            smaller = min(job.budget, max(-(-size // self.processes), _LEAST_BUDGET))
+            smaller = min(job.budget, max(-(-size // groups), _LEAST_BUDGET))
             batches = micro_batches(sequences, job.groups, smaller, job.packing, together)
-        return self._process_group.partition(batches, even=self.model.sharded)
+        return self._process_group.partition(batches, self.model.context, even=self.model.sharded)
 
     def own_scores(self, batches: Sequence[MicroBatch], examples: Sequence[Example]) -> tuple[Scores, int]:
         """`counted_scores` of this process's passes."""

@@ -218,7 +218,7 @@ def _verify(model: PolicyModel) -> Verified:
     patched = config.engine == "unsloth"
     reference = _reference_logprobs(model, samples, eager=not patched)
     rows = _difference(model, padded(samples), samples, reference)
-    if not rows.within_bound(config, model.dtype) and not patched:
+    if not rows.within_bound(config, model.dtype) and not patched and forward.context is None:
         log.warning(
             "SDPA gives other logprobs than this model's own attention; eager attention is used instead",
             model=model.base, difference=str(rows),
@@ -229,6 +229,7 @@ def _verify(model: PolicyModel) -> Verified:
         raise RefusedError(Verified(rows, None, "padded", forward.attention, refused=(
             f"{model.base} ({name}) can't be trained: the logprobs of a training pass differ from the model's "
             f"own by {rows}; trainer.logprob_bound is {logprob_bound_for(config, model.dtype):g}"
+            + (forward.context is not None) * ". Its rows are divided: set trainer.memory.context_parallel to 1"
         )))  # fmt: skip
     packed, why = None, "the engine replaces the attention mask"
     if model.accepts_masks:
@@ -272,6 +273,7 @@ def _verify_prefix_sharing(
 
     Returns its difference and an empty string, or the last difference (`None` if no pass ran) and why none is right."""
     difference: Difference | None = None
+    before = model.forward.mask_format
     why = "some of its layers carry a state from token to token"
     layout = prefix_shared(samples, [0] * len(samples))
     for mask_format in mask_formats(model.forward.text):
@@ -288,5 +290,5 @@ def _verify_prefix_sharing(
         if difference.within_bound(model.config, model.dtype):
             return difference, ""
         why = f"the logprobs with shared prefixes differ from the model's own by {difference}"
-    model.forward.mask_format = None
+    model.forward.mask_format = before
     return difference, why

@@ -24,7 +24,16 @@ from pipeline.events import unpack_seqs
 from pipeline.log.broker import Broker
 from tests.compose_box import Network
 from tests.conftest import NatsServer
-from tests.trainer.kit import MODEL, checkpoints, publish_group, settings, steps_reach, with_many_loras
+from tests.trainer.engine.test_pass_memory import Shape
+from tests.trainer.kit import (
+    MODEL,
+    checkpoints,
+    make_model,
+    publish_group,
+    settings,
+    steps_reach,
+    with_many_loras,
+)
 from tests.trainer.parallel_child import SETTINGS, engine_of, limited, step_without_room, steps
 from trainer import service
 from trainer.checkpoints.checkpoint import Checkpoints, state_of
@@ -100,19 +109,35 @@ def ranks_of_machines() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def bases(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """A model for each number of processes, with as many heads. The larger one has layers with windows, and key heads
+    that several of the processes need."""
+    windows = {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "use_sliding_window": True,
+        "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    return {2: tiny_base, 4: make_model(tmp_path_factory.mktemp("windows"), **windows)}
+
+
+@pytest.fixture(scope="module")
+def alone(
+    bases: dict[int, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, dict[str, dict[str, Any]]]:
     """What comes out of one process."""
-    return steps(engine_of(tiny_base, tmp_path_factory.mktemp("alone")))
+    scratch = tmp_path_factory.mktemp("alone")
+    return {ranks: steps(engine_of(base, scratch)) for ranks, base in bases.items()}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "phases"), [(2, ["whole", "sharded", "fails", "too_large"]), (4, ["sharded"])], ids=["2", "4"]
+    ("ranks", "phases"),
+    [(2, ["whole", "sharded", "context", "memory", "refused", "fails", "too_large"]), (4, ["both"])],
+    ids=["2", "4"],
 )
 def test_processes_of_two_machines_take_the_same_steps_as_one(
     machines: Network,
     ranks_of_machines: subprocess.Popen[str],
-    alone: dict[str, dict[str, Any]],
-    tiny_base: str,
+    alone: dict[int, dict[str, dict[str, Any]]],
+    bases: dict[int, str],
     tmp_path: Path,
     ranks: int,
     phases: list[str],
@@ -120,12 +145,12 @@ def test_processes_of_two_machines_take_the_same_steps_as_one(
     assert ranks_of_machines.stdin is not None
     assert ranks_of_machines.stdout is not None
     spaces = [machines.space(name) for name in machines.addresses for _ in range(ranks // 2)]
-    line = [tiny_base, str(tmp_path / "out"), machines.addresses["one"], ",".join(spaces), *phases]
+    line = [bases[ranks], str(tmp_path / "out"), machines.addresses["one"], ",".join(spaces), *phases]
     print(*line, file=ranks_of_machines.stdin, flush=True)
     assert ranks_of_machines.stdout.readline().split() == ["0"] * ranks
     found = torch.load(tmp_path / "out", weights_only=False)
-    for phase in set(phases) - {"too_large"}:
-        for name, one in alone.items():
+    for phase in set(phases) - {"memory", "refused", "too_large"}:
+        for name, one in alone[ranks].items():
             several = found[phase][name]
             assert_same(several["gradients"], one["gradients"])
             assert_same(several["weights"], one["weights"])
@@ -146,12 +171,21 @@ def test_processes_of_two_machines_take_the_same_steps_as_one(
         first = next(iter(SETTINGS))
         assert found["fails"][first]["first"]["token_budget"] == 75  # of 150
         with limited():
-            without_room = step_without_room(engine_of(tiny_base, tmp_path))
+            without_room = step_without_room(engine_of(bases[ranks], tmp_path))
         assert len(without_room["dropped"]) == 1
         assert found["too_large"]["dropped"] == without_room["dropped"]
         assert_same(found["too_large"]["weights"], without_room["weights"])
         for metric in ("sequences_dropped", "tokens_dropped", "sequences", "tokens"):
             assert found["too_large"]["metrics"][metric] == without_room["metrics"][metric], metric
+    for of_process in found.get("memory", ()):
+        for checkpointing, peak in of_process.items():
+            formula = Shape().peak("float32", checkpointing == "on", 16, context=ranks)
+            assert peak == pytest.approx(formula, rel=0.1), checkpointing
+    for of_process in found.get("refused", ()):
+        assert "carry a state from token to token; set it to 1" in of_process["recurrent"]
+        for name in ("capped", "shifting"):
+            assert "differ from the model's own by" in of_process[name]
+            assert of_process[name].endswith("Its rows are divided: set trainer.memory.context_parallel to 1")
 
 
 STEPS = 6
@@ -162,7 +196,8 @@ STEPS = 6
 async def test_a_sharded_trainer_goes_on_with_its_optimizer_whichever_process_dies(
     machines: Network, start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
 ) -> None:
-    """First as `journeywork up` starts it, then on two machines. The steps are those of one undisturbed process."""
+    """First as `journeywork up` starts it, then on two machines. The steps are those of one undisturbed process. Its
+    rows are divided too."""
 
     def configure(name: str, url: str, **trainer: object) -> Config:
         changed: dict[str, object] = {
@@ -187,7 +222,8 @@ async def test_a_sharded_trainer_goes_on_with_its_optimizer_whichever_process_di
     server = start_nats(extra="host: 0.0.0.0")
     gateway = re.sub(r"\d+$", "1", machines.addresses["one"])
     file = tmp_path / "config.toml"
-    config = configure("several", server.url, processes=2, **{"memory.sharded": True})
+    divided: dict[str, object] = {"memory.sharded": True, "memory.context_parallel": 2}
+    config = configure("several", server.url, processes=2, **divided)
     save(config, file)
     async with Broker.connect(config.nats) as broker:
         await publish(broker)

@@ -23,9 +23,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from pipeline.config import with_values
 from tests.trainer.kit import settings
 from trainer.batches.groups import Example
+from trainer.batches.packing import micro_batches
 from trainer.batches.sequences import TokenSequence
 from trainer.engine import loading
 from trainer.engine.engine import Engine
+from trainer.engine.parallel import ProcessGroup
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,7 +52,7 @@ class Shape:
     T: int = 512
     N: int = 16
 
-    def engine(self, folder: Path, **trainer: object) -> Engine:
+    def save(self, folder: Path) -> None:
         torch.manual_seed(0)
         config = Qwen3Config(
             vocab_size=self.V, hidden_size=self.D, intermediate_size=self.I, num_hidden_layers=self.L,
@@ -58,24 +60,37 @@ class Shape:
             max_position_embeddings=32_768, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
         )  # fmt: skip
         Qwen3ForCausalLM(config).save_pretrained(folder)
+
+    def engine(self, folder: Path, process_group: ProcessGroup | None = None, **trainer: object) -> Engine:
+        if process_group is None:
+            self.save(folder)
         fixed: dict[str, object] = {
             "lora.rank": RANK,
             "memory.packing": "padded",
             "memory.tokens_per_batch": self.T,
         }
-        return Engine(str(folder), settings(str(folder), folder, **fixed | trainer).trainer, folder)
+        config = settings(str(folder), folder, **fixed | trainer).trainer
+        return Engine(str(folder), config, folder, process_group)
 
     def make_pass(self, engine: Engine, *, cuts: bool = False) -> None:
         """One forward and backward pass."""
+        engine.passes.gradients([self.example(cuts=cuts)], [0])
+
+    def make_own_pass(self, engine: Engine) -> None:
+        """This process's part of one, without the sum of gradients."""
+        example = self.example()
+        engine.passes.own_gradients(micro_batches([example.sequence], [0], self.T, "padded"), [example])
+
+    def example(self, *, cuts: bool = False) -> Example:
         sequence = TokenSequence.made_up("t", np.random.default_rng(0).integers(2, self.V, self.T), self.N)
         if cuts:
             of_each = np.tile(np.array([50, 0.9, 0.0], np.float32), (self.T, 1))
             sequence = dataclasses.replace(sequence, cuts=of_each)
-        engine.passes.gradients([Example(sequence, 1.0)], [0])
+        return Example(sequence, 1.0)
 
-    def peak(self, dtype: str, checkpointing: bool, logit_bytes: int) -> float:
+    def peak(self, dtype: str, checkpointing: bool, logit_bytes: int, context: int = 1) -> float:
         """The bytes of a pass, by the formulas of docs/training.md."""
-        D, I, A, K, T = self.D, self.I, self.A, self.K, self.T  # noqa: E741 - as in the docs
+        D, I, A, K, T = self.D, self.I, self.A, self.K, self.T / context  # noqa: E741 - as in the docs
         if dtype == "float32":
             width, layer, working = 4, 4 * (4 * D + 4 * I + 3 * A + 3 * K + 7 * RANK), 8 * I
         else:
