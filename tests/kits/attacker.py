@@ -7,8 +7,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from tests.kits.warm import COLD
-
 CANARIES = {
     "OPENAI_API_KEY": {"judge"},  # named by judge.api_key_env
     "AWS_SECRET_ACCESS_KEY": {"store", "ui"},
@@ -20,9 +18,9 @@ CANARIES = {
 
 
 def environment(**more: str) -> dict[str, str]:
-    """What `up` is started with: this process's own, and the canaries. /proc shows them of executed programs only."""
+    """What `up` is started with: this process's own, and the canaries."""
     given = {name: f"canary-{name}" for name in CANARIES if name != "LANGFUSE_SECRET_KEY"}
-    return {**os.environ, COLD: "1", **given, **more}
+    return {**os.environ, **given, **more}
 
 
 def check_environments(state: dict[str, Any], run_dir: Path) -> None:

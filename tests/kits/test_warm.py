@@ -22,7 +22,7 @@ def environment(cold: bool, **more: str) -> dict[str, str]:
 
 
 def is_warm(pid: int) -> bool:
-    return b"tests.kits.warm\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def facts_of(cold: bool, cwd: Path, **options: Any) -> dict[str, Any]:
@@ -40,6 +40,7 @@ def facts_of(cold: bool, cwd: Path, **options: Any) -> dict[str, Any]:
     assert facts.pop("pid") == process.pid
     handle = int(facts["argv"].pop())
     facts["open"].remove(handle)
+    facts["environment"] = [entry for entry in facts["environment"] if not entry.startswith(COLD)]
     return facts
 
 

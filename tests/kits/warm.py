@@ -3,8 +3,8 @@ them and every service, instead of importing them for ten seconds and more, vLLM
 
 After `install`, `subprocess` starts the programs of `_kind_of` so; every other command is executed as always. What is
 started is a true child of the process that asked for it: its id, exit status, signals, process group, output and
-inherited descriptors are those of an executed one. It differs in two things: /proc shows the command line and the
-environment of the process that it was forked from, and what modules do when they are imported is done already.
+inherited descriptors are those of an executed one, and /proc shows its command line and environment. It differs in one
+thing: what modules do when they are imported is done already.
 
 A command whose environment has `COLD` is executed: for tests of what a start itself does.
 """
@@ -56,10 +56,9 @@ _IMPORTS = {
         "store.commands.what_if", "trainer.service", "transformers.models.qwen3.modeling_qwen3", "peft", "openai",
         "transformers.models.auto.modeling_auto", "journeywork", "torch.distributed.run",
     ),
-    "vllm": (
+    "vllm": (  # after those of the other kind
         "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm", "vllm.v1.engine.core",
         "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen3",
-        "transformers.models.qwen3.modeling_qwen3",
     ),
 }  # fmt: skip
 _ENVIRONMENT = {"torch": {}, "vllm": {"HF_HUB_OFFLINE": "1"}}
@@ -76,14 +75,16 @@ _READ_AT_START = (
     "LITELLM_",
 )
 """Beginnings of the variables that the interpreter and libraries read when they start."""
-_HEEDED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "TORCHELASTIC")
+_HEEDED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "TORCHELASTIC", "TORCH_NCCL")
 """Those of them that a forked process can still heed, or reads later."""
 _LAUNCH = ["-S", "-c", child._LAUNCH]
 _SPAWN = "from multiprocessing.spawn import spawn_main;"
 """The beginning of the code with which `multiprocessing` starts an interpreter."""
 _HIGH = 512
 """Descriptors from here on are none of a program's own."""
-_SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36
+_ROOM = {"arguments": 1 << 14, "environment": 1 << 16}
+"""Bytes in which a forked process can show its own."""
+_SET_DEATH_SIGNAL, _SET_SUBREAPER, _NETWORK = 1, 36, 0x40000000
 _libc = ctypes.CDLL(None)
 _execute: Callable[..., int] = _posixsubprocess.fork_exec
 _become = os.execv
@@ -100,6 +101,8 @@ def _kind_of(program: Sequence[str]) -> str:
     """Return the kind of warm process that has imported what a program does; empty: none."""
     module, command = program[0], program[1] if len(program) > 1 else ""
     if module in ("pipeline", "pipeline.cli"):
+        if command == "up" and not {"--vllm-url", "--services", "--dry-run"} & set(program):
+            return "vllm"
         return "torch" if command in _COMMANDS else ""
     for kind, names in _KINDS.items():
         if any(module == name or module.startswith(f"{name}.") for name in names):
@@ -112,8 +115,8 @@ def _program(argv: Sequence[str], env: Mapping[str, str]) -> tuple[_Server | Non
     executed."""
     if argv[0] == _SCRIPT:
         program = ["pipeline", *argv[1:]]
-    elif argv[0] == sys.executable and argv[1:2] == ["-m"]:
-        program = list(argv[2:])
+    elif argv[0] == sys.executable and "-m" in argv[1:3] and argv[1] in ("-m", "-u"):
+        program = list(argv[argv.index("-m") + 1 :])
     elif argv[0] == sys.executable and argv[-2].startswith(_SPAWN) and _own is not None:
         program = list(argv[-2:])
     else:
@@ -165,10 +168,11 @@ class _Server:
     def _first(self) -> socket.socket:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", __name__, self.kind, str(theirs.fileno())]
+            handle = str(theirs.fileno())
+            command = [sys.executable, "-m", __name__, self.kind, handle, "-" * _ROOM["arguments"]]
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=ROOT,
-                env={**os.environ, **_ENVIRONMENT[self.kind]},
+                env={**os.environ, **_ENVIRONMENT[self.kind], "ROOM": "-" * _ROOM["environment"]},
             )  # fmt: skip
         assert self._connection.recv(64) == b"imported"
         return self._connection
@@ -195,8 +199,11 @@ def _start(*given: Any) -> int:
     env = dict(os.environ)
     if env_list is not None:
         env = dict(os.fsdecode(entry).split("=", 1) for entry in env_list)  # type: ignore[misc]
+    network = argv[3] if argv[:3] == ["ip", "netns", "exec"] else ""
+    argv = argv[4:] if network else argv
     launched = argv[1:4] == _LAUNCH
-    server, program = _program(argv[5:] if launched else argv, env)
+    argv = argv[5:] if launched else argv
+    server, program = _program(argv, env)
     plain = close_fds and before is None and (gid, gids, uid) == (None, None, None) and group < 0
     if server is None or not plain:
         return _execute(*given)
@@ -206,6 +213,7 @@ def _start(*given: Any) -> int:
     order = {
         "program": program, "env": env, "cwd": folder, "places": list(places), "new_session": bool(new_session),
         "umask": umask, "parent": os.getpid() if launched else 0, "cores": sorted(os.sched_getaffinity(0)),
+        "argv": argv, "network": network,
     }  # fmt: skip
     return server.start(order, list(places.values()))
 
@@ -261,6 +269,16 @@ def _serve(connection: socket.socket, kind: str) -> NoReturn:
             os.close(fd)
 
 
+def _show(argv: Sequence[str], env: Mapping[str, str]) -> None:
+    """Write the command line and the environment to where /proc reads them."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    bounds = [int(field) for field in fields[45:49]]  # arg_start, arg_end, env_start, env_end
+    for strings, start, end in ((argv, *bounds[:2]), ([f"{k}={v}" for k, v in env.items()], *bounds[2:])):
+        data = b"".join(os.fsencode(string) + b"\0" for string in strings)[: end - start]
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, data, len(data))
+
+
 def _begin(order: dict[str, Any], handles: Sequence[int], kind: str) -> NoReturn:
     """Become the program of an order."""
     try:
@@ -274,12 +292,17 @@ def _begin(order: dict[str, Any], handles: Sequence[int], kind: str) -> NoReturn
         if order["umask"] >= 0:
             os.umask(order["umask"])
         os.sched_setaffinity(0, order["cores"])
+        if order["network"]:
+            with Path("/run/netns", order["network"]).open() as space:
+                if _libc.setns(space.fileno(), _NETWORK):
+                    raise OSError(f"the network namespace {order['network']} can't be entered")
         _place(dict(zip(order["places"], handles, strict=True)))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(order["env"])
+        _show(order["argv"], order["env"])
         sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
-        unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+        unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in order["argv"][1:2]
         sys.stdout.reconfigure(write_through=unbuffered)  # type: ignore[union-attr]
         sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
         sys.stderr.reconfigure(line_buffering=True, write_through=unbuffered)  # type: ignore[union-attr]
@@ -356,9 +379,10 @@ def _run(program: Sequence[str]) -> NoReturn:
 if __name__ == "__main__":
     from tests.kits import warm
 
-    _, imported, descriptor = sys.argv
-    for name in _IMPORTS[imported]:
-        importlib.import_module(name)
+    _, imported, descriptor, _ = sys.argv
+    for group in ("torch", imported):
+        for name in _IMPORTS[group]:
+            importlib.import_module(name)
     server = socket.socket(fileno=int(descriptor))
     server.send(b"imported")
     warm._serve(server, imported)

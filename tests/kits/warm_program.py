@@ -14,6 +14,10 @@ if __name__ == "__main__":
     _, how, *handles = sys.argv
     facts = {
         "argv": sys.argv[1:],
+        "command": Path("/proc/self/cmdline").read_text().rstrip("\0").split("\0")[:-1],
+        "environment": sorted(
+            set(Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")) - {""}
+        ),
         "file": __file__,
         "name": __spec__.name,
         "pid": os.getpid(),
