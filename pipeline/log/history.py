@@ -31,6 +31,9 @@ E = TypeVar("E", bound=Event)
 
 _YIELD_BYTES = 1024 * 1024
 """Bytes that are decoded before other tasks get a turn: about a millisecond."""
+_WHOLE_BYTES = 64 * 1024 * 1024
+"""Bytes of requests and answers after which a page ends: the log may hold them as claim checks and continuations, which
+are small."""
 
 
 class Reader(StreamReader):
@@ -60,10 +63,13 @@ class Reader(StreamReader):
         return out
 
     async def read_page(self, event: type[E], start_seq: int = 1, **keys: Any) -> Page[E]:
-        """Return the first events of a class from sequence `start_seq` on, at most 8 MiB of them (or one).
+        """Return the first events of a class from sequence `start_seq` on: at most 8 MiB as the log holds them, and
+        `_WHOLE_BYTES` of whole exchanges (or one more).
 
         Other tasks run between the events of a page. The leader's answer ends a subject, as with `read`."""
-        return await self._page(event, stream_of(event), subject_filter(event, **keys), start_seq, 0)
+        return await self._page(
+            event, stream_of(event), subject_filter(event, **keys), start_seq, 0, _WHOLE_BYTES
+        )
 
     async def read_all(
         self, events: Sequence[type[E]], *, start_seq: int = 1, **keys: Any
@@ -77,7 +83,7 @@ class Reader(StreamReader):
         return sorted((r for r in recorded if r.seq <= end), key=lambda r: r.seq)
 
     async def _page(
-        self, event: type[E], stream: str, subject: str, start_seq: int, at_least: int
+        self, event: type[E], stream: str, subject: str, start_seq: int, at_least: int, most: int = 0
     ) -> Page[E]:
         messages, more = await self.message_page(stream, subject, start_seq)
         last = messages[-1].seq if messages else start_seq - 1
@@ -86,7 +92,7 @@ class Reader(StreamReader):
             more = bool(messages) and messages[-1].seq > last
         out: list[Recorded[E]] = []
         not_whole: list[int] = []
-        decoded = 0
+        decoded = whole = 0
         for message in messages:
             try:
                 recorded = await self._recorded(stream, message)
@@ -97,7 +103,11 @@ class Reader(StreamReader):
                 await self.skip_undecodable(stream, message, str(error))
             else:
                 out += _of_class(recorded, event)
+                if isinstance(recorded.event, ExchangeRecorded):
+                    whole += len(recorded.event.request) + len(recorded.event.response)
             last = message.seq
+            if 0 < most < whole and message is not messages[-1]:
+                return Page(out, last, True, not_whole)
             decoded += len(message.payload)
             if decoded > _YIELD_BYTES:
                 decoded = 0

@@ -110,7 +110,7 @@ async def record_demonstration(gateway: Gateway, trajectory: str, turns: Sequenc
         return
     run = await gateway.registry.find(trajectory)
     await run.refresh()
-    done = {r.event.request_hash for r in await run.log.calls(run.id)} if run.recorded.exchanges else set()
+    done = {call.request_hash async for call in run.log.calls(run.id)} if run.recorded.exchanges else set()
     for turn in turns:
         if turn.request_hash not in done:
             await run.record(_Call(run.opened, turn))

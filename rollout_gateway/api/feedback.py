@@ -11,7 +11,6 @@ from urllib.parse import quote
 from pipeline import crash
 from pipeline.config import Config
 from pipeline.events import (
-    ExchangeRecorded,
     GroupDiscarded,
     GroupScored,
     SignalGiven,
@@ -253,15 +252,14 @@ async def _check_number(gateway: Gateway, event: SignalGiven) -> None:
 
 async def _last_call(gateway: Gateway, opened: TrajectoryOpened, role: str) -> int:
     """Return the `seq` of the last call of an agent of a run. Raises a 404 `ApiError`."""
-    recorded = await gateway.broker.read(
-        ExchangeRecorded, project=opened.project, trajectory=opened.trajectory
-    )
-    calls = [r.event.seq for r in recorded if r.event.role == role]
-    if not calls:
-        named = ", ".join(sorted({r.event.role for r in recorded if r.event.role})) or "none"
+    last: dict[str, int] = {}
+    async for call in gateway.registry.log.calls(opened.trajectory):
+        last[call.role] = max(call.seq, last.get(call.role, -1))
+    if role not in last:
+        named = ", ".join(sorted(filter(None, last))) or "none"
         message = f"Run {opened.trajectory!r} has no call of the role {role!r}. Its roles are: {named}."
         raise ApiError(404, "exchange_not_found", message, param="role")
-    return max(calls)
+    return last[role]
 
 
 async def _call(gateway: Gateway, opened: TrajectoryOpened, call: int | str) -> int:

@@ -54,7 +54,7 @@ async def copy_calls(into: Trajectory, references: Sequence[tuple[Trajectory, Re
     A copy that broke off is continued where it ended. Raises a 409 `ApiError` if the trajectory has calls of its own,
     a 404 one if a call is not on the log, and a 413 one if the calls are too large together."""
     await into.refresh()
-    done = [_source(r.event) for r in await into.log.calls(into.id)] if into.recorded.exchanges else []
+    done = [_source(call) async for call in into.log.calls(into.id)] if into.recorded.exchanges else []
     size = 0
     for number, (source, reference) in enumerate(references):
         original = await source.referenced(reference.reply, reference.choice)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import AsyncIterator
 from functools import partial
 
 import anyio
@@ -124,9 +125,16 @@ class RunLog:
         )
         return recorded.event if recorded is not None else None
 
-    async def calls(self, trajectory: str) -> list[Recorded[ExchangeRecorded]]:
-        """All exchanges of a trajectory, in the order of the log."""
-        return await self.broker.read(ExchangeRecorded, project=self.project, trajectory=trajectory)
+    async def calls(self, trajectory: str) -> AsyncIterator[ExchangeRecorded]:
+        """Yield all exchanges of a trajectory, in the order of the log. They are not in memory together, as agents may
+        make as many large calls as they like."""
+        last, more = 0, True
+        while more:
+            events, last, more, _ = await self.broker.read_page(
+                ExchangeRecorded, last + 1, project=self.project, trajectory=trajectory
+            )
+            for recorded in events:
+                yield recorded.event
 
     async def unfinished(self, prefix: str) -> list[str]:
         """Ids of the open trajectories whose id begins with `prefix`. Reads all subjects of the project."""

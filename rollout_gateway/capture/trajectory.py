@@ -281,8 +281,7 @@ class Trajectory:
             call = await self.recorded_call(request_hash)
             if call and unwrapped(_reply_id(call[0])) == reply:
                 return call[0]
-        for recorded in await self.log.calls(self.id):
-            event = recorded.event
+        async for event in self.log.calls(self.id):
             if unwrapped(_reply_id(event)) == reply and (event.status == "complete" or not complete):
                 return event
         return None

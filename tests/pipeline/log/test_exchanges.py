@@ -21,6 +21,7 @@ from pipeline.events import (
     TrajectoryOpened,
     decode,
 )
+from pipeline.log import history
 from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.log.exchanges import ExchangeNotWholeError
 from pipeline.log.messages import Place
@@ -131,6 +132,27 @@ async def test_an_exchange_too_large_for_the_log_is_continued(nats_config: NatsC
         assert [type(f) for f in await forms(broker)] == [ExchangeRecorded, Continuation, Continuation]
         assert (await broker.js.stream_info("OBJ_CLAIMS_ROLLOUTS")).state.bytes < 3_000_000  # one object
     async with Broker.connect(nats_config) as broker:
+        assert await whole(broker) == recorded
+
+
+async def test_a_page_ends_where_its_whole_exchanges_are_large(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the log they are small: the first one a claim check, the others continuations."""
+    exchanges = [
+        msgspec.structs.replace(e, request=b'{"note":"%b","n":%d}' % (b"x" * 1_000_000, n))
+        for n, e in enumerate(growing(5))
+    ]
+    async with Broker.connect(nats_config) as broker:
+        known = registry(broker)
+        recorded = await record(await opened(known), exchanges)
+        monkeypatch.setattr(history, "_WHOLE_BYTES", 1_500_000)
+        sizes, seq, more = [], 0, True
+        while more:
+            events, seq, more, _ = await broker.read_page(ExchangeRecorded, seq + 1, **KEYS)
+            sizes.append(len(events))
+        assert sizes == [2, 2, 1]
+        assert [call async for call in known.log.calls("t")] == recorded
         assert await whole(broker) == recorded
 
 
