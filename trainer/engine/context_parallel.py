@@ -53,7 +53,8 @@ class ContextGroup:
         return replace(
             layout,
             ids_RL=torch.cat([layout.ids_RL, torch.zeros_like(more)], 1),
-            positions_RL=columns if positions is None else torch.cat([positions, more], 1),
+            # A tree may have more columns than the model has positions.
+            positions_RL=columns if positions is None else torch.cat([positions, torch.zeros_like(more)], 1),
             # Padding sees itself, as in `prefix_shared`.
             ends_RL=None if ends is None else torch.cat([ends, more + 1], 1),
             experts_RLMk=None if (experts := layout.experts_RLMk) is None else torch.cat(

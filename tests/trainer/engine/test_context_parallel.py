@@ -3,7 +3,9 @@ of one in `test_parallel.py`."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.config import ConfigError
+from pipeline.config import ConfigError, TrainerConfig, save, with_values
+from pipeline.config.checks import check_trainer
+from tests.trainer import kit
 from tests.trainer.engine.test_families import conversations
+from trainer import __main__
 from trainer.batches.packing import Layout, padded, prefix_shared
 from trainer.engine.context_parallel import ContextGroup, context_attention
 
@@ -67,6 +72,10 @@ def test_the_parts_of_rows_are_the_rows(name: str, monkeypatch: pytest.MonkeyPat
     positions = torch.cat([part.positions_RL for part in parts], 1)[:, :length]
     own = torch.arange(length).expand(rows, -1) if layout.positions_RL is None else layout.positions_RL
     torch.testing.assert_close(positions, own)
+    if name == "prefix":
+        assert int(whole.positions_RL.max()) == int(
+            own.max()
+        )  # a tree may be longer than the model's positions
     # Each trained token is in one part, at the column that predicts it.
     found = {
         (int(s), int(k)): (int(r), int(c) + i * width, int(t), cuts.tolist())
@@ -95,6 +104,30 @@ def test_masks_are_those_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     causal = groups(monkeypatch, masked=True)[0].whole(rows).dense_mask()
     length = rows.ids_RL.shape[1]
     assert torch.equal(causal[0, 0, :length, :length], torch.ones(length, length, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"processes": 3}, "does not divide trainer.processes, which is 3"),
+        ({"engine": "unsloth"}, "only trainer.engine `transformers` divides rows"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.memory\.context_parallel") as refused:
+        check_trainer(with_values(TrainerConfig(), {"memory.context_parallel": 2} | settings))
+    assert why in str(refused.value)
+
+
+def test_one_process_has_none_to_divide_rows_among(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(kit.settings("base", tmp_path, **{"memory.context_parallel": 2}), tmp_path / "config.toml")
+    monkeypatch.setattr(sys, "argv", ["trainer", "--config", str(tmp_path / "config.toml")])
+    with pytest.raises(SystemExit):
+        __main__._run()
+    said = "trainer: trainer.memory.context_parallel: set trainer.processes, among which to divide its rows\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(
