@@ -212,6 +212,7 @@ async def test_status(broker: Broker, nats_config: NatsConfig) -> None:
 
 async def test_a_trainer_recovers(broker: Broker, nats_config: NatsConfig, tmp_path: Path) -> None:
     from tests.trainer import kit
+    from trainer.gpu_turns import GpuTurns
     from trainer.learner import make_learners
     from trainer.service import Trainer
 
@@ -219,7 +220,8 @@ async def test_a_trainer_recovers(broker: Broker, nats_config: NatsConfig, tmp_p
     await throw(broker, "policy.checkpoint.p.tiny.999")
     await throw(broker, "policy.checkpoint.p.tiny.998", encode(BROKEN["group_seqs"]))
     await throw(broker, "group.scored.p.tiny.g.j.main")
-    trainer = Trainer(config, broker, make_learners(config, tmp_path / "checkpoints", None))
+    learners = make_learners(config, tmp_path / "checkpoints", None)
+    trainer = Trainer(config, broker, learners, GpuTurns(config))
     await trainer.recover()
     assert trainer.queues["tiny"].step == 0
     assert [x.stream for x in await buried(broker)] == ["POLICY"] * 2

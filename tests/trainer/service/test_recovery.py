@@ -120,7 +120,7 @@ async def test_a_second_trainer_on_the_same_model_is_an_error(
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
     await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
     learners = service.make_learners(config, tmp_path)
-    trainer = service.Trainer(config, broker, learners)
+    trainer = service.Trainer(config, broker, learners, service.GpuTurns(config))
     event = kit.checkpoint_event(1)
     manifest = checkpoint.Manifest(event=event, config={})
     files = dict.fromkeys(checkpoint.ADAPTER_FILES, b"x")
