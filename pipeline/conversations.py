@@ -53,7 +53,9 @@ class Conversation:
     """The model calls of the trajectory that it holds, counted from 1: `calls 1 to 3`, or `call 2, choice 2 of call
     2`."""
     replies: tuple[Reply, ...] = ()
-    """In the order of the messages."""
+    """In the order of the messages, those of calls with one choice."""
+    sampled: tuple[int, ...] = ()
+    """Places of all messages that the model wrote in these calls. Others of the role `assistant` came with a prompt."""
 
     def follow_up(self, reply: Reply) -> tuple[Message, ...]:
         """Return the messages that the conversation's next call sent behind a reply. It is empty unless a user, a tool
@@ -104,7 +106,8 @@ class _OpenConversation:
         if self.calls[0] in calls_with_choices:
             calls += f", choice {self.choice + 1} of call {self.calls[0] + 1}"
         replies = tuple(r for r in self.replies if r.call not in calls_with_choices)
-        return Conversation(tuple(self.messages), self.tools, calls, replies)
+        sampled = tuple(r.place for r in self.replies)
+        return Conversation(tuple(self.messages), self.tools, calls, replies, sampled)
 
 
 def build_conversations(exchanges: Iterable[ExchangeRecorded]) -> tuple[tuple[Conversation, ...], int]:

@@ -157,7 +157,7 @@ def _table(file: Path, kind: Kind) -> pa.Table:
         raise TrainerError(
             f"{file} has no column {min(lacking)!r}: write it with `journeywork dataset --as {kind}`"
         )
-    return table.select([name for name in table.column_names if name in columns | {"tools"}])
+    return table.select([name for name in table.column_names if name in columns | {"tools", "replies"}])
 
 
 def conversations_as_tokens(
@@ -190,9 +190,10 @@ def _calls(row: dict[str, Any], tokenizer: Any) -> Iterator[ExchangeRecorded]:
     """The replies of a conversation as calls, as the gateway records a demonstration."""
     read = [as_template_reads({k: v for k, v in m.items() if v is not None}) for m in row["messages"]]
     tools = row.get("tools")
-    for seq, reply in enumerate(
-        demonstrated_replies(read, json.loads(tools) if isinstance(tools, str) else tools)
-    ):
+    replies = list(demonstrated_replies(read, json.loads(tools) if isinstance(tools, str) else tools))
+    if (sampled := row.get("replies")) is not None:
+        replies = [reply for reply in replies if reply.place in sampled]
+    for seq, reply in enumerate(replies):
         prompt, whole = (
             tokenizer.apply_chat_template(f.pop("messages"), tokenize=True, return_dict=False, **f)
             for f in (reply.prompt, reply.whole)

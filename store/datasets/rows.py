@@ -2,7 +2,7 @@
 
 | format | a row is | of |
 | --- | --- | --- |
-| `sft` | `messages` | each conversation of a run |
+| `sft` | `messages`, `replies`: places of those that the model sampled | each conversation of a run |
 | `prompts` | `prompt`: what came before the first reply | each task |
 | `dpo` | `prompt`, `chosen`, `rejected`: the first reply in which two runs of a group differ | pairs of a group |
 | `reward` | `chosen`, `rejected`: two whole conversations | pairs of a group |
@@ -49,17 +49,19 @@ def rows_of(runs: Sequence[Run], kind: str) -> tuple[list[Row], Counter[str]]:
 
 def _sft(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
     for run, conversation in _conversations(runs, left_out):
-        messages = _messages(conversation)
-        while messages and messages[-1]["role"] != "assistant":
-            messages.pop()  # of a conversation that ends with a question, the replies before it
-        if messages:
-            yield {"messages": messages, **_tools(conversation), "run": run.trajectory, "task": run.key}
+        replies = [*conversation.sampled]
+        if replies:
+            messages = _messages(conversation)[: replies[-1] + 1]
+            yield {
+                "messages": messages, "replies": replies, **_tools(conversation), "run": run.trajectory,
+                "task": run.key,
+            }  # fmt: skip
 
 
 def _prompts(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
     seen = set()
     for run, conversation in _conversations(runs, left_out):
-        prompt = list(takewhile(lambda m: m["role"] != "assistant", _messages(conversation)))
+        prompt = _messages(conversation)[: min(conversation.sampled, default=None)]
         text = msgspec.json.encode(prompt)
         if conversation is run.conversations[0] and text not in seen:
             seen.add(text)
@@ -68,15 +70,16 @@ def _prompts(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
 
 def _kto(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
     means = {name: fmean(r.reward or 0.0 for r in members) for name, members in _groups(runs).items()}
-    for run, conversation in _conversations(_with_reward(runs, left_out), left_out):
-        difference = (run.reward or 0.0) - means[run.group]
-        if abs(difference) <= REWARD_TOLERANCE:
-            left_out["a run whose reward is its group's mean"] += 1
-            continue
+    runs = _with_reward(runs, left_out)
+    differ = [run for run in runs if abs((run.reward or 0.0) - means[run.group]) > REWARD_TOLERANCE]
+    if ties := len(runs) - len(differ):
+        left_out["a run whose reward is its group's mean"] += ties
+    for run, conversation in _conversations(differ, left_out):
         messages = _messages(conversation)
-        for place in (i for i, m in enumerate(messages) if m["role"] == "assistant" and i):
+        for place in filter(None, conversation.sampled):
             yield {
-                "prompt": messages[:place], "completion": [messages[place]], "label": difference > 0,
+                "prompt": messages[:place], "completion": [messages[place]],
+                "label": (run.reward or 0.0) > means[run.group],
                 **_tools(conversation), "run": run.trajectory, "task": run.key,
             }  # fmt: skip
 
@@ -111,7 +114,8 @@ FORMATS: Mapping[str, Callable[[Sequence[Run], Counter[str]], Iterator[Row]]] = 
 
 def _with_reward(runs: Sequence[Run], left_out: Counter[str]) -> list[Run]:
     scored = [run for run in runs if run.reward is not None]
-    left_out["a run without a reward"] += len(runs) - len(scored)
+    if lacking := len(runs) - len(scored):
+        left_out["a run without a reward"] += lacking
     return scored
 
 
@@ -125,7 +129,8 @@ def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def _pairs(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[tuple[Run, Run]]:
     runs = _with_reward(runs, left_out)
-    usable = dict.fromkeys(run.trajectory for run, _ in _conversations(runs, left_out))
+    # A pair is made of their first conversations.
+    usable = {run.trajectory for run, c in _conversations(runs, left_out) if c is run.conversations[0]}
     for members in _groups([run for run in runs if run.trajectory in usable]).values():
         ranked = sorted(members, key=lambda run: (-(run.reward or 0.0), run.trajectory))
         for i in range(len(ranked) // 2):

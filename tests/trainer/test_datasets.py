@@ -115,10 +115,13 @@ CONVERSATION = [
 
 
 def trained_text(
-    messages: list[dict[str, object]], max_length: int = 4096, template: str = ""
+    messages: list[dict[str, object]],
+    max_length: int = 4096,
+    template: str = "",
+    **columns: object,
 ) -> list[list[str]]:
     """What is trained of a conversation, as Parquet holds it: the consecutive tokens of each sequence as texts."""
-    rows = pa.Table.from_pylist([{"messages": messages}]).to_pylist()
+    rows = pa.Table.from_pylist([{"messages": messages, **columns}]).to_pylist()
     tokenizer = datasets.AutoTokenizer.from_pretrained(BASE)
     tokenizer.chat_template = template or tokenizer.chat_template
     sequences = conversations_as_tokens(Path("data"), rows, tokenizer, max_length)
@@ -136,6 +139,8 @@ def test_sft_trains_the_replies_of_the_assistant_and_nothing_of_users_the_system
     assert trained_text(CONVERSATION) == [[called, "a1<|end|>", "c3<|end|>"]]
     # A reply without a prompt is context.
     assert trained_text([BAD, *ASKED, GOOD]) == [["a1<|end|>"]]
+    # So is one that an agent put into its prompt, where the data set says which ones were sampled.
+    assert trained_text([*ASKED, BAD, *ASKED, GOOD], replies=[3]) == [["a1<|end|>"]]
 
 
 def test_a_template_that_renders_earlier_replies_differently_gives_a_sequence_for_each() -> None:

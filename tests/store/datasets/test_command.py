@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.events import Event, GroupScored, Member, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events import (
+    Event,
+    ExchangeRecorded,
+    GroupScored,
+    Member,
+    TrajectoryCompleted,
+    TrajectoryOpened,
+)
 from store.datasets import command, folder
 from store.datasets.duplicates import near_duplicates
 from tests.store.kit import checkpoint, exchange, fill
@@ -33,10 +40,12 @@ def reply(text: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
 
-def run(name: str, group: str, messages: Said, reward: float, tools: Any = None) -> list[Event]:
-    """A run whose calls are the replies of a conversation."""
+def run(
+    name: str, group: str, messages: Said, reward: float, tools: Any = None, examples: int = 0
+) -> list[Event]:
+    """A run whose calls are the replies of a conversation, but for the messages of its beginning that are examples."""
     events: list[Event] = [TrajectoryOpened(project="p", trajectory=name, model="m", group=group, task=group)]
-    places = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    places = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= examples]
     for seq, place in enumerate(places):
         request = {"messages": messages[:place], **({"tools": tools} if tools else {})}
         response = {"choices": [{"message": messages[place]}]}
@@ -124,6 +133,39 @@ def test_kto_labels_each_reply_by_its_runs_reward_in_its_group(run_dir: Path, tm
         ("a1", "a1", True), ("a1", "b1", True), ("a2", "a1", False), ("a2", "c1", False), ("a3", "x9", True),
         ("b1", "", True), ("b1", "b2", True), ("b2", "b3", False),
     ]  # fmt: skip
+
+
+def test_only_replies_that_the_model_sampled_are_rows_or_train(tmp_path: Path) -> None:
+    few_shot = [user("2+2?"), reply("4"), user("3+3?")]
+    events = [*run("r0", "g", [*few_shot, reply("6")], 1.0, examples=3),
+              *run("r1", "g", [*few_shot, reply("7"), user("?")], 0.0, examples=3)]  # fmt: skip
+    fill(tmp_path / "run", events)
+    made = {
+        kind: dataset(tmp_path / "run", tmp_path / kind, "--as", kind) for kind in ("kto", "prompts", "sft")
+    }
+    assert [(r["prompt"], r["completion"], r["label"]) for r in made["kto"]] == [
+        (few_shot, [reply("6")], True), (few_shot, [reply("7")], False)
+    ]  # fmt: skip
+    assert [r["prompt"] for r in made["prompts"]] == [few_shot]
+    assert [(r["messages"], r["replies"]) for r in made["sft"]] == [
+        ([*few_shot, reply("6")], [3]), ([*few_shot, reply("7")], [3])
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward"])
+def test_a_pair_of_which_a_first_conversation_has_images_is_left_out(kind: str, tmp_path: Path) -> None:
+    image = user([{"type": "image_url", "image_url": {"url": "data:,"}}])
+    events = run("r0", "g", [image, reply("a dog")], 1.0)
+    second = run("r0", "g", [user("another"), reply("a cat")], 1.0)[1]
+    assert isinstance(second, ExchangeRecorded)
+    events.insert(2, msgspec.structs.replace(second, seq=1))
+    events[-1] = msgspec.structs.replace(events[-1], exchanges=2)
+    events += run("r1", "g", [user("another"), reply("a cow")], 0.0)
+    for name, reward in (("r2", 1.0), ("r3", 0.0)):
+        events += run(name, "h", [user("go"), reply(name)], reward)
+    fill(tmp_path / "run", events)
+    assert [r["runs"] for r in dataset(tmp_path / "run", tmp_path / "out", "--as", kind)] == [["r2", "r3"]]
+    assert "- 1 × a conversation with images, audio or files" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_verdict_counts_before_the_agents_reward_and_the_query_before_both(
