@@ -13,6 +13,7 @@ from pipeline.log.broker import Broker
 from tests.rollout_gateway.access.test_access import KEYS, LET_IN, Caller
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.kit import key_config
+from tests.store.kit import exchange
 
 pytestmark = [pytest.mark.anyio]
 
@@ -78,7 +79,9 @@ def test_a_key_that_fills_the_limit_of_groups_holds_up_no_other_key(start_front:
     assert opened(alice, "a1") == (201, "")
 
 
-async def test_every_way_to_open_a_group_takes_room_within_the_limit(start_front: StartGateway) -> None:
+async def test_every_way_to_open_a_group_takes_room_within_the_limit(
+    start_front: StartGateway, broker: Broker
+) -> None:
     """By the control API, by the headers and the metadata of a call, by completing a group of recorded calls."""
     gateway = start_front(keys=KEYS, max_groups_ahead=2)
     alice = Caller(gateway, "alice")
@@ -96,6 +99,8 @@ async def test_every_way_to_open_a_group_takes_room_within_the_limit(start_front
     assert [by_headers("b"), by_headers("a0")] == [429, LET_IN]
     assert by_metadata("b") == (429, "groups_ahead")
     source = alice.open(group="a0", references=True)["id"]
+    call = exchange(source, project=PROJECT, model="tictactoe", response=b'{"id": "r", "choices": []}')
+    await broker.publish(call)
     member: dict[str, Any] = {"id": "c1", "exchanges": [{"trajectory": source, "reply": "r"}], "reward": 1.0}
 
     def by_completion(group: str, **more: Any) -> tuple[int, str]:
