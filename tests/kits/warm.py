@@ -39,10 +39,14 @@ ROOT = Path(__file__).parents[2]
 COLD = "JOURNEYWORK_TEST_COLD"
 _SCRIPT = str(Path(sys.executable).with_name("journeywork"))
 _KINDS = {
+    "vllm": (
+        "vllm.entrypoints.openai.api_server", "tests.rollout_gateway.vllm_plugin.engine_child",
+        "examples.tictactoe.job",
+    ),
     "torch": (
         "trainer", "tests.trainer", "torch.distributed.run", "tests.kits.crash.fork_server", "tests.kits.warm_program",
+        "examples",
     ),
-    "vllm": ("vllm.entrypoints.openai.api_server", "tests.rollout_gateway.vllm_plugin.engine_child"),
 }  # fmt: skip
 """Kinds of warm processes, and the modules, and packages of modules, that are forked from each."""
 _COMMANDS = ("up", "what-if", "train", "fork", "influence", "check-model", "export")
@@ -123,8 +127,8 @@ def _program(argv: Sequence[str], env: Mapping[str, str]) -> tuple[_Server | Non
         return None, []
     kind = _kind_of(program)
     server = _servers.get(kind)
-    if _own is not None:  # a program that a warm one starts has all modules too
-        server = _own if kind in ("", _own.kind) else None
+    if _own is not None:  # what a warm program starts has all modules too; "vllm" has those of "torch"
+        server = _own if kind in ("", "torch", _own.kind) else None
     given = {**os.environ, **_ENVIRONMENT[server.kind]} if server and server is not _own else os.environ
     paths = set(filter(None, env.get("PYTHONPATH", "").split(os.pathsep)))
     ours = {str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
