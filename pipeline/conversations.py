@@ -279,13 +279,13 @@ def text_of(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        parts = [part if isinstance(part, dict) else {} for part in content]
+        parts = [part if isinstance(part, dict) else {"text": str(part)} for part in content]
         return "\n".join(map(_part_text, parts))
     return msgspec.json.encode(content).decode()
 
 
 def _part_text(part: dict[str, Any]) -> str:
-    if "text" in part:
+    if part.get("text") is not None:
         return str(part["text"])
     image = image_of(part)
     return f"({part.get('type', 'part')})" if image is None else f"(image {image_name(image)})"

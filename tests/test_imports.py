@@ -39,7 +39,7 @@ ROOMS = {
     "rollout_gateway.api": {
         f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving", "capture")
     },
-    "store.reading": {f"store.{room}" for room in ("alarms", "columns", "lake", "storage")},
+    "store.reading": {f"store.{room}" for room in ("alarms", "lake")},
 }
 
 

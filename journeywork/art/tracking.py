@@ -28,7 +28,12 @@ class WandbRun:
 
     def use(self, run: Any) -> None:
         """Log to a run that the program began, also without a key."""
+        if run is self._run:
+            return
         self._run = run
+        _define_axis(run)
+        if self._config:
+            run.config.update(self._config, allow_val_change=True)
 
     def configure(self, config: Mapping[str, Any]) -> None:
         """Merge values into the run's configuration, at every depth."""
@@ -56,7 +61,12 @@ class WandbRun:
             project=self._project, entity=self._entity, name=self._name, id=self._name, config=self._config or None,
             resume="allow", reinit="create_new",
         )  # fmt: skip
-        run.define_metric("training_step")
-        for prefix in _PREFIXES:
-            run.define_metric(f"{prefix}/*", step_metric="training_step")
+        _define_axis(run)
         return run
+
+
+def _define_axis(run: Any) -> None:
+    """Let the curves of a run be over training steps."""
+    run.define_metric("training_step")
+    for prefix in _PREFIXES:
+        run.define_metric(f"{prefix}/*", step_metric="training_step")

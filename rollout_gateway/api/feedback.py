@@ -196,7 +196,11 @@ async def _give(request: ControlRequest, body: Feedback, targets: list[_Target])
         await _check_number(gateway, event)
         events.append(event)
         state = await _state(gateway, opened)
-        use = "history" if state["run"] == "scored" else _use(gateway.config, event, opened.owner)
+        use = (
+            "history"
+            if state["run"] in ("scored", "discarded")
+            else _use(gateway.config, event, opened.owner)
+        )
         told.append({"trajectory": event.trajectory, "call": event.call, **state, "use": use})
     for event, line in zip(events, told, strict=True):
         ack = await publish_once(gateway.broker, event, "key", key)

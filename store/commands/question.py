@@ -105,7 +105,7 @@ def read_variants(
     variants: list[tuple[str, dict[str, Any]]] = []
     for rubric in rubrics:
         file = Path(rubric)
-        variants.append((file.stem, {"judge.rubric": str(file.resolve()) if file.is_file() else rubric}))
+        variants.append((file.stem, {"judge.rubric": str(file.resolve()) if _is_file(rubric) else rubric}))
     for text in files:
         try:
             variants.append((Path(text).stem, dict(_flat(tomllib.loads(Path(text).read_text("utf-8"))))))
@@ -130,14 +130,17 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _with_contents(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with the contents of the files that they name: with others it is another question."""
-    files = {
-        value: Path(value) for value in settings.values() if isinstance(value, str) and len(value) < 1000
-    }
-    return {
-        **settings,
-        "files": {value: file.read_text("utf-8") for value, file in files.items() if file.is_file()},
-    }
+    """The settings with the contents of the files that they name: with other contents it is another question."""
+    named = [value for value in settings.values() if isinstance(value, str) and _is_file(value)]
+    return {**settings, "files": {value: Path(value).read_text("utf-8") for value in named}}
+
+
+def _is_file(text: str) -> bool:
+    """Whether a setting's text names a file. One that is longer than any name does not."""
+    try:
+        return Path(text).is_file()
+    except OSError:
+        return False
 
 
 def _quoted(text: str) -> str:

@@ -191,11 +191,14 @@ class Commands:
         self._run = ["--run-dir", str(run_dir)]
         self.log = run_dir / "logs" / "what-if.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._began = 0
+        """Bytes of the log before the last command."""
 
     def start(self, name: str, *flags: str) -> subprocess.Popen[str]:
         """Start a command, which a Ctrl-C on this one does not reach."""
         command = [sys.executable, "-m", "pipeline", name, *self._run, *flags]
         with self.log.open("a") as log:
+            self._began = log.tell()
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, start_new_session=True
             )
@@ -204,6 +207,7 @@ class Commands:
         """Run a command to its end, and return its output. Raises `WhatIfError` if it fails."""
         command = [sys.executable, "-m", "pipeline", name, *self._run, *flags]
         with self.log.open("a") as log:
+            self._began = log.tell()
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, check=False,
                 env={**os.environ, **({KEY_VARIABLE: key} if key else {})},
@@ -214,8 +218,9 @@ class Commands:
         return done.stdout
 
     def failure(self, what: str) -> WhatIfError:
-        """Return an error with the command's last error, else its last line."""
-        lines = [line for line in self.log.read_text("utf-8", "replace").splitlines() if line.strip()]
+        """Return an error with the last error of the last command, else its last line."""
+        text = self.log.read_bytes()[self._began :].decode("utf-8", "replace")
+        lines = [line for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("journeywork")]
         last = (errors or lines or ["it printed nothing"])[-1]
         return WhatIfError(f"{what}: {last} ({self.log} has all that it printed)")

@@ -124,12 +124,13 @@ def _trunk_of(model: Any) -> str:
 
 
 class Forward:
-    """The trunk and the head of a causal language model. `model` is the model inside PEFT's wrapper, `images` what
-    makes inputs of images; `None`: its layouts have none."""
+    """The trunk and the head of a causal language model. `model` is the model inside PEFT's wrapper. `images` makes the
+    model's inputs of images; without it, layouts must hold no images."""
 
     def __init__(self, model: Any, images: ImageInputs | None = None) -> None:
         self.model, self.images = model, images
         self.text = model.config.get_text_config()
+        """The configuration of the language model, which is a part of a vision-language model's."""
         path = _trunk_of(model)
         parent, _, self._leaf = path.rpartition(".")
         self._parent = model.get_submodule(parent)
@@ -137,11 +138,13 @@ class Forward:
         self.replay = RouterReplay(model)
         self._stub = _TrunkStub(self.trunk)
         self._output: Any = None
+        """The class of the trunk's output, of which `logits` makes one. Known once the trunk has run."""
         self._shards: ShardedModel | None = None
         self.context: ContextGroup | None = None
         """The processes that rows are divided among. `None`: this one holds them whole."""
         self.mask_format: MaskFormat | None = None
-        """The mask format that the trunk accepts. `None` if prefixes can't be shared."""
+        """The mask format that the trunk accepts, which `trainer.engine.verify` finds. `None` if prefixes can't be
+        shared."""
 
     def shard(self, device: torch.device, process_group: ProcessGroup) -> None:
         """Divide the model's weights among the processes, and move this one's share to `device`."""

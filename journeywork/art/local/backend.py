@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,8 @@ from journeywork.forking import ForkError, Version, checkpoints_folder, flags, v
 log = logging.getLogger("journeywork.art")
 
 _POLL_S = 0.1
+_STORED_S = 300.0
+"""How long the store may take to write the newest version, in seconds."""
 """Time between two looks at the state file of an installation that starts."""
 _STOP_S = 120.0
 """How long an installation may take to stop."""
@@ -72,7 +75,6 @@ class LocalBackend(RemoteBackend):
         """Version from which a model's training begins, by run directory."""
         self._started: dict[Path, subprocess.Popen[bytes]] = {}
         self._starting = asyncio.Lock()
-        atexit.register(self._stop)
 
     def supports_automatic_train_step_metrics(self) -> bool:
         """Whether `model.log` adds `time/step_wall_s` and `costs/gpu` by itself: it does."""
@@ -122,15 +124,8 @@ class LocalBackend(RemoteBackend):
         return url
 
     async def _start(self, run_dir: Path, model: AnyModel) -> str:
-        process = await asyncio.to_thread(
-            subprocess.Popen,
-            self.command(run_dir, model),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches the program, which then stops the installation
-        )
-        self._started[run_dir] = process
-        log.info("started an installation in %s", run_dir)
+        began = time.time()
+        process = await asyncio.to_thread(self._launch, run_dir, model)
         while True:
             state = _state(run_dir)
             if state.get("ready") and state.get("pid") == process.pid:
@@ -138,9 +133,24 @@ class LocalBackend(RemoteBackend):
             if (code := process.poll()) is not None:
                 del self._started[run_dir]
                 raise UpError(
-                    f"`journeywork up` ended with status {code} before it was ready: {_end_of_log(run_dir)}"
+                    f"`journeywork up` ended with status {code} before it was ready: {_end_of_log(run_dir, began)}"
                 )
             await asyncio.sleep(_POLL_S)  # another process writes the file
+
+    def _launch(self, run_dir: Path, model: AnyModel) -> subprocess.Popen[bytes]:
+        """Start an installation, if a caller that was cancelled has not started it."""
+        process = self._started.get(run_dir)
+        if process is not None and process.poll() is None:
+            return process
+        atexit.register(self._stop)
+        self._started[run_dir] = subprocess.Popen(
+            self.command(run_dir, model),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches the program, which then stops the installation
+        )
+        log.info("started an installation in %s", run_dir)
+        return self._started[run_dir]
 
     def command(self, run_dir: Path, model: AnyModel) -> list[str]:
         """Return the command that starts the installation of a model. Raises `UpError` if it is not installed."""
@@ -209,16 +219,23 @@ class LocalBackend(RemoteBackend):
         """Copy the model's folder and versions to a bucket (default: $BACKUP_BUCKET), those that are not there yet.
         Without a bucket nothing is copied. `delete` has no effect: a bucket keeps its versions.
 
-        Raises `UnsupportedError` for an installation at a URL, and `OSError` if the bucket can't be written."""
+        Raises `UnsupportedError` for an installation at a URL if a bucket is named, `TimeoutError` if the store does
+        not write the newest version, and `OSError` if the bucket can't be written."""
         bucket = self._bucket(s3_bucket, prefix)
         if bucket is None or not isinstance(model, TrainableModel):
             return
         run_dir, step = self.run_dir(model), await self.get_step(model)
         lake = str(run_dir / "store")
+        deadline = time.monotonic() + _STORED_S
         while True:
             steps = await asyncio.to_thread(steps_in, lake, model.project, model.name)
             if step in (0, *steps):
                 break
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"version {step} of {model.name} did not come to {lake} within {_STORED_S:g} s: is the store "
+                    "running, and is store.checkpoints not `none`?"
+                )
             await asyncio.sleep(_POLL_S)  # another process writes the newest version
         for stored in steps:
             await asyncio.to_thread(copy_version, lake, bucket, model.project, model.name, stored)
@@ -274,8 +291,8 @@ class LocalBackend(RemoteBackend):
         of `step`. It is unpacked into `local_path`, by default into `pulled/adapters/<step>` of the
         model's folder.
 
-        Raises `UnsupportedError` for an installation at a URL, `LookupError` if there is no such version, and
-        `OSError`."""
+        Raises `UnsupportedError` for an installation at a URL if a bucket is named, `LookupError` if there is no such
+        version, and `OSError`."""
         bucket = self._bucket(s3_bucket, prefix) if s3_bucket else None
         names, run_dir = (model.project, model.name), self.run_dir(model)
         lakes = [str(run_dir / "store"), *([bucket] if bucket else [])]
@@ -284,7 +301,9 @@ class LocalBackend(RemoteBackend):
         }
         chosen = max(lake_of, default=-1) if step in (None, "latest") else int(step)
         if chosen not in lake_of:
-            raise LookupError(f"no version {step or 'latest'} of {model.name} in {' or '.join(lakes)}")
+            raise LookupError(
+                f"no version {'latest' if step is None else step} of {model.name} in {' or '.join(lakes)}"
+            )
         # Not `checkpoints/<step>` of the model's folder: that is a link to the trainer's own checkpoint.
         folder = local_path or str(run_dir.with_name("pulled") / "adapters" / f"{chosen:04d}")
         version = Version(model.project, "main", model.name, chosen)
@@ -387,9 +406,10 @@ def _state(run_dir: Path) -> dict[str, Any]:
     return state
 
 
-def _end_of_log(run_dir: Path) -> str:
-    try:
-        text = (run_dir / "logs" / "supervisor.log").read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace")
-    except FileNotFoundError:
+def _end_of_log(run_dir: Path, since: float) -> str:
+    """Return the end of the supervisor's log, if it was written after `since` (seconds since the epoch)."""
+    file = run_dir / "logs" / "supervisor.log"
+    if not file.exists() or file.stat().st_mtime < since:
         return "it wrote no log; its error is on standard error"
+    text = file.read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace")
     return f"the end of {run_dir}/logs/supervisor.log is:\n{text}"

@@ -84,7 +84,11 @@ async def test_a_run_that_the_program_puts_into_the_model_gets_the_rows(
     """As ART's programs do that begin their run themselves."""
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     policy, own = model(tmp_path), FakeWandb()
+    policy.update_wandb_config({"a": 1})
+    own.begun.append({})
     policy._wandb_run = own
     await policy.log(metrics={"x": 1.0}, step=1)
     assert own.rows == [{"training_step": 1, "val/x": 1.0}]
     assert policy._get_wandb_run() is own
+    assert own.begun == [{"config": {"a": 1}}]
+    assert own.axes["val/*"] == "training_step"

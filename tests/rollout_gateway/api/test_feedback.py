@@ -261,7 +261,7 @@ async def test_the_state_of_the_run_is_told(
     about: list[tuple[dict[str, Any], Any]] = [
         ({"run": "open"}, {"run": "open"}),
         ({"run": "done"}, {"run": "completed"}),
-        ({"run": "lost"}, {"run": "discarded", "reason": "late"}),
+        ({"run": "lost"}, {"run": "discarded", "reason": "late", "use": "history"}),
         ({"run": "won"}, {"run": "scored", "use": "history"}),
         ({"run": "nobody"}, (404, "trajectory_not_found")),
         ({"run": old}, (410, "trajectory_expired")),

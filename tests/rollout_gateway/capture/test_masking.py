@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 
+from pipeline import events
 from pipeline.config import ConfigError, MaskConfig
 from pipeline.events import (
     Event,
@@ -23,6 +24,8 @@ from pipeline.events import (
 )
 from pipeline.events.evaluation import TaskResult
 from pipeline.log.broker import Broker
+from pipeline.security import users
+from rollout_gateway.capture import masking
 from rollout_gateway.capture.masking import Masks
 from rollout_gateway.http.errors import ApiError
 from tests.conftest import NatsServer
@@ -273,3 +276,29 @@ async def test_the_event_loop_goes_on_while_a_large_body_is_masked() -> None:
         await masked(event)
         tg.cancel_scope.cancel()
     assert turns > 10
+
+
+def test_every_text_of_an_event_that_the_gateway_publishes_is_masked_or_an_identifier() -> None:
+    """A field of a new event that can hold a person's words belongs to `masking._VALUES` or `_JSON`."""
+    tokens = {"prompt_ids", "sampled_ids", "logprobs", "forced", "experts", "top_ids", "top_logprobs"}
+    identifiers = {
+        "project", "trajectory", "model", "group", "owner", "pinned", "signal", "by", "policy_version", "version",
+        "other", "finish_reason", "endpoint", "request_hash", "replica", "copied_from", "evaluation", "entrant",
+        "teacher", "request",
+    }  # fmt: skip
+    of_operators = {"reason", "evidence"}  # of a promotion
+    (gateway,) = [user for user in users.USERS if user.name == "gateway"]
+    kinds = [kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)]
+    published = [
+        k
+        for k in kinds
+        if any(f"{k.__struct_config__.tag}.".startswith(p.rstrip(">")) for p in gateway.publishes)
+    ]
+    assert ExchangeRecorded in published
+    texts = {
+        field.name
+        for kind in published
+        for field in msgspec.structs.fields(kind)
+        if "str" in str(field.type) or "bytes" in str(field.type)
+    }
+    assert texts - {*masking._VALUES, *masking._JSON} - tokens - identifiers - of_operators == set()

@@ -1,0 +1,55 @@
+"""Installations that `LocalBackend` starts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import journeywork.art as art
+from journeywork.art.local import backend as local
+
+pytestmark = pytest.mark.anyio
+
+
+class Backend(local.LocalBackend):
+    """Starts a program of the test in place of `journeywork up`."""
+
+    program = "import time; time.sleep(600)"
+
+    def command(self, run_dir: Path, model: local.AnyModel) -> list[str]:
+        return [sys.executable, "-c", self.program]
+
+
+def model(tmp_path: Path) -> art.TrainableModel[None, None]:
+    return art.TrainableModel(name="m", project="p", base_model="b", base_path=str(tmp_path))
+
+
+async def test_a_caller_that_is_cancelled_leaves_its_start_to_the_next(tmp_path: Path) -> None:
+    backend, begun = Backend(path=str(tmp_path)), set[int]()
+    for _ in range(2):
+        waiting = asyncio.create_task(backend.url_of(model(tmp_path)))
+        while not backend._started:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # time to start another one
+        waiting.cancel()
+        begun |= {process.pid for process in backend._started.values()}
+    (process,) = backend._started.values()
+    assert begun == {process.pid}
+    await backend.close()
+    assert process.poll() is not None
+
+
+async def test_an_earlier_runs_log_is_not_shown_as_the_cause(tmp_path: Path) -> None:
+    backend = Backend(path=str(tmp_path))
+    backend.program = "raise SystemExit(3)"
+    log = backend.run_dir(model(tmp_path)) / "logs" / "supervisor.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("of yesterday")
+    os.utime(log, (1, 1))
+    with pytest.raises(local.UpError, match="status 3 before it was ready: it wrote no log"):
+        await backend.url_of(model(tmp_path))
+    await backend.close()
