@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from pipeline.config import Config, ConfigError, MemoryConfig, load
+from pipeline.config import Config, ConfigError, load
 from pipeline.running.service import main
 from pipeline.telemetry.logs import configure
 from trainer.first import import_first
@@ -35,13 +35,6 @@ def _run() -> None:
         from trainer.engine.parallel import launch
 
         launch(config.trainer.processes, sys.argv[1:])
-    memory = config.trainer.memory if config is not None else MemoryConfig()
-    if memory.sharded or memory.context_parallel > 1:
-        setting, what = ("sharded", "the model") if memory.sharded else ("context_parallel", "its rows")
-        sys.stderr.write(
-            f"trainer: trainer.memory.{setting}: set trainer.processes, among which to divide {what}\n"
-        )
-        raise SystemExit(2)
     _import_first(config)
     from trainer.service import serve
 

@@ -77,3 +77,4 @@ if __name__ == "__main__":
         make(Path(sys.argv[1]))
     except ConfigError as error:
         sys.exit(f"prepare.py: {error}")
+    sys.stdout.write(f"{sys.argv[1]}/prepared holds its keys and objects; kubectl apply -k takes them\n")

@@ -78,6 +78,10 @@ def _check_access(config: Config) -> None:
         raise ConfigError(
             "vllm.args: --api-key would be visible in the list of processes; use vllm.api_key_file"
         )
+    memory = config.trainer.memory
+    if config.trainer.processes == 1 and (memory.sharded or memory.context_parallel > 1):
+        setting, what = ("sharded", "the model") if memory.sharded else ("context_parallel", "its rows")
+        raise ConfigError(f"trainer.memory.{setting}: set trainer.processes, among which to divide {what}")
     if config.vllm.sleep and config.trainer.processes > 1:
         raise ConfigError(
             "vllm.sleep: only a trainer of one process shares its GPU by turns; set trainer.processes = 1"

@@ -68,8 +68,9 @@ def main() -> None:
         sys.stderr.write(f"journeywork restore: {error}\n")
         raise SystemExit(2) from error
     sys.stdout.write(
-        f"{args.run_dir} holds the {len(manifest.files)} files of {manifest.run_dir}. Start it with the settings that "
-        f"it had: journeywork up --config FILE --run-dir {args.run_dir}\n"
+        f"{args.run_dir} holds the {len(manifest.files)} files of {manifest.run_dir}. Start it with the settings file "
+        f"or the --set flags that it was started with, not with its own config.toml, which names the first directory: "
+        f"journeywork up --config FILE --run-dir {args.run_dir}\n"
     )
 
 

@@ -3,7 +3,6 @@ of one in `test_parallel.py`."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.config import ConfigError, TrainerConfig, save, with_values
+from pipeline.config import ConfigError, TrainerConfig, load, with_values
 from pipeline.config.checks import check_trainer
-from tests.trainer import kit
 from tests.trainer.engine.test_families import conversations
-from trainer import __main__
 from trainer.batches.packing import Layout, padded, prefix_shared
 from trainer.engine.context_parallel import ContextGroup, context_attention
 
@@ -119,15 +116,12 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, obj
     assert why in str(refused.value)
 
 
-def test_one_process_has_none_to_divide_rows_among(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save(kit.settings("base", tmp_path, **{"memory.context_parallel": 2}), tmp_path / "config.toml")
-    monkeypatch.setattr(sys, "argv", ["trainer", "--config", str(tmp_path / "config.toml")])
-    with pytest.raises(SystemExit):
-        __main__._run()
-    said = "trainer: trainer.memory.context_parallel: set trainer.processes, among which to divide its rows\n"
-    assert capsys.readouterr().err == said
+@pytest.mark.parametrize(
+    ("setting", "what"), [("context_parallel=2", "its rows"), ("sharded=true", "the model")]
+)
+def test_one_process_has_none_to_divide_a_pass_among(tmp_path: Path, setting: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"set trainer.processes, among which to divide {what}"):
+        load(None, [f"run_dir={tmp_path}", f"trainer.memory.{setting}"])
 
 
 @pytest.mark.parametrize(
