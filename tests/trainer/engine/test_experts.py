@@ -164,6 +164,7 @@ def test_an_export_is_merged_into_the_experts(engine: Engine, tmp_path: Path) ->
         torch.testing.assert_close(merged[name], weight, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_vllms_loader_gives_every_expert_its_own_product(tmp_path: Path) -> None:
     """vLLM's CPU build serves no adapters on experts: this is its loader up to the tensors that its kernel reads."""
     pytest.importorskip("vllm")
