@@ -2,10 +2,12 @@
 
 While the trainer computes, vLLM sleeps at level 1 (docs.vllm.ai, "Sleep Mode"): its weights move to the machine's
 memory, its cache is dropped, calls that run end first, and new calls wait. While vLLM serves, the trainer's base model
-is in the machine's memory."""
+is in the machine's memory. Trainers of one run directory, such as that of a branch, have no turns at once: a lock on a
+file, which the kernel releases when one dies, keeps them apart."""
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
@@ -22,7 +24,11 @@ from trainer.engine.model import PolicyModel
 log = get_logger("trainer")
 
 _MOVE_S = 300.0
-"""Longest time for moving a server's weights, in seconds; calls that run may take `gateway.replicas.timeout_s` more."""
+"""Longest time for moving a server's weights; calls that run may take `gateway.replicas.timeout_s` more."""
+
+
+_LOOK_S = 0.2
+"""Time between two looks at whether another trainer's turn is over."""
 
 
 class GpuTurns:
@@ -30,7 +36,7 @@ class GpuTurns:
 
     def __init__(self, config: Config) -> None:
         """Raises `ConfigError` if the servers' key can't be read."""
-        self._urls = config.vllm.urls if config.vllm.sleep else ()
+        self._urls, self._lock = config.vllm.urls if config.vllm.sleep else (), config.path("gpu.lock")
         key = api_key(config) if self._urls else ""
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -46,18 +52,21 @@ class GpuTurns:
         if not self._urls:
             yield
             return
-        try:
-            # A server that is told to sleep does so once its calls have ended, and must not after it was woken.
-            with anyio.CancelScope(shield=True):
-                if not self._models:
-                    await self._post("wake_up")  # a trainer before this one may have died in its turn
-                await self._post("sleep?level=1&mode=wait")
-                await run_sync(self._move, True)
-            yield
-        finally:
-            with anyio.CancelScope(shield=True):
-                await run_sync(self._move, False)
-                await self._post("wake_up")
+        with self._lock.open("w") as lock:
+            while not _locked(lock.fileno()):  # noqa: ASYNC110 - the kernel can only be asked
+                await anyio.sleep(_LOOK_S)
+            try:
+                # A server that is told to sleep does so once its calls have ended, and must not after it was woken.
+                with anyio.CancelScope(shield=True):
+                    if not self._models:
+                        await self._post("wake_up")  # a trainer before this one may have died in its turn
+                    await self._post("sleep?level=1&mode=wait")
+                    await run_sync(self._move, True)
+                yield
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await run_sync(self._move, False)
+                    await self._post("wake_up")
 
     def add(self, models: Iterable[PolicyModel]) -> None:
         """Models that were loaded in the first turn, and leave the GPU at the end of each."""
@@ -83,3 +92,12 @@ class GpuTurns:
                     "let `journeywork up` start it"
                 )
             response.raise_for_status()
+
+
+def _locked(file: int) -> bool:
+    """Take the lock, if no other process has it. Closing the file releases it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -102,11 +102,11 @@ def lora_slots(config: Config) -> int:
 
 _SHARED_GPU = 0.9
 """Share of a GPU's memory that inference server and trainer use together."""
-_PRECISION = {"4bit": "bitsandbytes", "fp8": "fp8"}
+_QUANTIZATION = {"4bit": "bitsandbytes", "fp8": "fp8"}
 """vLLM's name for how it holds the base model, by `trainer.memory.quantization`."""
 _BY_TURNS = 0.85
-"""Share that each uses with `vllm.sleep`. What both keep while it is not their turn, such as CUDA's contexts, is beside
-it."""
+"""Share that each of them may use in its turn, with `vllm.sleep`. The rest is for what both keep all the time, such as
+CUDA's contexts and the trainer's adapter."""
 _MEMORY_FLAG = "--gpu-memory-utilization"
 
 
@@ -130,13 +130,16 @@ def share_gpu(config: Config) -> Config:
     if _MEMORY_FLAG in args[:-1]:
         given = args[args.index(_MEMORY_FLAG) + 1]
     try:
-        inference = float(given) if given else (_BY_TURNS if config.vllm.sleep else _SHARED_GPU / 2)
+        inference = float(given) if given else _SHARED_GPU / 2
     except ValueError as error:
         raise ConfigError(f"vllm.args: {_MEMORY_FLAG} {given} is not a number") from error
-    apart = _BY_TURNS if config.vllm.sleep else round(max(_SHARED_GPU - inference, 0.05), 6)
-    trainer = config.trainer.memory.gpu_share or apart
+    trainer = config.trainer.memory.gpu_share
+    if config.vllm.sleep:
+        trainer, inference = trainer or _BY_TURNS, _BY_TURNS
+    else:
+        trainer = trainer or round(max(_SHARED_GPU - inference, 0.05), 6)
+        inference = round(_SHARED_GPU - trainer, 6)
     if not given:
-        inference = _BY_TURNS if config.vllm.sleep else round(_SHARED_GPU - trainer, 6)
         if inference <= 0:
             raise ConfigError(
                 f"trainer.memory.gpu_share: {trainer} leaves no memory of the GPU to the inference server"
@@ -163,6 +166,17 @@ def _experts_flags(config: Config) -> list[str]:
             "false, or name a server on a GPU in vllm.urls"
         )
     return [flag for flag in needed.values() if flag not in config.vllm.args]
+
+
+def _quantization_flags(config: Config) -> list[str]:
+    """Return how vLLM holds the base model, if all trainers here hold it in the same way and `vllm.args` does not say.
+    vLLM's CPU build serves no such model."""
+    kinds = {config.trainer_of(model).memory.quantization for model in config.models}
+    names = [_QUANTIZATION[kind] for kind in kinds if kind in _QUANTIZATION]
+    if len(kinds) != 1 or vllm_device(config) == "cpu":
+        return []
+    said = any(arg.partition("=")[0] in ("--quantization", "-q") for arg in config.vllm.args)
+    return ["--quantization", *names] if names and not said else []
 
 
 def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
@@ -201,9 +215,7 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         argv += ["--middleware", "pipeline.running.vllm_guard.RequireKey"]
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     env["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"
-    precision = _PRECISION.get(config.trainer.memory.quantization)
-    if precision and vllm_device(config) == "cuda" and "--quantization" not in settings.args:
-        argv += ["--quantization", precision]
+    argv += _quantization_flags(config)
     if settings.sleep:
         # The paths /sleep and /wake_up exist in this mode only, among others: `vllm_guard` requires the key for them.
         env["VLLM_SERVER_DEV_MODE"] = "1"
@@ -373,12 +385,10 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         if name == "gateway":  # time to finish running calls and to record those that are cut off
             spec = dataclasses.replace(spec, stop_grace_s=config.gateway.drain_s + 25.0)
         if name == "trainer":  # it loads a model
-            # It loads a model, on a GPU that the server leaves to it only once that runs.
-            needs = (
-                (*foundation, "vllm")
-                if config.vllm.sleep and any(p.name == "vllm" for p in processes)
-                else foundation
-            )
-            spec = dataclasses.replace(spec, start_timeout_s=config.trainer.start_timeout_s, needs=needs)
+            spec = dataclasses.replace(spec, start_timeout_s=config.trainer.start_timeout_s)
+            if config.vllm.sleep and any(p.name == "vllm" for p in processes):
+                spec = dataclasses.replace(
+                    spec, needs=(*foundation, "vllm")
+                )  # which then gives the GPU to it
         processes.append(spec)
     return config, processes

@@ -103,9 +103,13 @@ def read_variants(
             raise ConfigError(f"--set {text!r} is not a setting: write section.key=value")
         common[name.strip()] = value
     variants: list[tuple[str, dict[str, Any]]] = []
-    for rubric in rubrics:
-        file = Path(rubric)
-        variants.append((file.stem, {"judge.rubric": str(file.resolve()) if _is_file(rubric) else rubric}))
+    for number, rubric in enumerate(rubrics, 1):
+        if _is_file(rubric):
+            variants.append((Path(rubric).stem, {"judge.rubric": str(Path(rubric).resolve())}))
+        elif len(rubric.split()) < 2:
+            raise ConfigError(f"--rubric {rubric!r}: there is no such file, and one word is no rubric")
+        else:
+            variants.append((f"rubric-{number}", {"judge.rubric": rubric}))
     for text in files:
         try:
             variants.append((Path(text).stem, dict(_flat(tomllib.loads(Path(text).read_text("utf-8"))))))

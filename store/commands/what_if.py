@@ -257,7 +257,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--run-dir", help="default: the running one under runs/, else the newest")
     add("--model", default="", help="default: the first of the settings")
-    add("--rubric", action="append", default=[], metavar="FILE", help="judge by this rubric; may be repeated")
+    add(
+        "--rubric",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="judge by this rubric, a file or its text; may be repeated",
+    )
     add(
         "--with",
         action="append",

@@ -73,6 +73,18 @@ def gradient(engine: Engine) -> tuple[float, torch.Tensor]:
     return metrics["loss"], flat
 
 
+def assert_learns(engine: Engine) -> None:
+    """Eight steps on one batch lower its loss."""
+    examples, groups = batch()
+    state, losses = engine.initial_state(), []
+    for _ in range(8):
+        result = engine.step(state, examples, groups)
+        state = result.state
+        losses.append(result.metrics["loss"])
+    assert losses[-1] < losses[0]
+    assert all(torch.isfinite(w).all() for w in state.weights.values())
+
+
 @pytest.mark.parametrize("packing", ["prefix", "padded"])
 def test_loss_and_gradient_are_those_of_the_cpu(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, packing: str
@@ -128,14 +140,7 @@ def test_a_gpu_trains_in_bfloat16_by_default(make_engine: MakeEngine) -> None:
 
 def test_steps_lower_the_loss(make_engine: MakeEngine) -> None:
     engine = make_engine(**{"loss.importance_sampling": "none", "loss.epsilon": 10.0})
-    examples, groups = batch()
-    state, losses = engine.initial_state(), []
-    for _ in range(8):
-        result = engine.step(state, examples, groups)
-        state = result.state
-        losses.append(result.metrics["loss"])
-    assert losses[-1] < losses[0]
-    assert all(torch.isfinite(w).all() for w in state.weights.values())
+    assert_learns(engine)
 
 
 def test_a_line_goes_on_from_its_state_as_if_it_had_never_stopped(make_engine: MakeEngine) -> None:
@@ -209,13 +214,7 @@ def test_a_quantised_base_model_takes_less_memory_and_learns(
     settings = {"loss.importance_sampling": "none", "loss.epsilon": 10.0}
     engine = make_engine(**settings, **{"memory.quantization": kind})
     assert bytes_of(engine) < bytes_of(make_engine(**settings))
-    examples, groups = batch()
-    state, losses = engine.initial_state(), []
-    for _ in range(8):
-        result = engine.step(state, examples, groups)
-        state = result.state
-        losses.append(result.metrics["loss"])
-    assert losses[-1] < losses[0]
+    assert_learns(engine)
 
 
 def test_a_base_model_that_left_the_gpu_and_came_back_is_the_same(make_engine: MakeEngine) -> None:

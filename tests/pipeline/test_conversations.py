@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.conversations import Conversation, build_conversations
+from pipeline.conversations import Conversation, build_conversations, text_of
 from pipeline.events import ExchangeRecorded
 from tests.judge.kit import exchange
 
@@ -36,6 +36,12 @@ def call(
 
 def texts(conversation: Conversation) -> list[Any]:
     return [m.get("content") for m in conversation.messages]
+
+
+def test_the_text_of_a_message_has_each_of_its_parts_and_nothing_for_null() -> None:
+    assert text_of(None) == ""
+    assert text_of([{"type": "text", "text": "a"}, "b", {"type": "audio"}]) == "a\nb\n(audio)"
+    assert text_of([{"type": "text", "text": None}]) == "(text)"
 
 
 def test_calls_that_send_the_whole_history_are_one_conversation() -> None:

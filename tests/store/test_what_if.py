@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 
 import anyio
@@ -13,10 +14,11 @@ from journeywork import AsyncJourneywork, Trajectory
 from pipeline.config import Config, ConfigError, ModelConfig, save
 from pipeline.running.runs import SETTINGS
 from store.commands.question import Question, read_question
-from store.commands.what_if import _parser
+from store.commands.what_if import Commands, WhatIfError, _parser
 from store.reading.history import History
 from store.reading.what_if import what_if
 from tests.kits.installation import JOURNEYWORK, ROOT, SMALL, Up, program, up
+from tests.kits.warm import COLD
 
 GAMES = [
     "--rollout",
@@ -51,6 +53,24 @@ def test_each_rubric_and_each_file_is_a_branch_with_the_settings_of_all(tmp_path
     assert again.id != question.id  # the same name, another rubric
 
 
+def test_a_rubric_may_be_a_text_that_is_longer_than_any_file_name(tmp_path: Path) -> None:
+    rubric = "Be strict. " * 40
+    (plan,) = asked(tmp_path, "--rubric", rubric).plans
+    assert (plan.name, plan.settings) == ("rubric-1", {"judge.rubric": rubric})
+
+
+def test_a_command_that_fails_is_told_with_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = Commands(tmp_path)
+    with pytest.raises(WhatIfError, match="`journeywork fork` ended with status 2: journeywork fork: "):
+        commands.call("fork", "--no-such-flag")
+    monkeypatch.setenv(COLD, "1")
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # a command that dies without a word
+    with pytest.raises(WhatIfError, match="`journeywork train` ended with status 1: it printed nothing"):
+        commands.call("train")
+
+
 def test_only_settings_of_the_trainer_judge_nothing_again(tmp_path: Path) -> None:
     (plan,) = asked(tmp_path, "--set", "trainer.loss.beta=0.01", "--from", "m@3").plans
     assert (plan.name, plan.judged) == ("set", False)
@@ -60,6 +80,7 @@ def test_only_settings_of_the_trainer_judge_nothing_again(tmp_path: Path) -> Non
     ("flags", "why"),
     [
         ([], "what is to differ"),
+        (["--rubric", "strictr.md"], "there is no such file"),
         (["--set", "trainer.los=1"], "did you mean trainer.loss"),
         (["--set", "models.0.base=other"], "has main's base"),
         (["--with", WINS, "--with", WINS], "two variants have one name"),

@@ -33,9 +33,9 @@ from journeywork.forking import ForkError, Version, checkpoints_folder, flags, v
 log = logging.getLogger("journeywork.art")
 
 _POLL_S = 0.1
+"""Time between two looks at what another process writes: the state file of an installation that starts, the lake."""
 _STORED_S = 300.0
-"""How long the store may take to write the newest version, in seconds."""
-"""Time between two looks at the state file of an installation that starts."""
+"""How long the store may take to write the newest version."""
 _STOP_S = 120.0
 """How long an installation may take to stop."""
 _LOG_BYTES = 2000

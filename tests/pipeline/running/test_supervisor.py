@@ -240,6 +240,25 @@ def test_the_gpu_is_divided_where_vllm_and_the_trainer_share_it(
     assert not [s for s in alone if flag in s.argv]
 
 
+@pytest.mark.parametrize(
+    ("settings", "flags"),
+    [
+        ([], []),
+        (["trainer.memory.quantization=fp8"], ["fp8"]),
+        (["models.0.trainer.memory.quantization=4bit"], ["bitsandbytes"]),
+        (["trainer.memory.quantization=4bit", 'vllm.args=["--quantization=fp8"]'], []),
+        (["trainer.memory.quantization=4bit", "vllm.device=cpu"], []),
+    ],
+)
+def test_vllm_holds_the_base_model_as_the_trainer_does(
+    tmp_path: Path, settings: list[str], flags: list[str]
+) -> None:
+    base = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cuda"]
+    _, specs = make_plan(load(None, [*base, *settings]), ("sampler",))
+    argv = specs[1].argv
+    assert [argv[i + 1] for i, arg in enumerate(argv) if arg == "--quantization"] == flags
+
+
 def test_shares_of_the_gpu_that_can_not_be_say_so(tmp_path: Path) -> None:
     base = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cuda"]
     with pytest.raises(ConfigError, match="leaves no memory of the GPU to the inference server"):
