@@ -52,6 +52,7 @@ class GpuTurns:
         if not self._urls:
             yield
             return
+        self._lock.parent.mkdir(parents=True, exist_ok=True)
         with self._lock.open("w") as lock:
             while not _locked(lock.fileno()):  # noqa: ASYNC110 - the kernel can only be asked
                 await anyio.sleep(_LOOK_S)

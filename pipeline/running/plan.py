@@ -162,7 +162,7 @@ def _experts_flags(config: Config) -> list[str]:
     needed = {setting: flag for setting, flag in flags.items() if flag}
     if needed and vllm_device(config) == "cpu":
         raise ConfigError(
-            f"{next(iter(needed))}: vLLM serves it on a GPU only, and its CPU build is installed here; set it to "
+            f"{next(iter(needed))}: it needs vLLM on a GPU, and vLLM's CPU build is installed here; set it to "
             "false, or name a server on a GPU in vllm.urls"
         )
     return [flag for flag in needed.values() if flag not in config.vllm.args]

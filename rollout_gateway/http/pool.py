@@ -45,7 +45,7 @@ class PooledConnection(Protocol):
     buffered: int
     """Bytes of its incomplete body that are counted in `ConnectionPool.buffered`."""
     owner: str
-    """Who sends that body."""
+    """The name of the API key that sends that body."""
 
     def abort(self) -> None:
         """Close the connection at once and ignore further input."""

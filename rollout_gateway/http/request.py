@@ -67,7 +67,7 @@ class Request:
         self.admitted: Any = None
         """Result of `admit`, for the handler."""
         self.owner = ""
-        """Who sends it, as `admit` knows. Of what all share, an owner gets its part."""
+        """The name of the API key that sends it, set by `admit`. Limits that all callers share are divided by it."""
         self.keep_alive = False
         self.cancellation = Cancellation()
         """Cancelled with a `ClientGoneError` when the client closes its connection."""

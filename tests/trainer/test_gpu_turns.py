@@ -52,8 +52,7 @@ async def server() -> AsyncIterator[Server]:
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path(Config().run_dir).mkdir(parents=True, exist_ok=True)
+    monkeypatch.chdir(tmp_path)  # the run directory of the default settings is relative
 
 
 def with_server(config: Config, url: str, key: Path | None = None) -> Config:

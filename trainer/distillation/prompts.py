@@ -77,7 +77,7 @@ def transcript(exchanges: Sequence[ExchangeRecorded]) -> str:
 
 class HintedPrompts:
     """Renders prompts for the base model in the folder or of the hub name `base`. `longest`: tokens that the trainer's
-    model takes; `None`: any number. Callers write the text of hints and the calls, so that a trainer sets it."""
+    model takes; `None`: any number. A trainer sets it, because callers choose how long their hints and calls are."""
 
     def __init__(self, base: str, config: DistillConfig, longest: int | None = None) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(base)

@@ -43,7 +43,7 @@ def test_a_mixture_of_experts_gets_the_flags_that_it_needs_on_a_gpu(
     assert vllm_command(config, 1).argv.count(flag) == 1
     assert vllm_command(with_values(config, {"vllm.args": (flag,)}), 1).argv.count(flag) == 1
     assert flag not in command(base)
-    with pytest.raises(ConfigError, match=rf"trainer\.{setting}: vLLM serves it on a GPU only"):
+    with pytest.raises(ConfigError, match=rf"trainer\.{setting}: it needs vLLM on a GPU"):
         vllm_command(with_values(config, {"vllm.device": "cpu"}), 1)
 
 
