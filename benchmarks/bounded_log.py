@@ -59,11 +59,14 @@ class Load:
         self._broker, self.count, self._rate = broker, count, rate
         self.started = self.done = 0
         self._began = time.monotonic()
+        self.rate = 0.0
+        """Trajectories a second, once all are published."""
 
     async def run(self) -> None:
         async with anyio.create_task_group() as tg:
             for _ in range(_AT_ONCE):
                 tg.start_soon(self._publish_due)
+        self.rate = self.count / (time.monotonic() - self._began)
 
     async def _publish_due(self) -> None:
         while self.started < self.count:
@@ -107,8 +110,12 @@ async def watch(process: psutil.Process, port: int, profiling: int, load: Load) 
 
 
 def summary(samples: list[Sample], max_age_s: float) -> dict[str, Any]:
-    """Return figures of the time in which events are deleted."""
+    """Return figures of the time in which events are deleted. Raises `SystemExit` where that was too short."""
     steady = [s for s in samples if s.at_s > max_age_s]
+    if len(steady) < 2:
+        raise SystemExit(
+            f"The load was over {_EVERY_S * 2:g} s or less after --max-age: give more --trajectories."
+        )
     lives = [s.live / 1e6 for s in steady]
     half = len(lives) // 2
     return {
@@ -129,10 +136,9 @@ async def measure(folder: Path, count: int, rate: float, max_age_s: float) -> di
         config = NatsConfig(url=server.url, rollouts_max_age_h=max_age_s / 3600)
         async with Broker.connect(config) as broker, anyio.create_task_group() as tg:
             load = Load(broker, count, rate)
-            began = time.monotonic()
             tg.start_soon(load.run)
             samples = await watch(psutil.Process(server.process.pid), port, profiling, load)
-            return {"rate": count / (time.monotonic() - began), **summary(samples, max_age_s)}
+            return {"rate": load.rate, **summary(samples, max_age_s)}
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import httpx
 
 from benchmarks.bench import RESULTS, machine, peak_mb, write_results
 from benchmarks.history import make_history
-from pipeline.config import Config
+from pipeline.config import Config, UiConfig
 from tests.kits.services import service
 
 
@@ -60,7 +60,8 @@ def measure(run_dir: Path, trajectories: int) -> dict[str, Any]:
     """Every page over the made history."""
     addresses = page_addresses(trajectories)
     began = time.perf_counter()
-    with service("store.showing.dashboard", Config(run_dir=str(run_dir.absolute()))) as (process, line):
+    config = Config(run_dir=str(run_dir.absolute()), ui=UiConfig(port=0))
+    with service("store.showing.dashboard", config) as (process, line):
         ready_s = time.perf_counter() - began
         client = httpx.Client(base_url=json.loads(line)["url"], timeout=300)
         timed = {}

@@ -99,7 +99,7 @@ def _groups(lake: Lake, first: int, count: int) -> None:
         "verdicts": [
             [{"judge_model": "judge/1", "rubric": "general", "order": own, "cost_usd": 0.002, "latency_s": 1.5,
               "attempts": 1, "scores": [
-                {"trajectory": name, "score": k / 8, "explanation": "It does what it was asked."}
+                {"trajectory": name, "score": k / 8, "call": -1, "explanation": "It does what it was asked."}
                 for k, name in enumerate(own)]}]
             for own in names
         ],

@@ -78,8 +78,8 @@ def looked_at(values: list[float]) -> bool:
 
 
 def share(hits: int, of: int) -> dict[str, Any]:
-    found = wilson(hits, of)
-    return {"share": found.mean, "low": found.low, "high": found.high, "count": of}
+    estimate = wilson(hits, of)
+    return {"share": estimate.mean, "low": estimate.low, "high": estimate.high, "count": of}
 
 
 def rolled_back(name: str, players: dict[str, list[float]], comparisons: int) -> dict[str, Any]:

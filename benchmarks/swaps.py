@@ -154,7 +154,7 @@ async def measure(
         await until(lambda: len(seen.replies) >= streams, seen)
         calm, swapped = [], []
         for first in range(2, swaps + 2, -(-swaps // ROUNDS)):
-            calm.append(await _span(asyncio.sleep(calm_s / ROUNDS)))
+            calm.append(await _span(_calm(seen, calm_s / ROUNDS)))
             swapped.append(await _span(swap(range(first, min(first - (-swaps // ROUNDS), swaps + 2)))))
             await asyncio.sleep(SETTLE_S)
     finally:
@@ -171,6 +171,13 @@ async def measure(
             out[f"swap_{name}_{label}_ms"] = _quantile(values, share, swapped)
     out["swap_p99_gap_ratio"] = out["swap_gap_p99_ms"] / out["calm_gap_p99_ms"]
     return out, seen
+
+
+async def _calm(seen: Streams, seconds: float) -> None:
+    """Wait for so long, and until a reply has begun and a stream has gone on, however slow the server is."""
+    first, gaps = len(seen.first), len(seen.gaps)
+    await asyncio.sleep(seconds)
+    await until(lambda: len(seen.first) > first and len(seen.gaps) > gaps, seen)
 
 
 async def _publish(gateway: GatewayProcess, broker: Broker, step: int) -> float:

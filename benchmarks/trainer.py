@@ -41,6 +41,7 @@ _THEIR_ROUNDS = 5
 """TRL's side takes a step in every fifth round: its steps are alike, ours make their checks in some only."""
 _WARM_UP = {"trl": 1, "journeywork": 2}
 """First steps that are not counted. Ours then make the checks that are due at the start of a process."""
+_FEWEST_ROUNDS = _WARM_UP["trl"] * _THEIR_ROUNDS + 1 - _WARM_UP["journeywork"]
 
 
 def model_folder(folder: Path) -> str:
@@ -320,16 +321,22 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/trainer.json")
     parser.add_argument("--serve", nargs=3, metavar=("SHAPE", "IMPLEMENTATION", "MODEL"))
     args = parser.parse_args()
     if args.serve:
         serve_steps(*args.serve, threads=args.threads)
         return
+    if args.rounds < _FEWEST_ROUNDS:
+        parser.error(
+            f"--rounds {args.rounds}: write {_FEWEST_ROUNDS} or more, so that a step of TRL's is counted"
+        )
     from benchmarks.bench import RESULTS, machine, write_results
 
     command = f"python -m benchmarks.trainer --threads {args.threads} --rounds {args.rounds}"
+    if args.shapes != list(SHAPES):
+        command += f" --shapes {' '.join(args.shapes)}"
     report: dict[str, Any] = {"command": command, **machine()}
     with tempfile.TemporaryDirectory() as folder:
         base = model_folder(Path(folder))

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,8 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
 
 def gateway_of(args: argparse.Namespace) -> str:
     """Return the gateway's URL: the one given, else that of the run. Raises `ValueError`."""
-    if args.url or (not args.run_dir and "JOURNEYWORK_URL" in os.environ):
-        return str(args.url or os.environ["JOURNEYWORK_URL"])
+    if url := str(args.url or ("" if args.run_dir else os.environ.get("JOURNEYWORK_URL", ""))):
+        return url
     if args.run_dir:
         state = Path(args.run_dir) / "state.json"
     else:
@@ -110,6 +110,25 @@ def _is_running(state: Path) -> bool:
     except (OSError, ValueError, KeyError):
         return False
     return bool(content.get("since") == f"{boot} {status.rpartition(')')[2].split()[19]}")
+
+
+@contextmanager
+def output_of_one_object(wanted: bool) -> Iterator[None]:
+    """With `--json`, send what rollouts and the programs that they start print to standard error, so that standard
+    output is one JSON object."""
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(output, 1)
+        os.close(output)
 
 
 @contextmanager

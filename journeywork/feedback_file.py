@@ -125,7 +125,11 @@ def _options(row: dict[str, Any]) -> dict[str, Any]:
         if "answer" in options or "trajectory" not in options:
             raise ValueError("`call` needs `trajectory`, and no `answer`")
         call = options.pop("call")
-        options["answer"] = int(call) if isinstance(call, float) or str(call).isdecimal() else call
+        if isinstance(call, float):  # a column of numbers with empty cells
+            if not call.is_integer():
+                raise ValueError(f"`call` is {call}: write the number of a call, from 0")
+            call = int(call)
+        options["answer"] = int(call) if str(call).isdecimal() else call
     return options
 
 

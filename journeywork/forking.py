@@ -25,6 +25,8 @@ from urllib.parse import quote, unquote
 from journeywork.command_line import exit_status
 
 ADAPTER, CONFIG, EVENT = "adapter.tar", "adapter_config.json", "event.msgpack"
+_OF_UP = ("--config", "--nats-url", "--services", "--set", "--vllm-url")
+"""Options of `journeywork up` that take a value; known here, so that no value is read as the source."""
 _SOURCE = re.compile(r"(?:(?:([^/@]+)/)?([^/@]+)/)?([^/@]+)(?:@([0-9]+))?")
 
 
@@ -43,8 +45,9 @@ class Version:
 
     @property
     def name(self) -> str:
-        """Its name in `models.0.start`, after the lake and `#`."""
-        return f"{self.project}/{self.branch}/{self.model}@{self.step}"
+        """Its name in `models.0.start`, after the lake and `#`. A slash in a part is escaped: `p/main/org%2Fm@3`."""
+        names = (quote(name, safe=":+=,~") for name in (self.project, self.branch, self.model))
+        return f"{'/'.join(names)}@{self.step}"
 
     @property
     def folder(self) -> str:
@@ -85,7 +88,7 @@ def adapter_config(lake: str, version: Version) -> dict[str, Any]:
             with tarfile.open(fileobj=stream, mode="r|") as tar:
                 member = next(tar.extractfile(entry) for entry in tar if Path(entry.name).name == CONFIG)
                 return dict(json.load(member)) if member else {}
-        except (tarfile.TarError, StopIteration, ValueError) as error:
+        except (tarfile.TarError, StopIteration, TypeError, ValueError) as error:
             raise ForkError(f"{version.name} in {lake} is damaged: {error or f'no {CONFIG}'}") from error
 
 
@@ -125,10 +128,11 @@ def settings_of(source: str) -> dict[str, Any]:
     """Return the settings of an installation that begins with a source: a PEFT folder, or a lake and the names of a
     version. Blocks. Raises `ForkError` and `OSError`."""
     if (config_file := Path(source) / CONFIG).is_file():
-        config, settings = (
-            json.loads(config_file.read_text("utf-8")),
-            {"models.0.start": str(Path(source).resolve())},
-        )
+        try:
+            config = dict(json.loads(config_file.read_text("utf-8")))
+        except (TypeError, ValueError) as error:
+            raise ForkError(f"{config_file} is no configuration of PEFT: {error}") from error
+        settings = {"models.0.start": str(Path(source).resolve())}
     else:
         lake, _, names = source.partition("#")
         if not lake.startswith("s3://"):
@@ -137,9 +141,11 @@ def settings_of(source: str) -> dict[str, Any]:
         match = _SOURCE.fullmatch(names or "*")
         if match is None:
             raise ForkError(
-                f"{names!r} is no version: write <project>/<branch>/<model>@<step>, or less of it"
+                f"{names!r} is no version: write <project>/<branch>/<model>@<step>, or less of it, a slash within a "
+                "name as %2F"
             )
-        project, branch, model, step = match.groups()
+        *parts, step = match.groups()
+        project, branch, model = (part and unquote(part) for part in parts)
         version = version_to_fork(
             lake, project, model if names else None, branch=branch or "main", step=int(step) if step else None
         )
@@ -149,6 +155,10 @@ def settings_of(source: str) -> dict[str, Any]:
             "models.0.name": version.model,
             "models.0.start": f"{lake}#{version.name}",
         }
+    if missing := [key for key in ("r", "lora_alpha") if key not in config]:
+        raise ForkError(
+            f"{CONFIG} of {source} has no {missing[0]!r}: it is not the configuration of a LoRA adapter"
+        )
     return settings | {
         "models.0.base": config.get("base_model_name_or_path", ""),
         "trainer.lora.rank": config["r"],
@@ -173,7 +183,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="a run directory, a store.dir or s3://<bucket>/<prefix>, #<model>@<step>; a PEFT folder",
     )
     parser.add_argument("--run-dir", required=True, type=Path, help="of the new installation")
+    for name in _OF_UP:
+        parser.add_argument(name, dest=name, action="append", default=[], help=argparse.SUPPRESS)
     args, options = parser.parse_known_args(argv)
+    options += [part for name in _OF_UP for value in getattr(args, name) for part in (name, value)]
     with exit_status((ForkError, OSError), ()):
         if (args.run_dir / "config.toml").exists():
             raise ForkError(f"{args.run_dir} has begun already: give another --run-dir")

@@ -3,10 +3,13 @@
 A rollout is a function that you write: it takes an open `Trajectory` and a task, runs your agent, and returns the
 reward. It may instead set `trajectory.reward`, or do neither and leave the reward to the judge. If a rollout raises,
 its trajectory is completed with the outcome `no_result` and gets no reward; the exception is kept in the `TaskGroup`.
+So is a `GatewayUnavailableError` of a completion, but that trajectory keeps its result: `complete(run.id,
+**run.result())` completes it later.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import itertools
@@ -25,6 +28,7 @@ import anyio.from_thread
 from typing_extensions import Unpack
 
 from journeywork.trajectory import OpenOptions, Trajectory
+from journeywork.transport import GatewayUnavailableError
 
 Task = TypeVar("Task")
 Rollout = Callable[[Trajectory, Task], float | Awaitable[float | None] | None]
@@ -60,12 +64,18 @@ class TaskGroup(Generic[Task]):
     trajectories: list[Trajectory] = field(default_factory=list)
     """In the order of the attempt numbers."""
     exceptions: list[Exception] = field(default_factory=list)
-    """Exceptions raised by rollouts of this task. Their trajectories have the outcome `no_result`."""
+    """Exceptions raised by rollouts of this task, whose trajectories have the outcome `no_result`, and by the opening
+    and the completion of trajectories."""
+
+    @property
+    def scored(self) -> list[Trajectory]:
+        """Trajectories that were completed with the outcome `scored`."""
+        return [t for t in self.trajectories if t.outcome == "scored" and t.duration_s is not None]
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards of the attempts that have one."""
-        return [t.reward for t in self.trajectories if t.outcome == "scored" and t.reward is not None]
+        """Rewards of the completed attempts that have one."""
+        return [t.reward for t in self.scored if t.reward is not None]
 
 
 @contextlib.contextmanager
@@ -81,22 +91,45 @@ def progress_bar(total: int, label: str, shown: bool) -> Iterator[Callable[[], o
         sys.stderr.write("\n")
 
 
+@contextlib.contextmanager
+def cancellation_as_failure(what: str) -> Iterator[None]:
+    """Raise `RuntimeError`, which names `what`, if the block awaits something that was cancelled while the running task
+    was not. A task group would take that for a cancellation of its own, and end all its tasks without an error."""
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        raise RuntimeError(f"{what} was cancelled: something that it awaited was") from error
+
+
 async def call_rollout(
     rollout: Rollout[Task], run: Trajectory, task: Task, limiter: anyio.CapacityLimiter
 ) -> float | None:
     """Await a rollout that is a coroutine function; run a plain function in a thread of `limiter`.
 
-    Raises what the rollout raises, and `RuntimeError` if it calls `sys.exit`."""
+    Raises what the rollout raises, and `RuntimeError` if it calls `sys.exit`, or awaits something that was cancelled
+    while the attempt itself was not."""
     try:
-        if inspect.iscoroutinefunction(rollout):
-            reward: float | None = await rollout(run, task)
-            return reward
-        give = run._give
-        if give is not None:
-            run._give = lambda *args, **options: anyio.from_thread.run(partial(give, *args, **options))
-        result = await anyio.to_thread.run_sync(rollout, run, task, limiter=limiter, abandon_on_cancel=True)
-        run._give = give
-        return await result if inspect.isawaitable(result) else result
+        with cancellation_as_failure("the rollout"):
+            if inspect.iscoroutinefunction(rollout):
+                reward: float | None = await rollout(run, task)
+                return reward
+            give = run._give
+            if give is not None:
+                run._give = lambda *args, **options: anyio.from_thread.run(partial(give, *args, **options))
+            try:
+                result = await anyio.to_thread.run_sync(
+                    rollout, run, task, limiter=limiter, abandon_on_cancel=True
+                )
+            except (
+                Exception,
+                SystemExit,
+            ):  # not for a cancellation: the thread goes on, and may still call it
+                run._give = give
+                raise
+            run._give = give
+            return await result if inspect.isawaitable(result) else result
     except SystemExit as error:  # one attempt's end, not the end of the program that plays them all
         raise RuntimeError(f"the rollout called sys.exit({error.code!r})") from error
 
@@ -168,7 +201,8 @@ class _Gathering(Generic[Task]):
         self._client, self._model, self._rollout = client, model, rollout
         self._groups, self._group_size = groups, group_size
         self.total = len(groups) * group_size
-        self._max_raised = max_exceptions if max_exceptions >= 1 else max_exceptions * self.total
+        share = round(max_exceptions * self.total, 6)  # 0.29 * 100 is 28.999999999999996
+        self._max_raised = max_exceptions if max_exceptions >= 1 else share
         self._slots = anyio.Semaphore(concurrency)
         """One for each attempt that runs."""
         self._thread_limiter = anyio.CapacityLimiter(concurrency)
@@ -187,13 +221,18 @@ class _Gathering(Generic[Task]):
 
         `options` open every trajectory, `describe` returns the description of a task that the judge reads, `count` is
         called when an attempt has ended. Raises `TooManyExceptionsError` if more rollouts raised than are tolerated;
-        the attempts that still ran are then cancelled."""
+        the attempts that still ran are then cancelled. Raises `RuntimeError` if a rollout cancelled its own task."""
         with self._scope:
             async with anyio.create_task_group() as running:
                 for at in range(len(self._groups)):
-                    for number in range(self._group_size):
+                    for number in range(1, self._group_size + 1):
                         await self._slots.acquire()
                         running.start_soon(self._attempt, at, number, options, describe, count)
+        if self._attempts_ended < self.total and not self._scope.cancel_called:
+            raise RuntimeError(
+                f"a rollout cancelled the task that plays it, and with it all others: {self._attempts_ended} of "
+                f"{self.total} attempts ended. Cancel a scope or a task of its own in the rollout"
+            )
         for group, runs in zip(self._groups, self._trajectories, strict=True):
             group.trajectories = [run for _, run in sorted(runs.items())]
         if len(self._exceptions) > self._max_raised:
@@ -211,8 +250,8 @@ class _Gathering(Generic[Task]):
     ) -> None:
         """Play the attempt `number` of the group at index `at`, and free the slot that `run` took for it.
 
-        An exception is put into the group, and the outcome becomes `no_result`. If it is one too many, all attempts
-        are cancelled."""
+        An exception is put into the group, and the outcome becomes `no_result`, unless only the completion found no
+        gateway. If it is one too many, all attempts are cancelled."""
         group, began = self._groups[at], time.monotonic()
         try:
             opening: OpenOptions = {
@@ -227,7 +266,8 @@ class _Gathering(Generic[Task]):
         except Exception as error:  # noqa: BLE001 - kept and counted as the result of the rollout
             group.exceptions.append(error)
             self._exceptions.append(error)
-            if number in self._trajectories[at]:
+            # One that the rollout raised has made it `no_result` already.
+            if number in self._trajectories[at] and not isinstance(error, GatewayUnavailableError):
                 self._trajectories[at][number].outcome = "no_result"
         finally:
             self._slots.release()

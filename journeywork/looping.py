@@ -25,6 +25,8 @@ from journeywork.statistics import Estimate, mean_or_share
 from journeywork.trajectory import Trajectory
 from journeywork.transport import NOT_FOUND, JourneyworkError, plain_errors
 
+_READS = 16
+"""Groups that are read at the same time."""
 _MAX_NAME = 150
 """Characters of a loop's name. The gateway takes 200 for an id, which also holds the attempt's place."""
 
@@ -58,8 +60,8 @@ class LoopOptions(Generic[Task]):
     epochs: int | None = None
     """It ends after so many passes over the scenarios."""
     evaluate_every: int = 0
-    """Every so many steps, from the first version served, the tasks of `evaluation` are played once with that
-    version."""
+    """The tasks of `evaluation` are played once with each version whose step is a multiple of this. At its start, the
+    loop takes the newest such version."""
     evaluation: Sequence[Task] = ()
     tries: int = 3
     """Groups that a scenario may get until each attempt has a result."""
@@ -95,7 +97,7 @@ class LoopOptions(Generic[Task]):
 
 @dataclass
 class LoopResult:
-    """What a loop did, the part before a restart included."""
+    """What a loop did since this process started it, but for `resumed` and `incomplete`."""
 
     step: int = 0
     """The policy step that was served at the end."""
@@ -110,7 +112,8 @@ class LoopResult:
     not_evaluated: list[int] = field(default_factory=list)
     """Steps whose version the gateway did not have any more when their evaluation was due, after a restart."""
     staleness: list[int] = field(default_factory=list)
-    """For each trained group, in how many steps it became older between its start and its training."""
+    """For each trained group that this process started, in how many steps it became older between its start and its
+    training."""
     exceptions: list[Exception] = field(default_factory=list)
     """What rollouts raised."""
 
@@ -135,10 +138,12 @@ class _Loop(Generic[Task]):
         """Groups that may be under way or waiting to be trained, so that none becomes older than `max_staleness`."""
         self._slots = anyio.Semaphore(concurrency)
         self._limiter = anyio.CapacityLimiter(concurrency)
+        self._reads = anyio.Semaphore(_READS)
         self._turn = anyio.Lock()
         """Held while a group takes its slots, so that groups begin in their order and a few at a time."""
-        self._undecided: dict[str, int] = {}
-        """Groups that the trainer has neither trained nor discarded, with the step at their start."""
+        self._undecided: dict[str, int | None] = {}
+        """Groups that the trainer has neither trained nor discarded, with the step at their start; `None` where an
+        earlier process started them."""
         self._changed = anyio.Event()
         self._over = False
         self.result = LoopResult()
@@ -211,12 +216,20 @@ class _Loop(Generic[Task]):
                 return int(entry["step"])
         raise ValueError(f"the gateway does not serve the model {self._model!r}")
 
-    async def _decided(self) -> dict[str, dict[str, Any]]:
-        """Return the groups that were trained or discarded since the last call, as the gateway describes them."""
+    async def _decided(self, *, opened: bool = False) -> dict[str, dict[str, Any]]:
+        """Return the groups that were trained or discarded since the last call, as the gateway describes them. An
+        agent's key is told that it does not know a group that was not opened yet; where all were `opened`, such a one
+        has expired and counts as discarded."""
         states: dict[str, dict[str, Any]] = {}
 
         async def read(group: str) -> None:
-            state = await self._client.group(group, self._model)
+            try:
+                async with self._reads:
+                    state = await self._client.group(group, self._model)
+            except JourneyworkError as error:
+                if error.status != NOT_FOUND:
+                    raise
+                state = {"status": "discarded" if opened else "waiting"}
             if state["status"] != "waiting":
                 states[group] = state
 
@@ -224,6 +237,15 @@ class _Loop(Generic[Task]):
             for group in list(self._undecided):
                 reading.start_soon(read, group)
         return states
+
+    async def take_over(self, known: Sequence[Progress]) -> None:
+        """Count the groups of an earlier process that still wait for the trainer: they are ahead of new ones."""
+        for progress in known:
+            self._undecided |= dict.fromkeys(
+                self.attempts.group(str(progress.number), tried) for tried in range(progress.tries)
+            )
+        for group in await self._decided(opened=True):
+            del self._undecided[group]
 
     async def watch(self) -> None:
         """Read the served step and the fate of groups, every `poll_s` seconds."""
@@ -235,7 +257,7 @@ class _Loop(Generic[Task]):
                 step = await self.served_step()
                 for group, state in decided.items():
                     started = self._undecided.pop(group)
-                    if state["status"] == "trained":
+                    if state["status"] == "trained" and started is not None:
                         trained = int(state["version"].rpartition("@")[2])
                         self.result.staleness.append(trained - 1 - started)
             self.result.step = step
@@ -256,7 +278,7 @@ class _Loop(Generic[Task]):
         self._changed = anyio.Event()
 
     async def may_start(self) -> bool:
-        """Wait until another group keeps to the staleness. Returns whether there are steps left."""
+        """Wait until another group keeps within `max_staleness`. Returns whether there are steps left."""
         while self.result.step < self._options.steps and len(self._undecided) >= self._ahead:
             await self._changed.wait()
         return self.result.step < self._options.steps
@@ -326,12 +348,11 @@ async def loop(
     """Play groups of attempts at the scenarios, in order and again from the start, until the gateway serves
     `options.steps`.
 
-    The `n`-th group is of scenario `n` modulo their number. `rollout` is as
-    for `gather`.
+    The `n`-th group is of scenario `n` modulo their number. `rollout` is as for `gather`.
 
     Raises `JourneyworkError` if the gateway refuses a request or stays away, and `TooManyExceptionsError`. Raises
-    `ValueError` for no scenarios, and for a loop that was begun under this
-    name with another model, group size or, with `describe`, other scenarios."""
+    `ValueError` for no scenarios, and for a loop that was begun under this name with another model, group size or, with
+    `describe`, other scenarios."""
     chosen = _Scenarios(scenarios, options)
     running = _Loop(client, model, rollout, options)
     result = running.result
@@ -340,6 +361,7 @@ async def loop(
     result.resumed = sum(options.group_size - progress.missing for progress in known)
     result.step = await running.served_step()
     chosen.check(known)
+    await running.take_over(known)
     result.incomplete += [p.number for p in known if p.missing and p.tries >= options.tries]
 
     async def play(progress: Progress, task: Task) -> None:

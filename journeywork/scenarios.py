@@ -163,12 +163,15 @@ def _words(task: str) -> frozenset[str]:
 
 def read_scenarios(path: Path) -> list[Scenario]:
     """Read a file of scenarios; an empty list if there is none. Raises `ValueError` naming the line."""
+    if not path.exists():
+        return []
     scenarios = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines() if path.exists() else (), 1):
-        try:
-            scenarios.append(Scenario(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
+    with path.open(encoding="utf-8") as lines:  # `splitlines` also splits at U+2028, which JSON may hold
+        for number, line in enumerate(lines, 1):
+            try:
+                scenarios.append(Scenario(**json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}:{number}: {error}") from error
     return scenarios
 
 

@@ -50,15 +50,19 @@ class Backoff:
         self._began = time.monotonic()
         self._end = self._began + wait_s
 
-    def unreachable(self, url: str, problem: str) -> None:
-        """Log a warning if the gateway has been unreachable for some seconds: with a wrong URL, a program would
-        otherwise wait `wait_s` without a word."""
+    def unreachable(self, url: str, problem: str) -> str:
+        """Return `problem` with the gateway's URL and what to check. It is logged at the first failure, because the URL
+        may be wrong, and after some seconds without the gateway."""
         now = time.monotonic()
-        if now - self._began < _WARN_AFTER_S or now - self._warned.get(url, -math.inf) < _WARN_EVERY_S:
-            return
-        self._warned[url] = now
-        left = max(0.0, self._end - now)
-        _log.warning("the gateway %s can't be reached (%s); trying for %.0f s more", url, problem, left)
+        told = (
+            f"the gateway {url} can't be reached ({problem}): check this address, and that the gateway runs"
+        )
+        if url not in self._warned or (
+            now - self._began >= _WARN_AFTER_S and now - self._warned[url] >= _WARN_EVERY_S
+        ):
+            self._warned[url] = now
+            _log.warning("%s; trying for %.0f s more", told, max(0.0, self._end - now))
+        return told
 
     def wait_for_training(self, reply: httpx.Response) -> None:
         """Begin to count `wait_s` again if the gateway lets no group begin before others are trained: it is reachable,
@@ -79,10 +83,10 @@ class Backoff:
 
         Raises `GatewayUnavailableError` with `last_problem` if `wait_s` is over."""
         left = self._end - time.monotonic()
-        if left < 0:
+        if left <= 0:
             raise GatewayUnavailableError(f"gave up after {self._wait_s:g} s; last problem: {last_problem}")
         pause, self._pause_s = self._pause_s, min(self._pause_s * 2, _LONGEST_PAUSE_S)
-        return max(pause, min(retry_after_s, left))
+        return min(max(pause, retry_after_s), left)
 
 
 def retry_after_s(reply: httpx.Response) -> float:

@@ -67,10 +67,10 @@ def counting(signals: Iterable[SignalGiven], config: JudgeConfig) -> list[Signal
 
 def by_run(signals: Iterable[SignalGiven]) -> dict[str, list[SignalGiven]]:
     """Return the signals of each run."""
-    found: dict[str, list[SignalGiven]] = defaultdict(list)
+    signals_of: dict[str, list[SignalGiven]] = defaultdict(list)
     for signal in signals:
-        found[signal.trajectory].append(signal)
-    return found
+        signals_of[signal.trajectory].append(signal)
+    return signals_of
 
 
 def feedback_on(
@@ -82,7 +82,7 @@ def feedback_on(
 ) -> dict[str, RunFeedback]:
     """Return what is known about each of `members`, by trajectory: what signals say, added to `known`, which the other
     parts of the reward say. `components`: the parts of each one's reward."""
-    said, found = by_run(signals), dict(known)
+    said, feedback = by_run(signals), dict(known)
     for member in members:
         if not (own := said.get(member.trajectory)):
             continue
@@ -99,8 +99,8 @@ def feedback_on(
             calls = _sum((earlier.call_rewards, _call_rewards(member, others, config)))
             graders.append(Grader(key=key, reward=_reward(others, config, parts), call_rewards=calls))
         calls = _sum((earlier.call_rewards, _call_rewards(member, own, config)))
-        found[member.trajectory] = RunFeedback(calls, (*earlier.hints, *hints), tuple(graders))
-    return found
+        feedback[member.trajectory] = RunFeedback(calls, (*earlier.hints, *hints), tuple(graders))
+    return feedback
 
 
 def _graders(own: Iterable[SignalGiven], config: JudgeConfig) -> set[str]:

@@ -45,11 +45,11 @@ class GroupFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def transcripts(self) -> dict[str, Transcript]:
         """Return the transcripts by id. Raises `ConfigError` if the trajectories cannot be compared."""
-        found: dict[str, Transcript] = {}
+        transcripts: dict[str, Transcript] = {}
         tools = tuple(self.tools)
         for number, attempt in enumerate(self.trajectories, 1):
             name = attempt.id or str(number)
-            if name in found:
+            if name in transcripts:
                 raise ConfigError(f"two trajectories have the id {name!r}")
             if attempt.messages and attempt.conversations:
                 raise ConfigError(f"trajectory {name}: give messages or conversations, not both")
@@ -62,10 +62,10 @@ class GroupFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 replies = (Reply(call + n, *ends) for n, ends in enumerate(zip(places, stops, strict=False)))
                 parts.append(Conversation(tuple(messages), tools, f"part {number}", tuple(replies)))
                 call += len(places)
-            found[name] = Transcript(name, tuple(parts))
-        if not found:
+            transcripts[name] = Transcript(name, tuple(parts))
+        if not transcripts:
             raise ConfigError("a group needs at least one trajectory")
-        return found
+        return transcripts
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,14 @@ def _labelled(group: GroupFile, default_id: str) -> LabelledGroup:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well scores agree with the true rewards."""
+    """How well scores agree with the true rewards. A figure is `None` where no group's rewards differ."""
 
     groups: int
-    kendall_tau: float
+    kendall_tau: float | None
     """Tau-b, -1..1, mean over the groups in which rewards differ. A judge that gives all the same score has 0."""
-    pairwise_accuracy: float
+    pairwise_accuracy: float | None
     """Share of the pairs with different rewards that the judge ordered correctly; a tie counts half."""
-    sign_flips: float
+    sign_flips: float | None
     """Share of trajectories above or below the group's mean that the judge put on the other side of its own mean. They
     would train in the wrong direction."""
 
@@ -148,7 +148,7 @@ def measure_agreement(groups: Sequence[tuple[Mapping[str, float], Mapping[str, f
         flips += sum(t * s < 0 for t, s in sides)
     return Agreement(
         len(groups),
-        fmean(taus) if taus else 0.0,
-        right / pairs if pairs else 0.0,
-        flips / counted if counted else 0.0,
+        fmean(taus) if taus else None,
+        right / pairs if pairs else None,
+        flips / counted if counted else None,
     )

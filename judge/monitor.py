@@ -84,18 +84,18 @@ class JudgeMonitor:
     async def publish(self, interval_s: float = 0.0) -> None:
         """Publish each ruler's statistics if it made passes since its last event, `interval_s` ago or longer."""
         for name, ruler in self._judges.items():
-            found = ruler.statistics
+            statistics = ruler.statistics
             passes, failed, at = self._published.get(name, (0, 0, -interval_s))
-            if found.passes == passes or time.monotonic() - at < interval_s:
+            if statistics.passes == passes or time.monotonic() - at < interval_s:
                 continue
-            self._published[name] = (found.passes, found.failed_judgings, time.monotonic())
+            self._published[name] = (statistics.passes, statistics.failed_judgings, time.monotonic())
             await self._publish(
                 JudgeMeasured(
-                    **self._identity(name, ruler), **asdict(found.usage), kind="groups", groups=found.groups,
-                    failed=found.failed_judgings, asked_again=found.asked_again,
-                    recent_passes=found.passes - passes, recent_failed=found.failed_judgings - failed,
-                    failure=found.failure,
-                    self_agreement=found.self_agreement, position_bias=found.position_bias,
+                    **self._identity(name, ruler), **asdict(statistics.usage), kind="groups", groups=statistics.groups,
+                    failed=statistics.failed_judgings, asked_again=statistics.asked_again,
+                    recent_passes=statistics.passes - passes, recent_failed=statistics.failed_judgings - failed,
+                    failure=statistics.failure,
+                    self_agreement=statistics.self_agreement, position_bias=statistics.position_bias,
                 )
             )  # fmt: skip
 
@@ -126,12 +126,11 @@ class JudgeMonitor:
             except JudgingError as error:
                 log.warning("anchor not judged", anchor=group.id, reason=str(error)[:300])
         failed = len(self._anchors) - len(pairs)
-        found = measure_agreement(pairs)
-        alarm = not pairs or found.kendall_tau < self._config.anchors.min_tau
-        measured = {**asdict(found), "failed": failed, "alarm": alarm}
-        if not pairs:
-            measured |= {"kendall_tau": None, "sign_flips": None, "pairwise_accuracy": None}
+        agreement = measure_agreement(pairs)
+        alarm = agreement.kendall_tau is None or agreement.kendall_tau < self._config.anchors.min_tau
+        measured = {**asdict(agreement), "failed": failed, "alarm": alarm}
         await self._publish(JudgeMeasured(**self._identity(name, ruler), **measured, kind="anchors"))
         write = log.error if alarm else log.info
         message = "judge disagrees with the anchors" if alarm else "judge agrees with the anchors"
-        write(message, ruler=name or "default", kendall_tau=found.kendall_tau, failed=failed)
+        message = message if pairs else "no anchor could be judged"
+        write(message, ruler=name or "default", kendall_tau=agreement.kendall_tau, failed=failed)

@@ -133,8 +133,8 @@ class NextStateJudge(Asker):
                 return None
             return replace(run, verdicts=charged(run.verdicts, in_vain)) if run.verdicts else run
 
-        found = dict(zip((m.trajectory for m in members), await gather(judge, members), strict=True))
-        judged = {trajectory: run for trajectory, run in found.items() if run is not None}
+        results = dict(zip((m.trajectory for m in members), await gather(judge, members), strict=True))
+        judged = {trajectory: run for trajectory, run in results.items() if run is not None}
         if not judged:
             raise UnscoredError(why)
         return judged

@@ -36,7 +36,7 @@ from pipeline.rewards import is_usable
 
 AGENT = "agent"
 """Judge model in verdicts that pass agents' rewards through."""
-PROMPT_VERSION = 6
+PROMPT_VERSION = 7
 """Part of the judge configuration's hash. Raise it when the prompt or the parsing of replies changes."""
 DiscardReason = Literal["too_small", "late", "unscored", "over_budget"]
 

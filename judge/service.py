@@ -21,6 +21,7 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
+from judge.feedback import counting
 from judge.group_log import GroupLog, feedback_names, names_group
 from judge.groups import Group, GroupKey, key_of
 from judge.labelled import read_labelled
@@ -122,8 +123,8 @@ class Judge:
         self._judge_id, self._teach = judge_id, teach
         self._budget = Budget(broker, config)
         self._log = GroupLog(broker, config.judge, config.feedback)
-        self._rescues = config.feedback.late == "train" and bool(feedback_names(config.judge))
-        """Whether late feedback may score a group that was discarded."""
+        self._rescuing = feedback_names(config.judge) if config.feedback.late == "train" else frozenset[str]()
+        """Names of late feedback that may score a group that was discarded."""
         self._scoring: dict[GroupKey, list[Delivery]] = {}
         """The groups being scored, with the deliveries that closed them (several after a redelivery)."""
         self._tasks: anyio.abc.TaskGroup
@@ -196,8 +197,11 @@ class Judge:
                 await delivery.ack()
 
     async def _on_later_signal(self, key: GroupKey, delivery: Delivery) -> None:
-        """Score a group that was discarded for want of a reward, if this signal gives it one."""
-        end = await self._log.end_of(key) if self._rescues else None
+        """Score a group that was discarded for want of a reward, if this signal may give it one."""
+        signal = delivery.event
+        assert isinstance(signal, SignalGiven)
+        about_run = signal.kind == "number" and signal.call < 0 and signal.name in self._rescuing
+        end = await self._log.end_of(key) if about_run and counting([signal], self._config) else None
         if end is None or end.scored:
             await delivery.ack()
         elif not end.ended or key in self._scoring:
@@ -227,6 +231,9 @@ class Judge:
         place = await self._log.record_timeout(event)
         state = await self._log.read(key, place)
         if state is None or not state.group.members:  # its trajectories were deleted by retention
+            log.warning(
+                "group not scored: the log no longer holds its runs", group=key.group, model=key.model
+            )
             await delivery.ack()
         elif not state.ready_at:
             await self._log.set_feedback_deadline(key, now_us())

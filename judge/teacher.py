@@ -90,6 +90,9 @@ class Teacher:
         self._checking = anyio.Lock()
         self._vocabulary: dict[str, int] = {}
         """Number of tokens of each base model whose tokenizer was compared with the teacher's."""
+        self._compared: dict[str, int] = {}
+        """How many tokens of a base model were compared so far. A check that was cancelled (`teacher.wait_s`) goes on
+        there; if each group began anew, a slow server would never be done."""
 
     # -- the tokenizer -------------------------------------------------------------------------------------------
 
@@ -105,8 +108,10 @@ class Teacher:
             if base not in self._vocabulary:
                 own = _tokenizer(base)
                 size = own.get_vocab_size()
-                for first in range(0, size, _CHECKED_AT_ONCE):
-                    await self._compare(own, range(first, min(first + _CHECKED_AT_ONCE, size)), base)
+                for first in range(self._compared.get(base, 0), size, _CHECKED_AT_ONCE):
+                    end = min(first + _CHECKED_AT_ONCE, size)
+                    await self._compare(own, range(first, end), base)
+                    self._compared[base] = end
                 self._vocabulary[base] = size
         return self._vocabulary[base]
 
@@ -147,7 +152,7 @@ class Teacher:
         Returns the teacher's name by trajectory, of the runs with an answer. Raises `ConfigError` as `check` does."""
         answered: dict[str, str] = {}
 
-        async def one(run: TrajectoryCompleted) -> None:
+        async def answer(run: TrajectoryCompleted) -> None:
             names: dict[str, Any] = {"project": run.project, "trajectory": run.trajectory}
             try:
                 # An answer is there if a judge died before it published the group.
@@ -161,7 +166,7 @@ class Teacher:
 
         asked = [run for run in runs if run.model in self._models and run.split == "train"]
         with anyio.move_on_after(self.config.wait_s) as scope:
-            await gather(one, asked, self.config.concurrency)
+            await gather(answer, asked, self.config.concurrency)
         if scope.cancelled_caught:
             missing = [run.trajectory for run in asked if run.trajectory not in answered]
             log.error("no teacher for runs", reason="teacher.wait_s is over", trajectories=missing[:20])

@@ -43,6 +43,7 @@ from pipeline.running.plan import (
     require_base_files,
     vllm_command,
 )
+from pipeline.running.ports import check_ports
 from pipeline.running.runs import find_run
 from pipeline.running.supervisor import Supervisor, SupervisorError, Watched
 from pipeline.telemetry import logs as log
@@ -178,7 +179,7 @@ def _up(args: argparse.Namespace) -> None:
     if args.dry_run:
         console.print_json(msgspec.json.encode(planned).decode())
         for spec in specs:
-            console.print(f"[bold]{spec.name}[/] {' '.join(spec.argv)}", soft_wrap=True)
+            console.print(f"[bold]{spec.name}[/] {escape(' '.join(spec.argv))}", soft_wrap=True)
         _check(config, planned, specs)
         return
     environment.require(config, services, os.environ)
@@ -187,6 +188,7 @@ def _up(args: argparse.Namespace) -> None:
     run_lock.make_private(Path(config.run_dir))
     path = config.path("logs", "supervisor.log")
     with run_lock.hold(Path(config.run_dir)) as lock:
+        check_ports(planned, [spec.name for spec in specs])  # here what a killed `up` left behind has ended
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as sink:
             supervisor = Supervisor(planned, specs, on_change=_report, inherit=(lock,))
@@ -264,7 +266,7 @@ def _provision(args: argparse.Namespace) -> None:
             await broker.provision_consumer(streams.trainer_consumer(config.trainer.branch))
 
     anyio.run(make)
-    console.print(f"provisioned {config.nats.address}")
+    console.print(f"provisioned {config.nats.address}", markup=False)
 
 
 async def _supervise(config: Config, services: Sequence[str], supervisor: Supervisor) -> None:
@@ -291,21 +293,22 @@ async def _supervise(config: Config, services: Sequence[str], supervisor: Superv
             tg.cancel_scope.cancel()
 
         await tg.start(run)
-        ready = f"[bold green]ready[/] {_ready(config, services)} (run directory {config.run_dir})"
+        ready = f"[bold green]ready[/] {_ready(config, services)} (run directory {escape(config.run_dir)})"
         console.print(ready, soft_wrap=True)
         if "ui" in supervisor.watched:
             console.print(f"the dashboard is at [bold]http://{config.ui.host}:{config.ui.port}[/]")
             console.print("`journeywork status` tells the state of the run")
         console.print(memory.retention(config.nats), soft_wrap=True)
         for alarm in supervisor.alarms:
-            console.print(f"[bold red]alarm[/] {alarm}")
+            console.print(f"[bold red]alarm[/] {escape(alarm)}")
 
 
 def _ready(config: Config, services: Sequence[str]) -> str:
     """Return what a user can do now that `services` run."""
     if "gateway" in services:
         return f"point your agents at [bold]http://{config.gateway.host}:{config.gateway.port}/v1[/]"
-    return f"{', '.join(services) or 'nats'}, on the log at [bold]{config.nats.address}[/]; no gateway was started"
+    address = escape(config.nats.address)
+    return f"{', '.join(services) or 'nats'}, on the log at [bold]{address}[/]; no gateway was started"
 
 
 def _report(watched: Watched) -> None:

@@ -42,6 +42,7 @@ POINTS: dict[str, str] = {
     "trainer.before_rename": "a checkpoint is written and durable under its temporary name",
     "trainer.after_rename": "a checkpoint has its final name, its folder is not synced",
     "trainer.after_checkpoint": "the checkpoint is on disk, the adapter is not uploaded",
+    "trainer.between_uploads": "the adapter is uploaded, the training state is not",
     "trainer.after_upload": "the adapter is uploaded, `policy.checkpoint` is not published",
     "trainer.after_publish": "`policy.checkpoint` is published, its groups are not acknowledged",
     "erase.planned": "what an erasure reaches is written down, nothing is deleted",

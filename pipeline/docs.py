@@ -49,7 +49,10 @@ def _field_row(column: Column) -> tuple[str, ...]:
 
 
 def _fields(struct: type[msgspec.Struct]) -> str:
-    return _table("field|column type|default|meaning", map(_field_row, schema.columns(struct)))
+    """Return the table of a struct's fields, without those that every event has."""
+    common = {c.name for c in schema.columns(events.Event)} if events.Event in struct.__bases__ else set()
+    rows = (_field_row(c) for c in schema.columns(struct) if c.name not in common)
+    return _table("field|column type|default|meaning", rows)
 
 
 def _structs() -> list[type[msgspec.Struct]]:
@@ -70,16 +73,18 @@ def events_page() -> str:
         "# Events\n",
         _GENERATED.format(source="`pipeline/events/`"),
         "Every event is a MessagePack map with its tag under `type`. Packed columns (`list<int32>` and the like) "
-        "travel as little-endian bytes and are lists in Parquet. Rules that keep old logs readable: a new field has "
-        "a default, a field never changes its meaning or type, a tag is never used again; unknown fields are "
-        "skipped.\n",
-        "In Parquet each event has a folder named after its tag; before its own columns come these:\n",
+        "travel as little-endian bytes and are lists in Parquet. To keep old logs readable, a new field has a "
+        "default, a field never changes its meaning or type, and a tag is never used again. Readers skip unknown "
+        "fields.\n",
+        "Every event has these fields, which the sections below do not repeat:\n",
+        _fields(events.Event),
+        "In Parquet each event has a folder named after its tag, with these columns before the event's fields:\n",
         _table("column|type|meaning", ((f"`{c.name}`", f"`{c.type_name}`", c.doc) for c in schema.ENVELOPE)),
     ]
     for cls in events.EVENTS:
         tag = events.wire_name(cls)
         parts.append(f"## `{tag}`\n")
-        unique = " Its subject holds one event only, ever." if cls.unique_subject else ""
+        unique = " Its subject never holds more than one event." if cls.unique_subject else ""
         parts.append(
             f"{_doc(cls)}\n\nClass `{cls.__name__}`, stream `{streams.stream_of_subject(tag)}`.{unique}\n"
         )
@@ -106,22 +111,37 @@ def _names(values: Iterable[str]) -> str:
 
 def _users_section() -> Iterator[str]:
     """Yield the Markdown about the NATS users and their permissions."""
+    rights = schema.docstrings(users.User)
     yield "## Users\n"
     yield (
         "The server that `journeywork up` starts has these users (`pipeline/security/users.py`). Each authenticates "
-        "with an nkey whose seed is in `<run_dir>/keys/<user>.nk`, mode 0600. The server refuses everything that is "
-        "not listed. A user that may write to a bucket can also empty it. With `STREAM.UPDATE` the operator can "
-        "change the limits of a stream; a shorter age or smaller size deletes the events beyond it. The right to "
-        "publish a checkpoint does not suffice to have it served: gateways check the trainer's signature "
+        "with an nkey whose seed is in `<run_dir>/keys/<user>.nk`, mode 0600. The server refuses everything that the "
+        "rights below do not include. The block `authorization` of `<run_dir>/nats/nats.conf` has the NATS subjects of "
+        "each user; copy it for a server of your own.\n"
+    )
+    yield _table(
+        "user|for|rights",
+        (
+            (
+                f"`{each.name}`",
+                each.purpose,
+                "; ".join(
+                    name if value is True else f"{name} {_names(value)}"
+                    for name in rights
+                    if (value := getattr(each, name))
+                ),
+            )
+            for each in users.USERS
+        ),
+    )
+    yield _table("right|meaning", rights.items())
+    yield (
+        "In addition, each user subscribes to its own inbox (`_INBOX_<user>.>`), may ask for the names of the streams, "
+        "and publishes dead letters in its own name. A user that may write to a bucket can also empty it. A user that "
+        "provisions can lower the limits of a stream; a shorter age or smaller size deletes the events beyond it. "
+        "The right to publish a checkpoint does not suffice to have it served: gateways check the trainer's signature "
         "(docs/decisions/security.md).\n"
     )
-    for each in users.USERS:
-        allowed = users.rights(each)
-        yield f"### `{each.name}`\n\n{each.purpose}\n"
-        yield f"Subscribe: {_names(allowed.subscribe)}\n"
-        yield f"Publish: {_names(allowed.publish)}\n"
-        if allowed.deny:
-            yield f"Never publish: {_names(allowed.deny)}\n"
 
 
 def streams_page() -> str:
@@ -132,7 +152,7 @@ def streams_page() -> str:
         + " `journeywork up` and `journeywork provision` create the streams, and so does every service that "
         "connects to a server of your own "
         "(`nats.provision`). A change of the table changes the limits of an existing stream; its events stay, "
-        "except those that a shorter age deletes. No byte limit is set below what a stream holds. At 80 % of a "
+        "except those that a shorter age deletes. No byte limit is set below a stream's present size. At 80 % of a "
         "limit the alarm `log_full` is raised. Each stream also takes "
         "`alive.<stream>`: probes of supervisor and gateways, which are deleted after a minute and which no "
         "consumer reads.\n",
@@ -234,8 +254,8 @@ def configuration_page() -> str:
         "# Settings\n",
         _GENERATED.format(source="`pipeline/config/`"),
         "One TOML file (`journeywork up --config run.toml`) and dotted flags over it (`--set "
-        "trainer.groups_per_step=16`). Unknown keys and wrong types are errors that name the key. The resolved "
-        "settings are saved in the run directory.\n",
+        "trainer.groups_per_step=16`; a key that holds a dot is quoted: `--set 'vllm.env.\"A.B\"=1'`). Unknown keys "
+        "and wrong types are errors that name the key. The resolved settings are saved in the run directory.\n",
     ]
     for prefix, cls in _sections(config.Config):
         title = f"`{prefix.rstrip('.').replace('.0', '.<n>')}`" if prefix else "Top level"

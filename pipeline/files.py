@@ -7,6 +7,22 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from pipeline.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def read_json(path: Path, kind: type[T], remedy: str) -> T:
+    """Return the content of a JSON file that a program here wrote. Raises `FileNotFoundError`, and for a damaged file
+    `ConfigError`, which ends with `remedy`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is damaged ({error}): {remedy}") from error
 
 
 def write_whole(path: Path, content: bytes | str, *, durable: bool = False, mode: int = 0o666) -> None:

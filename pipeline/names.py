@@ -11,12 +11,15 @@ import functools
 import re
 import secrets
 import time
+from urllib.parse import quote
 
 MAX_NAME = 200
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 """A step as `version_name` writes it. 18 digits fit into 64 bits."""
 _DATE = "%Y%m%dT%H%M%SZ"
 _DATED = re.compile(r"[a-z]{1,8}-([0-9]{8}T[0-9]{6}Z)-[0-9a-f]{20}")
+_IN_ADDRESS = ":+=,~"
+"""Characters that are not escaped in the address of a version, beside letters, digits and `_.-`."""
 _UNSAFE = re.compile(rb"[^A-Za-z0-9_\-/@:+=,~]")
 
 
@@ -67,6 +70,13 @@ def version_name(model: str, step: int) -> str:
     return f"{model}@{step}"
 
 
+def version_address(branch: str, version: str) -> str:
+    """Return how `models.0.start` and `train --adopt` name a version after the lake and `#`: `main/m@3`. A slash in a
+    name is escaped: `main/org%2Fm@3`."""
+    model, _, step = version.rpartition("@")
+    return f"{quote(branch, safe=_IN_ADDRESS)}/{quote(model, safe=_IN_ADDRESS)}@{step}"
+
+
 def branch_model(model: str, branch: str) -> str:
     """Return the name under which the gateway serves what was trained on another branch than `main`: the versions of
     `support` on branch `stricter` are `support+stricter@1` and so on."""
@@ -87,8 +97,8 @@ def parse_version(version: str) -> tuple[str, int]:
 
 def is_version(name: str) -> bool:
     """Whether `parse_version` accepts `name`."""
-    _, at, step = name.rpartition("@")
-    return bool(at and _STEP.fullmatch(step))
+    model, _, step = name.rpartition("@")
+    return bool(model and _STEP.fullmatch(step))
 
 
 def is_base_version(version: str) -> bool:

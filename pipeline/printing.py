@@ -15,12 +15,12 @@ def visible(text: str) -> str:
 
     Tasks, messages, replies and reasons are written by agents and models. Printed as they are, they could clear the
     screen, set the window's title or make a line look like another one. Tabs and line feeds stay."""
-    return _ACTED_ON.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _ACTED_ON.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def visible_json(text: str) -> str:
     """Return JSON with the same characters as JSON's escapes, such as `\\u009b`: the same data."""
-    return _ACTED_ON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _ACTED_ON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def with_code(text: str, style: str = "") -> Text:

@@ -44,6 +44,7 @@ class _Request(Defaults, frozen=True):
     """The sampling settings of a request body."""
 
     min_tokens: int | None = None
+    thinking_token_budget: int | None = None
     logit_bias: dict[str, Any] | None = None
     bad_words: list[Any] | None = None
     allowed_token_ids: list[Any] | None = None
@@ -99,6 +100,10 @@ def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
         for name in ("min_tokens", "logit_bias", "bad_words", "allowed_token_ids", "logits_processors", "vllm_xargs")
         if getattr(settings, name)
     ]  # fmt: skip
+    if (
+        settings.thinking_token_budget is not None
+    ):  # at the budget vLLM chooses the tokens that end the thinking
+        unsupported.append("thinking_token_budget")
     if missing := media_of(request).missing:
         unsupported.append(missing)
     temperature = float(effective("temperature", 1.0))

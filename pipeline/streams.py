@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import quote
 
 from pipeline.names import subject_token
 
@@ -43,8 +44,9 @@ class StreamSpec:
 
 @dataclass(frozen=True)
 class ConsumerSpec:
-    """A durable pull consumer. A process keeps the messages it holds alive; `ack_wait_s` after it died the server
-    delivers them to the next one, and after `max_deliver` deliveries they become dead letters."""
+    """A durable pull consumer. A process extends the acknowledgement time of the messages that it is handling. The
+    server delivers the messages of a dead process to another one after `ack_wait_s`. After `max_deliver` deliveries a
+    message becomes a dead letter."""
 
     name: str
     stream: str
@@ -166,10 +168,9 @@ FLEET = KeyValueSpec(
         "experiment.<project>.<branch>",
         "deaths.<consumer>.<stream>.<sequence>-<time>",
     ),
-    "the inference servers that sampler agents have registered, and the versions that each gateway uses; a record is "
-    "gone when its writer has not renewed it for `sampler.ttl_s`. Which trainer trains the branch `main`, or another "
-    "one. How often a message ended the process that handled "
-    "it, for a day",
+    "the inference servers that sampler agents have registered, and the versions that each gateway uses; a record "
+    "expires `sampler.ttl_s` after its last renewal. The trainer of each branch. For a day, how often a message ended "
+    "the process that handled it",
 )
 KEY_VALUES: tuple[KeyValueSpec, ...] = (FLEET,)
 
@@ -254,6 +255,30 @@ def deaths_key(consumer: str) -> str:
     """Return what the keys of a consumer in `FLEET` begin with. Consumers of branches, which are not in the table,
     share one NATS user and one prefix."""
     return f"deaths.{consumer}" if any(c.name == consumer for c in CONSUMERS) else f"deaths.branch.{consumer}"
+
+
+def replica_name(url: str) -> str:
+    """Return the name of the inference server at `url`, which is the host and port of the URL."""
+    return url.partition("://")[2].rstrip("/")
+
+
+def sampler_key(project: str, replica: str) -> str:
+    """Return the key of a server's record. `*` as `replica` matches all."""
+    return f"sampler.{_key_token(project)}.{_key_token(replica)}"
+
+
+def gateway_key(project: str, gateway: str) -> str:
+    """Return the key of a gateway's record. `*` as `gateway` matches all."""
+    return f"gateway.{_key_token(project)}.{_key_token(gateway)}"
+
+
+def _key_token(name: str) -> str:
+    """Escape the characters in `name` that NATS clients refuse in a key."""
+    return (
+        name
+        if name == "*"
+        else quote(name, safe="").replace(".", "%2E").replace("~", "%7E").replace("%", "=")
+    )
 
 
 def trainer_consumer(branch: str) -> ConsumerSpec:

@@ -12,7 +12,6 @@ from urllib.parse import unquote
 
 import msgspec
 
-from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import BrokerError
 from pipeline.names import InvalidNameError, check_name
 from pipeline.telemetry.logs import get_logger
@@ -90,11 +89,8 @@ class App:
             name = coding.decode("latin-1")[:100]
             message = f"The Content-Encoding {name!r} is not supported: send the body as it is."
             raise ApiError(415, "unsupported_encoding", message)
-        path = request.target.partition("?")[0]
-        named = None
-        if path.startswith("/t/"):
-            part, slash, rest = path[3:].partition("/")
-            named, path = decode_segment(part) or None, slash + rest
+        segment, path = _split_path(request)
+        named = decode_segment(segment) or None
         if path in _MODEL_CALLS:
             if request.method != "POST":
                 raise not_allowed("POST")
@@ -124,7 +120,7 @@ class App:
     async def __call__(self, request: Request) -> None:
         try:
             if request.refusal is not None:
-                path = _without_trajectory(request)
+                _, path = _split_path(request)
                 if path in _MODEL_CALLS:
                     self._gateway.metrics.count_call(path, request.refusal.status, 0.0)
                 raise request.refusal
@@ -237,12 +233,9 @@ class App:
         """The call that refers to recorded answers, with these from the log."""
         del call.fields["messages"]  # they are not complete, so no trajectory can be detected by them
         caller = await self._caller(call, admitted, request)
-        exchanges: dict[str, ExchangeRecorded] = {}
-        for completion in translation.continued:
-            exchange = await self._gateway.registry.exchange_of(completion, admitted.access)
-            if exchange is None:
-                raise not_recorded(completion)
-            exchanges[completion] = exchange
+        exchanges = await self._gateway.registry.exchanges_of(translation.continued, admitted.access)
+        for missing in translation.continued - exchanges.keys():
+            raise not_recorded(missing)
         whole = translation.call(exchanges)
         if caller.trajectory is None:
             caller = await self._caller(whole, admitted, request)
@@ -255,10 +248,13 @@ def _check_size(request: Request) -> None:
         raise ApiError(413, "body_too_large", message)
 
 
-def _without_trajectory(request: Request) -> str:
-    """The path of a request, without the trajectory that it may begin with."""
+def _split_path(request: Request) -> tuple[str, str]:
+    """The trajectory that the path of a request begins with, encoded as in URLs, or an empty string; and the rest."""
     path = request.target.partition("?")[0]
-    return "/" + path[3:].partition("/")[2] if path.startswith("/t/") else path
+    if not path.startswith("/t/"):
+        return "", path
+    trajectory, slash, rest = path[3:].partition("/")
+    return trajectory, slash + rest
 
 
 def _as_api_error(error: ApiError | BrokerError | InvalidNameError) -> ApiError:
@@ -274,7 +270,7 @@ def _answer_with_error(request: Request, error: ApiError) -> None:
     """Answer with an error, in the format of the API that was asked."""
     if request.started:
         return
-    body, path = error.body(), _without_trajectory(request)
+    body, (_, path) = error.body(), _split_path(request)
     if path == MessagesTranslation.path or path.startswith(MessagesTranslation.path + "/"):
         body = messages_error(body, error.status)
     request.answer(error.status, body, error.headers)

@@ -14,7 +14,6 @@ from pipeline.config import Config, ConfigError
 from pipeline.events import CheckpointPublished, Event, PolicyLoaded
 from pipeline.files import write_once
 from pipeline.log.broker import Broker, Recorded
-from pipeline.names import new_id
 from pipeline.running.service import Ready
 from pipeline.security.server_key import api_key
 from pipeline.security.signing import Trust
@@ -22,24 +21,13 @@ from pipeline.telemetry.logs import get_logger
 from rollout_gateway.access.api_keys import ApiKeys
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api.gateway import Gateway
-from rollout_gateway.api.log_health import LogHealth
-from rollout_gateway.api.metrics import Metrics
 from rollout_gateway.app import App
-from rollout_gateway.capture.detection import TrajectoryDetector
-from rollout_gateway.capture.handler import CallHandler
-from rollout_gateway.capture.identity import Identity
 from rollout_gateway.capture.masking import Masks
 from rollout_gateway.capture.registry import Registry
-from rollout_gateway.dialects.permitted import Permitted
 from rollout_gateway.http.origins import OriginPolicy
-from rollout_gateway.http.pool import checked_limits
-from rollout_gateway.http.server import run_server
-from rollout_gateway.serving.membership import Membership
+from rollout_gateway.http.server import checked_limits, run_server
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
-from rollout_gateway.serving.promotion import Promotion
-from rollout_gateway.serving.replicas import Fleet
-from rollout_gateway.serving.routing import VersionRouter
 
 log = get_logger("rollout_gateway")
 
@@ -58,7 +46,9 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(4096)  # also fails if another program that bound the port listens first
     except OSError as error:
         listener.close()
-        raise ConfigError(f"gateway: can't listen on {host}:{port}: {error.strerror}") from error
+        raise ConfigError(
+            f"gateway: can't listen on {host}:{port}: {error.strerror}; set gateway.port to a free port (0: any)"
+        ) from error
     listener.setblocking(False)
     return listener
 
@@ -93,7 +83,7 @@ def check(config: Config) -> None:
 async def _connect(
     config: Config, broker: Broker, api_keys: ApiKeys, origins: OriginPolicy, trust: Trust
 ) -> Gateway:
-    """Make the parts of the gateway, and read from the log what they know. `_follow_log` continues from there."""
+    """Read from the log what the gateway knows, and make its parts. `_follow_log` continues from there."""
     settings, project = config.gateway, config.project
     policies = Policies(project, (m.name for m in config.models), trust)
     await policies.rebuild(broker)
@@ -101,29 +91,9 @@ async def _connect(
     pacing = Pacing(project, broker, policies.models, limit=limit, forget_s=settings.groups_ahead_s)
     await pacing.rebuild()
     tokens = TrajectoryTokens(key_secret(config), project)
-    registry = Registry(broker, project, tokens, pacing, masks=Masks(config.gateway.masks))
+    registry = Registry(broker, project, tokens, pacing, masks=Masks(settings.masks))
     await registry.mark_position()
-    fleet = Fleet(api_key(config), settings.replicas.serving_share)
-    router = VersionRouter(policies, fleet, {m.name: m.base for m in config.models})
-    detector = TrajectoryDetector(project, registry, settings) if settings.detection.enabled else None
-    return Gateway(
-        config=config,
-        broker=broker,
-        origins=origins,
-        permitted=Permitted(settings.further_fields, config.vllm.allowed_media_domains),
-        identity=Identity(project, api_keys, registry, router, detector),
-        policies=policies,
-        registry=registry,
-        pacing=pacing,
-        fleet=fleet,
-        members=Membership(config, broker, policies, fleet, router, new_id("gw")),
-        router=router,
-        promotion=Promotion(project, broker, policies, fleet, router),
-        calls=CallHandler(settings, fleet, router, detector),
-        detector=detector,
-        metrics=Metrics(fleet, registry),
-        log_health=LogHealth(),
-    )
+    return Gateway(config, broker, api_keys, origins, policies, pacing, registry)
 
 
 async def _follow_log(gateway: Gateway) -> None:

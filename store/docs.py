@@ -1,18 +1,10 @@
-"""Generates the views in docs/store.md, the alarms in docs/alarms.md, and the answers in docs/questions.md.
-
-    python -m store.docs                              # the views and the alarms
-    python -m store.docs --run-dir runs/demo          # the answers in docs/questions.md too, from that run
-
-In docs/questions.md a `sql` block holds a query, and the `text` block below it what `journeywork sql` prints for it.
-"""
+"""Generates the views in docs/store.md and the alarms in docs/alarms.md: `python -m store.docs`."""
 
 from __future__ import annotations
 
-import argparse
-import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-
-import duckdb
 
 from pipeline.config import Config
 from store.alarms.reading import threshold
@@ -21,16 +13,25 @@ from store.reading import sql
 from store.reading.views import VIEWS
 
 FOLDER = Path(__file__).parent.parent / "docs"
-_QUESTION = re.compile(r"```sql\n(?P<query>.*?)```\n\n```text\n(?P<answer>.*?)```\n", re.S)
 
 
 def views_section() -> str:
-    """Every view with its columns, as Markdown."""
-    parts = []
+    """Every view with its columns, as Markdown. Columns with one meaning in more than two views come first, once."""
+    columns = sql.view_columns()
+    views_with = Counter(column for of_view in columns.values() for column in of_view.items())
+    common = [column for column, count in views_with.items() if count > 2 and column[1]]
+    parts = [f"Common columns of the views:\n\n{_table(common)}"]
     for view in VIEWS:
-        rows = "\n".join(f"| `{name}` | {text} |" for name, text in sql.view_columns()[view.name].items())
-        parts.append(f"### `{view.name}`\n\n{view.purpose}\n\n| column | meaning |\n| --- | --- |\n{rows}\n")
+        own = [column for column in columns[view.name].items() if column not in common]
+        also = ", ".join(f"`{name}`" for name, text in columns[view.name].items() if (name, text) in common)
+        shared = f"Common columns: {also}.\n\n" if also else ""
+        parts.append(f"### `{view.name}`\n\n{view.purpose}\n\n{shared}{_table(own)}")
     return "\n".join(parts)
+
+
+def _table(columns: Iterable[tuple[str, str]]) -> str:
+    rows = "".join(f"| `{name}` | {text} |\n" for name, text in columns)
+    return f"| column | meaning |\n| --- | --- |\n{rows}"
 
 
 def runnable(alarm: Alarm) -> str:
@@ -89,32 +90,6 @@ def current_page(name: str) -> str:
     return f"{before}{mark}\n{section()}\n{end_mark}{after}"
 
 
-def queries(page: str) -> list[str]:
-    """The queries of docs/questions.md, in order."""
-    return [m["query"].strip() for m in _QUESTION.finditer(page)]
-
-
-def answered(page: str, connection: duckdb.DuckDBPyConnection) -> str:
-    """Return the page with the current answer of every query. Raises `duckdb.Error` for a query that fails."""
-
-    def answer(match: re.Match[str]) -> str:
-        text = sql.table_text(connection.sql(match["query"]))
-        return f"```sql\n{match['query']}```\n\n```text\n{text}```\n"
-
-    return _QUESTION.sub(answer, page)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m store.docs")
-    parser.add_argument("--run-dir", help="run that answers docs/questions.md")
-    args = parser.parse_args()
-    for name in SECTIONS:
-        (FOLDER / name).write_text(current_page(name), "utf-8")
-    if args.run_dir:
-        questions = FOLDER / "questions.md"
-        with sql.connect(args.run_dir) as connection:
-            questions.write_text(answered(questions.read_text("utf-8"), connection), "utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    for page in SECTIONS:
+        (FOLDER / page).write_text(current_page(page), "utf-8")

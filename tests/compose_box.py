@@ -3,20 +3,22 @@ user, names and network.
 
 bubblewrap gives each service the file system (the image's program under /opt/venv is this environment's), a user that
 is not root, processes of its own, a network namespace on a bridge that all share, and the `/etc/hosts` of that
-network."""
+network. Python programs there are forked from warm processes (`tests.kits.warm_sandbox`)."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
+
+from tests.kits.warm_sandbox import PLACE, WarmPrograms
 
 ROOT = Path(__file__).parent.parent
 UID = 10001
@@ -25,6 +27,15 @@ BIN = Path(sys.executable).parent
 
 def run(*argv: str) -> None:
     subprocess.run(argv, check=True, capture_output=True)
+
+
+def terminate_inside(sandbox: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to the first process in a sandbox."""
+    for inner in psutil.Process(sandbox.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            parent = inner.parent()
+            if inner.name() != "bwrap" and parent is not None and parent.name() == "bwrap":
+                inner.terminate()
 
 
 class Network:
@@ -75,8 +86,9 @@ class Box:
     """For logs, `/etc/hosts` and homes."""
     mounts: dict[str, tuple[Path, bool]]
     """Path in the container to the file or folder here, and whether it can be written."""
-    host_env: dict[str, str] = field(default_factory=dict)
+    host_env: dict[str, str]
     """The environment in which `docker compose` is called."""
+    programs: WarmPrograms
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @classmethod
@@ -87,7 +99,7 @@ class Box:
         net = Network(list(services))
         hosts = "127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for n, a in net.addresses.items())
         (folder / "hosts").write_text(hosts)
-        return cls(services, net, folder, mounts, host_env)
+        return cls(services, net, folder, mounts, host_env, WarmPrograms(folder / "bin"))
 
     def order(self) -> list[str]:
         """The services, each after those that it depends on."""
@@ -121,14 +133,14 @@ class Box:
                 argv += ["--symlink", str(entry.readlink()), str(entry)]
             elif entry.name != "hosts":
                 argv += ["--ro-bind-try", str(entry), str(entry)]
-        argv += ["--ro-bind", str(self.folder / "hosts"), "/etc/hosts"]
+        argv += ["--ro-bind", str(self.folder / "hosts"), "/etc/hosts", *self.programs.mount]
         for place in (
             volume.split(":")[1 if "}" not in volume else -2] for volume in self.services[name]["volumes"]
         ):
             source, writable = self.mounts[place]
             argv += ["--bind" if writable else "--ro-bind", str(source), place]
         # The image's environment, and what the file says; nothing of the host's besides.
-        env = {"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "HOME": str(home)}
+        env = {"PATH": f"{PLACE}:{BIN}:/usr/local/bin:/usr/bin:/bin", "HOME": str(home)}
         env["PYTHONPATH"] = str(ROOT)  # in the image this checkout is what is installed
         for variable in self.services[name].get("environment", []):
             if variable in self.host_env:
@@ -139,8 +151,7 @@ class Box:
 
     def command(self, name: str) -> list[str]:
         service = self.services[name]
-        program, *rest = [*service.get("entrypoint", ["journeywork"]), *service.get("command", [])]
-        return [str(shutil.which(program, path=str(BIN)) or program), *rest]
+        return [*service.get("entrypoint", ["journeywork"]), *service.get("command", [])]
 
     def log(self, name: str) -> str:
         path = self.folder / f"{name}.log"
@@ -166,9 +177,7 @@ class Box:
         """SIGTERM to the container's command, as `docker stop` sends it (`init: true` passes it on); its exit code."""
         process = self.running[name]
         grace = float(str(self.services[name]["stop_grace_period"]).removesuffix("s"))
-        for inner in psutil.Process(process.pid).children(recursive=True):
-            if inner.name() != "bwrap" and inner.parent().name() == "bwrap":  # type: ignore[union-attr]
-                inner.terminate()
+        terminate_inside(process)
         return process.wait(timeout=grace)
 
     def close(self) -> None:
@@ -176,4 +185,5 @@ class Box:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        self.programs.close()
         self.net.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -14,23 +15,37 @@ import subprocess
 import sys
 import time
 import urllib.request
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
-from tests.kits import clients, warm
+from pipeline.running.plan import CPU_FLAGS, ONE_PROCESS, one_process_environment
+from tests.kits import certificates, clients, warm
 from tests.kits.quick_service import quick_consumers
+
+# A module that many processes of tests import is compiled once, also where the shell says otherwise.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 with contextlib.suppress(ImportError):  # the GPU lock has no hypothesis, and its tests need none
     import hypothesis
 
-    hypothesis.settings.register_profile("untimed", deadline=None)  # no test asserts a time
+    # No test asserts a time.
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=slow)
     hypothesis.settings.load_profile("untimed")
+
+
+# Tests wait for a server of theirs as long as for anything else: httpx's own 5 seconds are too few on a busy machine.
+_waits = httpx._config.DEFAULT_TIMEOUT_CONFIG
+_waits.connect = _waits.read = _waits.write = _waits.pool = 60.0
 
 
 @pytest.fixture
@@ -92,7 +107,7 @@ class NatsServer:
         log = (self.folder / "nats.log").open("ab")
         with log:
             self.process = subprocess.Popen([str(binary), "-c", str(self._config)], stdout=log, stderr=log)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             for file in ports.glob("*.ports"):
                 text = file.read_text()
@@ -115,7 +130,7 @@ class NatsServer:
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
-            self.process.wait(10)
+            self.process.wait(60)
 
 
 @pytest.fixture
@@ -154,7 +169,7 @@ async def broker(nats_config: NatsConfig) -> AsyncIterator[Broker]:
 @pytest.fixture
 def quick_redelivery(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the log deliver again after two seconds, instead of ten, what a service held that is gone. The service runs
-    in this process, or through `tests.kits.quick_service`."""
+    in this process."""
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers())
 
 
@@ -178,16 +193,16 @@ class VllmServer:
         return [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1",
             "--port", str(self.port), "--model", str(self.base), "--served-model-name", f"{self.model}@0",
-            "--enforce-eager", "--dtype", "float32", "--enable-lora", "--max-loras", "4", "--max-lora-rank", "8",
-            "--max-model-len", "256", "--block-size", "32", "--logprobs-mode", "processed_logprobs",
+            *CPU_FLAGS, *ONE_PROCESS, "--enable-lora", "--max-loras", "4", "--max-lora-rank", "8",
+            "--max-model-len", "256", "--logprobs-mode", "processed_logprobs",
             "--enable-auto-tool-choice", "--tool-call-parser", "hermes", *self.args,
         ]  # fmt: skip
 
     def start(self, timeout_s: float = 300) -> None:
         """Returns once it answers; `stop` or `kill`, then `start` again keeps the port."""
         env = dict(
-            os.environ, VLLM_CPU_KVCACHE_SPACE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="True",
-            HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_SERVER_DEV_MODE="1",
+            os.environ, **one_process_environment(), VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1",
+            VLLM_ALLOW_RUNTIME_LORA_UPDATING="True", VLLM_NO_USAGE_STATS="1", VLLM_SERVER_DEV_MODE="1",
         )  # fmt: skip
         command = self.command()
         with (self.folder / "vllm.log").open("ab") as log:
@@ -293,6 +308,17 @@ def inference_double(
     server.stop()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """After the last test of a module, collect the connections that it left open. Programs of others do not close their
+    clients, and a connection that is collected during a later test fails that one."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "unclosed (<socket|transport)", ResourceWarning)
+            gc.collect()
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give tests their worker and their time, and the workers an order."""
@@ -303,7 +329,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(group))
         # The first test that needs vLLM also waits for its start-up, so all of them may take longer.
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(400))
+            item.add_marker(pytest.mark.timeout(900))
     if hasattr(config, "workerinput"):
         # Long tests come first, so that no worker begins one when the others have finished.
         items.sort(key=lambda item: not (item.get_closest_marker("slow") or item.get_closest_marker("vllm")))
@@ -338,6 +364,7 @@ def _worker_group(item: pytest.Item) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     warm.install()
+    certificates.share_contexts()
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests of one worker, with pytest-xdist")
     if getattr(config.option, "loadgroup", False):  # a worker under `--dist loadgroup`

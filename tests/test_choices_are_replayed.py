@@ -22,7 +22,7 @@ from tests.kits.inference_double import choices_of
 from tests.kits.installation import SMALL, started
 from tests.trainer.families import make
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LAYERS, EXPERTS, K = 2, 4, 2
 

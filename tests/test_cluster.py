@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import msgspec
 import pytest
 
 from judge.service import Judge
@@ -26,11 +27,11 @@ from pipeline.events import (
     TrajectoryCompleted,
     TrajectoryOpened,
 )
+from pipeline.log import health
 from pipeline.log.broker import Broker
 from pipeline.log.follow import follow_events
 from pipeline.log.subjects import keys_of
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
-from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.capture.registry import Registry
 from tests.judge.matrix import expected_groups
 from tests.kits.crash.agents import SEED
@@ -40,7 +41,6 @@ from tests.kits.events import checkpoint, completed, exchange
 from tests.kits.log import read_stream
 from tests.kits.quick_service import quick_consumers
 from tests.nats_cluster import NatsCluster, copied, leader_of
-from tests.rollout_gateway.kit import StubCall
 from tests.trainer.conftest import tiny_base as tiny_base
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
@@ -75,7 +75,7 @@ async def brokers(cluster: NatsCluster, nats_config: NatsConfig) -> AsyncIterato
         made = [await stack.enter_async_context(Broker.connect(nats_config, name="first"))]
         await cluster.healthy()
         for node in cluster.nodes:
-            config = NatsConfig(url=node.url, replicas=3, ack_timeout_s=2.0)
+            config = msgspec.structs.replace(nats_config, url=node.url)
             made.append(await stack.enter_async_context(Broker.connect(config, provision=False)))
         yield made[1:]
 
@@ -88,14 +88,14 @@ async def test_a_stream_without_a_leader_is_not_called_deleted(cluster: NatsClus
         other = next(node for node in cluster.nodes if node is not leader)
     async with Broker.connect(NatsConfig(url=other.url, ack_timeout_s=2.0), provision=False) as broker:
         with anyio.fail_after(100):  # beside other tests, an answer may take longer than its time-out
-            while await LogHealth().probe(broker) != "":
+            while await health.probe(broker, "ROLLOUTS", 2.0) is not None:
                 await anyio.sleep(0.1)
             while "does not exist" not in await broker.why_no_answer("OTHER"):
                 await anyio.sleep(0.1)
         leader.kill()
-        while (trouble := await LogHealth().probe(broker)) == "":
+        while (refusal := await health.probe(broker, "ROLLOUTS", 2.0)) is None:
             await anyio.sleep(0.1)
-        assert "no leader" in trouble or "did not take a write" in trouble
+        assert "no leader" in refusal.reason or "did not take a write" in refusal.reason
         assert "has no leader" in await broker.why_no_answer("ROLLOUTS")
 
 
@@ -109,6 +109,11 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
         assert [*(r.seq for r in found), last.seq] == [ack.seq] * 2, (
             "a read does not see what was acknowledged"
         )
+
+    # No node dies here. An acknowledgement that comes late is waited for: the repeat of a publish that the log holds is
+    # a duplicate too, and then all three would be.
+    for broker in brokers:
+        broker.config = msgspec.structs.replace(broker.config, ack_timeout_s=100)
 
     # The same event by three writers at once, with one message id; and for a subject that holds one event only.
     for make in (exchange, completed):
@@ -137,7 +142,7 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
             def make(seq: int, body: bytes = body) -> list[ExchangeRecorded]:
                 return [exchange(f"run{run}", seq, request=body)]
 
-            await found.record(StubCall(make))
+            await found.record(make)
 
     async with anyio.create_task_group() as tg:
         for run in range(runs):
@@ -213,9 +218,10 @@ async def test_judges_at_three_nodes_score_each_group_once_and_timers_survive_th
         await anyio.to_thread.run_sync(leader.start)
         with anyio.fail_after(120):
             while True:
+                lag = await brokers[0].lag("judge")  # before what was published by then
                 scored, discarded = await ended()
                 closed = len(scored) + sum(e.reason != "late" for e in discarded)
-                if closed >= count and not await brokers[0].lag("judge"):
+                if closed >= count and not lag:
                     break
                 await anyio.sleep(0.1)  # the log can only be asked
         judges.cancel_scope.cancel()
@@ -286,12 +292,12 @@ KILLS = int(os.environ.get("JOURNEYWORK_NODE_KILLS", "0"))
 DEATHS = (
     {"gateway": 42, "sampler": 10, "judge": 40, "trainer": 52, "store": 48}
     if KILLS
-    else {"gateway": 10, "sampler": 5, "judge": 8, "trainer": 12, "store": 10}
+    else {"gateway": 5, "sampler": 3, "judge": 4, "trainer": 6, "store": 5}
 )
-FEW_KILLS = 10
+FEW_KILLS = 6
 
 
-@pytest.mark.timeout(3600 if KILLS else 580)
+@pytest.mark.timeout(3600 if KILLS else 1800)
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["guarded"], indirect=True)
 async def test_services_and_nodes_die_and_nothing_is_lost_or_doubled(
@@ -321,7 +327,7 @@ async def test_services_and_nodes_die_and_nothing_is_lost_or_doubled(
                     await cluster.healthy()
         return kills
 
-    matrix = await run_matrix(config, DEATHS, kill_nodes, least=(150, 10) if KILLS else (40, 10))
+    matrix = await run_matrix(config, DEATHS, kill_nodes, least=(150, 10) if KILLS else (20, 5))
     assert not matrix.endings.gave_up
     assert len(matrix.endings) >= sum(DEATHS.values()) + kills
     assert [line for node in cluster.nodes for line in violations(node.log)] == []

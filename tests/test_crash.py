@@ -28,7 +28,7 @@ DEATHS = {"gateway": 20, "sampler": 10, "judge": 16, "trainer": 22, "store": 22}
 KILLS = 10
 
 
-@pytest.mark.timeout(580)
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 async def test_all_services_die_at_every_stop_point(
     start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -36,8 +36,9 @@ async def test_all_services_die_at_every_stop_point(
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(ACK_WAIT_S, endless=True))
     server = start_nats(max_payload=32_768, extra=server_users(tmp_path))
     config = settings(
-        NatsConfig(url=server.url, publish_deadline_s=60, ack_timeout_s=2.0), tiny_base, tmp_path
-    )
+        NatsConfig(url=server.url, connect_timeout_s=60, publish_deadline_s=60, ack_timeout_s=2.0),
+        tiny_base, tmp_path,
+    )  # fmt: skip
 
     async def kill_servers() -> int:
         rng = random.Random(f"{SEED}/nats")

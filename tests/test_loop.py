@@ -19,7 +19,7 @@ from tests.kits.attacker import check_environments, check_files, check_stranger,
 from tests.kits.installation import Up, started
 
 pytestmark = [
-    pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(590), pytest.mark.xdist_group("vllm of an installation")
+    pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(1200), pytest.mark.xdist_group("vllm of an installation")
 ]  # fmt: skip
 
 KILLED = ("gateway", "sampler", "judge", "trainer", "store", "nats", "vllm")
@@ -32,14 +32,14 @@ SETTINGS = (
     f"judge.group_size={GROUP}",
     "trainer.groups_per_step=2",
     "trainer.optimizer.learning_rate=2e-3",  # the demo's model is small
-    "trainer.start_timeout_s=60",
+    "trainer.start_timeout_s=150",
     "vllm.max_model_len=256",
     "judge.api_key_env=OPENAI_API_KEY",
 )
 
 
 async def until(run: Up, condition: Callable[[], bool]) -> None:
-    await anyio.to_thread.run_sync(run.until, condition, 180)
+    await anyio.to_thread.run_sync(run.until, condition, 300)
 
 
 def kill(run: Up, name: str) -> int:

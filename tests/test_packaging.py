@@ -77,7 +77,7 @@ def _interpreter(version: str) -> str:
 
 def run_pip(*args: str, python: str = sys.executable) -> str:
     """Run pip. Skips the test where no package index can be reached."""
-    command = [python, "-m", "pip", "--disable-pip-version-check", "--retries", "1", *args]
+    command = [python, "-m", "pip", "--disable-pip-version-check", "--timeout", "60", "--retries", "3", *args]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     unreachable = ("Temporary failure in name resolution", "NewConnectionError", "Network is unreachable")
     if done.returncode and any(reason in done.stdout + done.stderr for reason in unreachable):
@@ -87,6 +87,7 @@ def run_pip(*args: str, python: str = sys.executable) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("version", [PYTHONS[0], PYTHONS[-1]])
 def test_the_wheel_is_installed_into_an_empty_environment(wheel: Path, tmp_path: Path, version: str) -> None:
     """`pip install` brings what the SDK needs and no more, and the SDK's commands run."""
@@ -120,6 +121,7 @@ def test_the_wheel_is_installed_into_an_empty_environment(wheel: Path, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("platform", ["macosx_11_0_arm64", "macosx_11_0_x86_64", "manylinux_2_28_aarch64"])
 def test_the_sdk_has_wheels_for_other_machines(wheel: Path, tmp_path: Path, platform: str) -> None:
     run_pip(

@@ -16,7 +16,7 @@ from tests.kits.installation import JOURNEYWORK, ROOT, program, started
 from tests.kits.warm import COLD
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 def test_an_installation_has_private_files_and_authenticated_ports(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

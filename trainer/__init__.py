@@ -2,7 +2,8 @@
 
 | module or room | what lives there |
 | --- | --- |
-| `service` | the service: intake, batches, steps |
+| `service` | the service: recovery, batches, steps |
+| `intake` | scored groups from the log into the queues |
 | `queues` | the groups of a model that wait for a step |
 | `recovery` | the start: from disk and log to the newest committed step |
 | `lease` | one trainer of a branch trains, others wait |

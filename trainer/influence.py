@@ -19,16 +19,18 @@ import numpy as np
 import torch
 from anyio.to_thread import run_sync
 
-from pipeline.config import Config, ConfigError, TrainerConfig, with_values
+from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, with_values
 from pipeline.events import CheckpointPublished, GroupScored
 from pipeline.lake_files import S3
 from pipeline.log.broker import Broker, Recorded
-from pipeline.names import parse_version
-from trainer.batches.groups import Example, TrainingGroup, examples
+from pipeline.names import parse_version, version_address
+from trainer.batches.groups import Example, TrainingGroup, examples, trainable_members
 from trainer.batches.histories import Histories
 from trainer.batches.sampling import defaults_of
-from trainer.checkpoints.checkpoint import Checkpoints, weights_of
+from trainer.batches.tasks import EarlierRuns
+from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.start import read_start
+from trainer.checkpoints.tensors import weights_of
 from trainer.engine.engine import Engine
 from trainer.engine.state import Weights
 
@@ -51,8 +53,9 @@ async def influences(
     work as it begins.
 
     The task's runs are those of validation groups (as of `journeywork bisect` and `eval`) that versions before it
-    played; of the tasks named `tasks`, if any are named. Raises `ConfigError` if there is no such version, or nothing
-    of it or of the tasks is on the log."""
+    played; of the tasks named `tasks`, if any are named. Left out are what a teacher said, the KL terms and the entropy
+    bonus of the loss, and tokens that were too old for the step. Raises `ConfigError` if there is no such version, or
+    nothing of it or of the tasks is on the log, and `CheckpointError` if a checkpoint is damaged."""
     name, step = parse_version(version)
     model = next((m for m in config.models if m.name == name), None)
     if model is None or not step:
@@ -77,14 +80,16 @@ async def influences(
             f"reading {len(step_groups)} groups that {version} learned from, {len(lost)} of tasks, and the model"
         )
         with TemporaryDirectory() as scratch:
-            settings, weights = await run_sync(_before, config, learned)
+            settings, weights = await run_sync(_before, config, model, learned, tell)
+            # A run's influence is that of its rewards, not of what a teacher said, of the nearness to a reference or of
+            # the entropy.
+            without = {"distill.weight": 0.0, "loss.beta": 0.0, "loss.entropy_coef": 0.0}
+            settings = with_values(settings, without)
             engine = await run_sync(Engine, model.base, settings, Path(scratch))
-            histories = Histories(
-                broker, defaults_of(engine.model.peft.get_base_model(), config.vllm.args),
-                mask_truncated=settings.loss.mask_truncated, turn_discount=settings.loss.turn_discount,
-                replay=settings.router_replay,
-            )  # fmt: skip
+            defaults = defaults_of(engine.model.peft.get_base_model(), config.vllm.flags)
+            histories = Histories(broker, settings, defaults)
             batch, of_task = await _read(histories, step_groups), await _read(histories, lost)
+            batch = _as_trained(batch, [r for r in scored if r.event.branch == branch], step, settings)
             if weights is not None:
                 engine.model.load_adapter(weights)
             return await run_sync(_compute, engine, settings, batch, of_task, tell)
@@ -97,18 +102,26 @@ def _is_of_task(event: GroupScored, step: int, tasks: Sequence[str]) -> bool:
     )  # fmt: skip
 
 
-def _before(config: Config, learned: CheckpointPublished) -> tuple[TrainerConfig, Weights | None]:
-    """The settings of the step, and the adapter that it began with; `None` for that of step 0."""
+def _before(
+    config: Config, model: ModelConfig, learned: CheckpointPublished, tell: Callable[[str], None]
+) -> tuple[TrainerConfig, Weights | None]:
+    """The settings of the step, or the model's present ones if the step's folder is gone; and the adapter that the step
+    began with, `None` for that of step 0."""
     checkpoints, step = Checkpoints.of(config, learned.model), learned.step
-    there, settings = checkpoints.steps(), config.trainer
+    there = checkpoints.steps()
     if step in there:
         settings = msgspec.convert(checkpoints.read(step)[0].config, TrainerConfig)
+    else:
+        settings = config.trainer_of(model)
+        tell(f"the settings of step {step} are gone with its folder; the present ones of the model are used")
     if step == 1:
         return settings, None
     if step - 1 in there:
         return settings, weights_of(checkpoints.read(step - 1)[1])
     lake = config.store.dir if config.store.dir.startswith(S3) else config.path(config.store.dir)
-    return settings, weights_of(read_start(f"{lake}#{learned.branch}/{learned.parent}", config).files)
+    return settings, weights_of(
+        read_start(f"{lake}#{version_address(learned.branch, learned.parent)}", config).files
+    )
 
 
 async def _read(histories: Histories, recorded: Sequence[Recorded[GroupScored]]) -> list[TrainingGroup]:
@@ -135,6 +148,31 @@ def _as_training(event: GroupScored) -> GroupScored:
     return msgspec.structs.replace(event, members=members)
 
 
+def _as_trained(
+    batch: Sequence[TrainingGroup],
+    scored: Sequence[Recorded[GroupScored]],
+    step: int,
+    settings: TrainerConfig,
+) -> list[TrainingGroup]:
+    """The groups as the step took them: without the tokens that were too old for it, and, where it compared runs with
+    earlier ones of their task, with those in `scored`, the groups of its branch that the log still holds. Raises
+    `ConfigError` if no token is left."""
+    refusals = [g.bound_staleness(step - 1, settings) for g in batch]
+    trained = [g for g, refusal in zip(batch, refusals, strict=True) if refusal is None]
+    if not trained:
+        reasons = "; ".join(refusal.detail for refusal in refusals if refusal)
+        raise ConfigError(
+            f"by the settings that are used, step {step} can't have trained its groups: {reasons}"
+        )
+    if settings.loss.baseline == "task":
+        earlier = EarlierRuns()
+        for r in scored:
+            earlier.add(r.event, trainable_members(r.event), r.seq, settings.loss.turn_discount)
+        for group in trained:
+            group.earlier = earlier.before(group.event, group.place.seq)
+    return trained
+
+
 def _compute(
     engine: Engine,
     settings: TrainerConfig,
@@ -153,14 +191,14 @@ def _compute(
     engine.configure(settings)
     made, numbers = examples(batch, settings), _numbers(batch)
     runs = [(g, name) for g in batch for name in dict.fromkeys(s.trajectory for s in g.sequences or ())]
-    found = []
+    out = []
     for number, (group, name) in enumerate(runs, 1):
         tell(f"computing the gradient of run {number} of {len(runs)}")
         rewards: Mapping[str, float] = {m.trajectory: m.reward for m in group.event.members}
         alone = [e if e.sequence.trajectory == name else _silent(e) for e in made]
         part = float(_gradient(engine, alone, numbers) @ task) / scale
-        found.append(Influence(name, group.event.group, rewards[name], part))
-    return sorted(found, key=lambda i: i.influence)
+        out.append(Influence(name, group.event.group, rewards[name], part))
+    return sorted(out, key=lambda i: i.influence)
 
 
 def _numbers(groups: Sequence[TrainingGroup]) -> list[int]:

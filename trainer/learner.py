@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from pipeline import crash
 from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, config_hash, with_batch_settings
@@ -24,7 +23,6 @@ from pipeline.events import (
     STATE_FILE,
     CheckpointPublished,
     GroupDiscarded,
-    Member,
     TrainingBatch,
     now_us,
     pack_seqs,
@@ -34,26 +32,19 @@ from pipeline.sampling import sampling_of
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.graders import limit_graders
 from trainer.batches.groups import TrainingGroup
+from trainer.batches.metrics import group_metrics, replay_metrics
 from trainer.batches.sampling import defaults_of
 from trainer.batches.sequences import TokenSequence
-from trainer.checkpoints.checkpoint import (
-    Checkpoints,
-    Manifest,
-    adapter_files,
-    batch_id,
-    pack,
-    state_bytes,
-    state_of,
-    weights_of,
-)
+from trainer.checkpoints.checkpoint import Checkpoints, Manifest, batch_id, pack, passed_over_if_damaged
 from trainer.checkpoints.compatibility import require_compatible
 from trainer.checkpoints.start import Start
+from trainer.checkpoints.tensors import adapter_files, state_bytes, state_of, weights_of
 from trainer.checkpoints.validation import Validation
 from trainer.distillation.prompts import HintedPrompts
 from trainer.engine.engine import Engine
 from trainer.engine.images import ImageUnusableError
 from trainer.engine.late import LateRunsError, is_late
-from trainer.engine.model import fixed_settings
+from trainer.engine.model import load_settings
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import StepResult, TrainState, UntrainableError, Weights
 
@@ -90,7 +81,7 @@ class Learner:
         self.state = engine.initial_state()
         self._fresh = self.state.weights
         """The adapter of step 0, with which the model computes the same as the base model."""
-        self.sampling_defaults = defaults_of(engine.model.peft.get_base_model(), config.vllm.args)
+        self.sampling_defaults = defaults_of(engine.model.peft.get_base_model(), config.vllm.flags)
         """Sampling parameters that the inference server uses where a request names none."""
         if unsupported := sampling_of(b"{}", self.sampling_defaults).unsupported:
             log.error(
@@ -126,32 +117,32 @@ class Learner:
 
     def resume(self, step: int) -> None:
         """Load the checkpoint of `step` from disk, and those adapters of earlier steps within the staleness bound that
-        are on disk. Raises `CheckpointError` if the checkpoint is missing or damaged, `ConfigError` if it was trained
-        on another base model or with another shape of the adapter."""
+        are on disk undamaged. Raises `CheckpointError` if the checkpoint is missing or damaged; `ConfigError` if it
+        was trained on another base model or with another shape of the adapter."""
         manifest, files = self.checkpoints.read(step)
-        self._require_compatible(manifest.event, files)
-        state = state_of(step, files)
-        for earlier in self.checkpoints.steps():
-            if step - self.settings.max_staleness - 1 <= earlier < step:
-                state.history[earlier] = weights_of(self.checkpoints.read(earlier)[1])
-        if step <= self.settings.max_staleness + 1:
-            state.history[0] = self._fresh
-        self.engine.model.load_adapter(
-            state.weights
-        )  # if it does not fit, the error is raised now, not in a step
-        self.state = state
+        earlier = {}
+        for n in self.checkpoints.steps():
+            if self.compares_with(n, step):
+                with passed_over_if_damaged():
+                    earlier[n] = weights_of(self.checkpoints.read(n)[1])
+        self.resume_from(manifest.event, files, earlier)
 
-    def rebuild(
+    def compares_with(self, earlier: int, step: int) -> bool:
+        """Whether tokens that the version of the step `earlier` sampled may be trained after `step`."""
+        return step - self.settings.max_staleness - 1 <= earlier < step
+
+    def resume_from(
         self, event: CheckpointPublished, files: Mapping[str, bytes], earlier: Mapping[int, Weights]
     ) -> None:
-        """Continue from the object store, as a checkpoint that is not on disk: `files` are those of its adapter, with
-        the training state if it was there, and `earlier` the adapters of the steps before it. Without the training
-        state, the optimizer is a fresh one. Raises `ConfigError` as `resume` does."""
-        self._require_compatible(event, files)
+        """Continue from a checkpoint, on disk or not: `files` are those of its adapter, with the training state if
+        there is one, and `earlier` the adapters of the steps before it. Without the training state, the optimizer is a
+        fresh one. Raises `ConfigError` as `resume` does."""
+        require_compatible(event, files, self.engine.model.base_digest, self.engine.model.lora)
         state = self._state_of(event.step, files)
         state.history |= earlier
-        if event.step <= self.settings.max_staleness + 1:
+        if self.compares_with(0, event.step):
             state.history[0] = self._fresh
+        # If the adapter does not fit, the error is raised now, not in a step.
         self.engine.model.load_adapter(state.weights)
         self.state = state
         if state.optimizer is None:
@@ -160,35 +151,36 @@ class Learner:
                 checkpoints=str(self.checkpoints.folder),
             )  # fmt: skip
 
-    def _require_compatible(
-        self, event: CheckpointPublished | None, files: Mapping[str, bytes], name: str = ""
-    ) -> None:
-        require_compatible(event, files, self.engine.model.base_digest, self.engine.model.lora, name)
-
     def _state_of(self, step: int, files: Mapping[str, bytes]) -> TrainState:
         if STATE_FILE in files:
             return state_of(step, files)
-        return self.engine.state_with(step, weights_of(files))
+        return self.engine.state_with(step, self.engine.model.renamed(weights_of(files)))
+
+    def _state_from(self, start: Start, step: int) -> TrainState:
+        """The state of a version or an adapter from elsewhere, as that of `step`. Raises `ConfigError` as `resume`
+        does, and if the adapter does not fit the model."""
+        model = self.engine.model
+        require_compatible(start.event, start.files, model.base_digest, model.lora, start.source)
+        state = self._state_of(step, start.files)
+        try:
+            model.load_adapter(state.weights)
+        except ValueError as error:
+            raise ConfigError(
+                f"{start.source}: {error}; or merge it into its base, and name the merged model as models.base"
+            ) from error
+        return state
 
     def begin(self, start: Start) -> tuple[Manifest, dict[str, bytes]]:
         """Write the checkpoint of `models.0.start`, from which training begins: a version of a lake keeps its step, a
-        PEFT adapter becomes step 1. Returns what is to be published.
-
-        Raises `ConfigError` as `resume` does, and if the adapter does not fit the model."""
-        adapter, step = start.files, start.event.step if start.event else 1
-        self._require_compatible(start.event, adapter, start.source)
-        state = self._state_of(step, adapter)
-        try:
-            self.engine.model.load_adapter(state.weights)
-        except ValueError as error:
-            raise ConfigError(f"models.start: {start.source}: {error}") from error
+        PEFT adapter becomes step 1. Returns what is to be published. Raises `ConfigError` as `_state_from` does."""
+        state = self._state_from(start, start.event.step if start.event else 1)
         return self._write(state, (), self.settings, source=start.source)
 
     def adopt(self, start: Start) -> PendingStep:
         """Write the next checkpoint with a version of another branch or lake, optimizer included: training goes on from
-        it. Raises `ConfigError` as `resume` does."""
-        self._require_compatible(start.event, start.files, start.source)
-        theirs, step = self._state_of(self.state.step + 1, start.files), self.state.step + 1
+        it. Raises `ConfigError` as `_state_from` does."""
+        step = self.state.step + 1
+        theirs = self._state_from(start, step)
         state = dataclasses.replace(theirs, history=self.state.history | {step: theirs.weights})
         return self.write_step(state, source=start.source, started_at=now_us())
 
@@ -200,7 +192,7 @@ class Learner:
         self.discarded_rewards += rewards
         self.equal_groups += equal
 
-    def unusable(self, sequences: Sequence[TokenSequence]) -> str:
+    def why_unusable(self, sequences: Sequence[TokenSequence]) -> str:
         """Return why the model can't compute one of `sequences`, which would make the whole batch fail; an empty string
         if it can compute all."""
         model = self.engine.model
@@ -225,14 +217,13 @@ class Learner:
     def train_step(
         self,
         batch: Sequence[TrainingGroup],
-        trace: dict[str, str] | None = None,
         request: TrainingBatch | None = None,
     ) -> PendingStep:
         """Compute one optimizer step over `batch` and write its checkpoint. Blocks. `commit` makes the step current.
 
-        The groups have their sequences, with stale tokens as context. `trace` holds the headers under which the
-        checkpoint's event is published; `request` may hold settings for this step. Raises `UntrainableError` if
-        the batch can't be trained, or if the process died `MAX_ATTEMPTS` times while it computed the batch."""
+        The groups have their sequences, with stale tokens as context. `request` may hold settings for this step.
+        Raises `UntrainableError` if the batch can't be trained, or if the process died `MAX_ATTEMPTS` times while it
+        computed the batch."""
         began, started_at = time.perf_counter(), now_us()
         places = [g.place for g in batch]  # before the computation: the intake may replace a group's place
         settings = self.settings_for(request)
@@ -240,15 +231,13 @@ class Learner:
         result = self._compute(batch, settings, MAX_ATTEMPTS)
         self.checkpoints.clear_attempts()
         metrics = result.metrics | self.validation.metrics()
-        metrics |= _group_metrics(batch, self.discarded_rewards[:discarded], equal_groups)
+        metrics |= group_metrics(batch, self.discarded_rewards[:discarded], equal_groups)
         if settings.router_replay:
-            metrics["tokens_replayed"] = float(
-                sum(s.replayed_tokens for g in batch for s in g.sequences or ())
-            )
+            metrics |= replay_metrics(batch)
         metrics["step_s"] = time.perf_counter() - began
         metrics["gpu_s"] = metrics["step_s"] * self.engine.passes.processes
         manifest, files = self._write(
-            result.state, batch, settings, trace=trace or {}, dropped=result.dropped,
+            result.state, batch, settings, dropped=result.dropped,
             group_seqs=pack_seqs([p.seq for p in places]), group_times=pack_seqs([p.at for p in places]),
             metrics=metrics, started_at=started_at,
         )  # fmt: skip
@@ -265,7 +254,6 @@ class Learner:
         batch: Sequence[TrainingGroup],
         settings: TrainerConfig,
         *,
-        trace: dict[str, str] | None = None,
         dropped: Sequence[TokenSequence] = (),
         **fields: Any,
     ) -> tuple[Manifest, dict[str, bytes]]:
@@ -284,10 +272,8 @@ class Learner:
             files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
             branch=self.config.trainer.branch, **fields,
         )  # fmt: skip
-        manifest = Manifest(
-            event=event, config=msgspec.to_builtins(settings), trace=trace or {},
-            discarded=_too_large(batch, dropped, version),
-        )  # fmt: skip
+        discarded = _too_large(batch, dropped, version)
+        manifest = Manifest(event=event, config=msgspec.to_builtins(settings), discarded=discarded)
         crash.point("trainer.before_checkpoint")
         self.checkpoints.write(manifest, files)
         return manifest, files
@@ -303,7 +289,7 @@ class Learner:
             try:
                 self._compute([group], settings, _MAX_ATTEMPTS_ALONE)
             except LateRunsError:
-                pass  # of a batch it is measured with the others'
+                pass  # measured over all late runs of the batch, it may be large enough
             except UntrainableError as error:
                 faults[group] = str(error)
             self.checkpoints.clear_attempts(self._batch_id([group], settings))
@@ -334,7 +320,9 @@ class Learner:
         """Compute a step. The state is unchanged. Raises `UntrainableError`."""
         attempt = self.checkpoints.count_attempt(self._batch_id(batch, settings))
         if attempt > max_attempts:
-            raise UntrainableError(f"the trainer died {max_attempts} times while it computed this batch")
+            raise UntrainableError(
+                f"the trainer died or failed {max_attempts} times while it computed this batch"
+            )
         self.engine.configure(settings)
         if self.engine.model.lockstep:  # its processes can't try again when one of them runs out of memory
             budget = self.engine.passes.budget
@@ -352,37 +340,6 @@ class Learner:
         keep = max(self.settings.keep_checkpoints, self.settings.max_staleness + 2)
         best = self.validation.best
         self.checkpoints.prune(keep, frozenset({best.step} if best else ()))
-
-
-def _group_metrics(
-    batch: Sequence[TrainingGroup], discarded_rewards: Sequence[float], equal_groups: int
-) -> dict[str, float]:
-    """Metrics of a step's groups, and of those that were discarded since the step before."""
-    members = [m for g in batch for m in g.members]
-    rewards = np.array([m.reward for m in members], np.float64)
-    return {
-        "reward_mean": float(rewards.mean()),
-        "reward_mean_all": float(np.mean([*rewards, *discarded_rewards])),
-        "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
-        "groups": float(len(batch)),
-        "no_variance_share": equal_groups / (equal_groups + len(batch)),
-        "trajectories": float(len(members)),
-        "tokens_stale": float(sum(g.stale_tokens for g in batch)),
-        "tokens_unjudged": float(sum(g.unjudged_tokens for g in batch)),
-        "tokens_left_out": float(sum(g.left_out.total() for g in batch)),
-        "hints": float(sum(g.hints for g in batch)),
-        "hints_unused": float(sum(g.hints_unused for g in batch)),
-        **_run_metrics(members),
-    }
-
-
-def _run_metrics(members: Sequence[Member]) -> dict[str, float]:
-    """Return the mean of each metric that agents gave to runs, over the runs that have it, as `run/<name>`."""
-    values: dict[str, list[float]] = {}
-    for member in members:
-        for name, value in member.metrics.items():
-            values.setdefault(f"run/{name}", []).append(value)
-    return {name: float(np.mean(of_name)) for name, of_name in values.items()}
 
 
 def _too_large(
@@ -409,7 +366,7 @@ Shape = tuple[object, ...]
 def _shape(config: Config, model: ModelConfig) -> Shape:
     """Return the base model and the settings it is loaded with. Models for which they are equal share an engine."""
     settings = config.trainer_of(model)
-    return (model.base, *fixed_settings(settings).values())
+    return (model.base, *load_settings(settings).values())
 
 
 def make_engines(

@@ -123,7 +123,10 @@ class ModelQueue:
         for name in names:
             keys: dict[str, Any] = {"project": event.project, "model": event.model, "group": name}
             discards = await broker.read(GroupDiscarded, **keys)
-            if any(r.event.branch == event.branch and r.event.reason != "too_large" for r in discards):
+            where = event.branch, event.split
+            if any(
+                (e.branch, e.split) == where and e.reason != "too_large" for e in (r.event for r in discards)
+            ):
                 batch.settled.add(name)
         letters = await broker.read(DeadLettered, stream="GROUPS", consumer=consumer)
         subjects = [letter.event.original_subject for letter in letters]
@@ -148,7 +151,7 @@ class ModelQueue:
         """Return the requested batches that are not complete, oldest first."""
         return [batch for batch in self.requested.values() if not batch.complete]
 
-    def next_requested(self) -> bool:
+    def take_complete_batch(self) -> bool:
         """Make the first complete requested batch the batch of the next step. Returns whether there is one."""
         complete = next((b for b in self.requested.values() if b.complete), None)
         if complete is None:

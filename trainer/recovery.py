@@ -28,10 +28,11 @@ from pipeline.log.messages import Place
 from pipeline.log.subjects import stream_of
 from pipeline.streams import ConsumerSpec
 from pipeline.telemetry.logs import get_logger
-from trainer.checkpoints.checkpoint import CheckpointError, Manifest, unpack, weights_of
+from trainer.checkpoints.checkpoint import CheckpointError, Manifest, passed_over_if_damaged, unpack
 from trainer.checkpoints.commits import Commits, TrainerError
 from trainer.checkpoints.consumed import Consumed
 from trainer.checkpoints.start import read_start
+from trainer.checkpoints.tensors import weights_of
 from trainer.learner import Learner
 
 log = get_logger("trainer.recovery")
@@ -47,6 +48,7 @@ async def catch_up(commits: Commits, learner: Learner) -> list[CheckpointPublish
     published = await commits.published(learner.model.name)
     last = max(published, key=lambda event: event.step, default=None)
     log_id = await _log_id(commits.broker)
+    await run_sync(_refuse_foreign_log, learner, published, log_id)
     unpublished = await run_sync(_unpublished, learner, last, log_id)
     for manifest in unpublished:
         _, files = await run_sync(learner.checkpoints.read, manifest.event.step)
@@ -76,19 +78,24 @@ async def unacknowledged(
     floor = int(info.ack_floor.stream_seq) if info.ack_floor else 0
     delivered = int(info.delivered.stream_seq) if info.delivered else 0
     discarded = {
-        (r.event.branch, r.event.model, r.event.group, r.event.judge)
+        _key(e)
         for r in await broker.read(GroupDiscarded, start_seq=floor + 1)
         # `too_large` concerns some trajectories; the group itself trains.
-        if r.event.by == "trainer" and r.event.reason != "too_large"
+        if (e := r.event).by == "trainer" and e.reason != "too_large"
     }
     letters = await broker.read(DeadLettered, stream=consumer.stream, consumer=consumer.name)
     dead = {Place(r.event.stream_seq, r.event.stream_at) for r in letters}
     groups = [r for r in await broker.read(GroupScored, start_seq=floor + 1) if r.seq <= delivered]
     for recorded in groups:
-        event = recorded.event
-        if recorded.place in dead or (event.branch, event.model, event.group, event.judge) in discarded:
+        group = recorded.event
+        if recorded.place in dead or _key(group) in discarded:
             consumed.add(recorded.place)
     return pending, groups
+
+
+def _key(event: GroupScored | GroupDiscarded) -> tuple[str, ...]:
+    """What tells apart the groups of a log: one id may name a group of each split, project, model and verdict set."""
+    return event.project, event.branch, event.model, event.group, event.split, event.judge
 
 
 async def _log_id(broker: Broker) -> str:
@@ -134,10 +141,11 @@ async def _resume_from(
         log.warning("no training state in the object store", version=last.version, reason=str(error))
     earlier = {}
     for event in published:
-        if last.step - learner.settings.max_staleness - 1 <= event.step < last.step:
-            with contextlib.suppress(HistoryGoneError):  # tokens of that version can't be compared with it
+        if learner.compares_with(event.step, last.step):
+            # Without it, tokens of that version are not compared.
+            with contextlib.suppress(HistoryGoneError), passed_over_if_damaged():
                 earlier[event.step] = weights_of(await _fetch_adapter(commits.broker, event))
-    await run_sync(learner.rebuild, last, files, earlier)
+    await run_sync(learner.resume_from, last, files, earlier)
 
 
 async def _fetch_adapter(broker: Broker, event: CheckpointPublished) -> dict[str, bytes]:
@@ -183,6 +191,21 @@ def _unpublished(learner: Learner, last: CheckpointPublished | None, log_id: str
             detail="neither the log nor the disk holds them; training continues from the next step on disk",
         )  # fmt: skip
     return unpublished
+
+
+def _refuse_foreign_log(learner: Learner, published: Sequence[CheckpointPublished], log_id: str) -> None:
+    """Raise `TrainerError` if the checkpoints on disk were published on another log, and this one has none of them. A
+    log that was restored from a backup has another identity and the same checkpoints."""
+    checkpoints = learner.checkpoints
+    steps = checkpoints.steps()
+    if not steps or checkpoints.log_id() in ("", log_id):
+        return
+    on_log = {event.step: event.adapter_sha256 for event in published}
+    for step in on_log.keys() & steps:
+        with contextlib.suppress(CheckpointError):
+            if checkpoints.read(step)[0].event.adapter_sha256 == on_log[step]:
+                return
+    raise _foreign_log(learner, f"none of the steps on disk, up to {max(steps)}, is on the log")
 
 
 def _foreign_log(learner: Learner, why: str) -> TrainerError:

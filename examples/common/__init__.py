@@ -3,7 +3,8 @@
 | module | what lives there |
 | --- | --- |
 | `tiny` | tokenizers that know the words of a task, a small Qwen3, and its pre-training |
-| `running` | flags of an example, `journeywork up` around it, the version that is served, SQL over its run |
+| `running` | flags of an example, `journeywork up` around it, the version that is served |
+| `history` | SQL over its run |
 | `stand_in` | a program in place of a judge model |
 | `curve` | from a run to its report, from reports to a picture with intervals |
 | `two_cores.toml` | settings of tiny models on two CPU cores |

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from examples.common.running import rows
+from examples.common.history import rows
 from journeywork import Estimate, EvaluationReport
 from journeywork.statistics import mean_of
 

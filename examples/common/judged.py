@@ -36,12 +36,13 @@ class Helper:
     key: str
 
     async def scenarios(self, description: str, count: int) -> list[str]:
-        """Return tasks for an agent that `description` describes. Raises `ScenarioError`."""
+        """Return `count` tasks that the model writes for an agent with this description. Raises
+        `ScenarioError`."""
         written = await write_scenarios(Writer(self.model, self.url, self.key), description, count)
         return [scenario.task for scenario in written]
 
     async def score(self, group: art.TrajectoryGroup) -> art.TrajectoryGroup | None:
-        """Return the group with RULER's scores as rewards; `None` if the judge gave none."""
+        """Return the group with RULER's scores as rewards; `None` if the judge gave none, with a line in the log."""
         asked = {"api_base": self.url, "api_key": self.key}
         return await ruler_score_group(group, f"openai/{self.model}", asked, swallow_exceptions=True)
 
@@ -60,9 +61,7 @@ def helper(score: stand_in.Score, tasks: Sequence[str]) -> Iterator[Helper]:
 
 def backend(args: argparse.Namespace) -> art.LocalBackend:
     """Return a backend whose installation has the example's settings (`examples.common.running.arguments`)."""
-    config = args.config or (running.GPU if args.base else running.TWO_CORES)
-    options = ["--config", str(config), *(part for given in args.set for part in ("--set", given))]
-    options += ["--vllm-url", args.vllm_url] if args.vllm_url else []
+    options = ["--config", str(running.config_of(args)), *running.flags(args)]
     return art.LocalBackend(path=str(args.run_dir), up_options=options)
 
 
@@ -91,7 +90,12 @@ async def train_and_compare(
     helper: Helper,
     learning_rate: float,
 ) -> None:
-    """Train on the scenarios but the held-out ones, the first, and print the difference on those."""
+    """Hold out the first `args.held_out` scenarios, train on the others, and print the difference on the held-out ones.
+    Raises `SystemExit` if either part is empty, or if the judge scores nothing."""
+    if not 0 < args.held_out < len(scenarios):
+        raise SystemExit(
+            f"--held-out {args.held_out} of {len(scenarios)} scenarios: hold out 1 at least, and leave 1 to train on"
+        )
     held_out, training = scenarios[: args.held_out], scenarios[args.held_out :]
     await train(model, training, rollout, helper, steps=args.steps, learning_rate=learning_rate)
     difference = await compare(model, held_out, rollout, helper)
@@ -110,7 +114,7 @@ async def train(
     learning_rate: float = 1e-5,
 ) -> None:
     """Train `steps` steps of `groups` scenarios, each of them played `size` times and judged. The learning rate falls
-    from `learning_rate` to 0."""
+    from `learning_rate` to 0. Raises `SystemExit` if the judge scores no group of a step."""
     epochs = -(-steps * groups // len(scenarios))
     for batch in iterate_dataset(scenarios, groups_per_step=groups, num_epochs=epochs, use_tqdm=False):
         if batch.step >= steps:
@@ -120,6 +124,8 @@ async def train(
             after_each=helper.score,
             max_exceptions=groups * size // 4,
         )
+        if not played:
+            raise SystemExit(f"step {batch.step + 1}: {_unscored(helper)}")
         rate = learning_rate * (1 - batch.step / steps)
         await model.train(played, config=art.TrainConfig(learning_rate=rate))
         rewards = [trajectory.reward for group in played for trajectory in group]
@@ -135,7 +141,8 @@ async def compare(
     attempts: int = 4,
 ) -> Estimate:
     """Play held-out scenarios `attempts` times with the base model and with the newest version. Returns the difference
-    of the judge's scores, who sees one run of each together, in two orders; its interval is over the scenarios."""
+    of the judge's scores, who sees one run of each together, in two orders; its interval is over the scenarios. Raises
+    `SystemExit` if the judge scores no pair."""
     versions = [model.get_inference_name(step) for step in (0, await model.get_step())]
     pairs = await art.gather_trajectory_groups(
         (
@@ -145,8 +152,14 @@ async def compare(
         ),
         after_each=helper.score,
     )
+    if not pairs:
+        raise SystemExit(f"comparison: {_unscored(helper)}")
     rewards: dict[Any, list[list[float]]] = {}  # a pair that the judge did not score is left out
     for pair in pairs:
         rewards.setdefault(pair.metadata["task"], []).append([run.reward for run in pair])
     means = [list(map(fmean, zip(*scored, strict=True))) for scored in rewards.values()]
     return paired_difference([before for before, _ in means], [after for _, after in means])
+
+
+def _unscored(helper: Helper) -> str:
+    return f"the judge, {helper.model} at {helper.url}, scored no group; the log above says why for each"

@@ -1,4 +1,4 @@
-"""What an example's script needs around its agent: flags, a running installation, and the run's history.
+"""What an example's script needs around its agent: flags and a running installation.
 
     args = running.arguments(__doc__, MODEL, steps=40, held_out=200, base=BASE)
     async with running.installation(args, SETTINGS) as client:
@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -84,13 +83,25 @@ class Installation:
     def stop(self) -> None:
         """Stop the installation after the store has written everything that the log holds."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+            self.process.terminate()
             try:
                 self.process.wait(120)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
                 raise ExampleError(f"journeywork up did not stop; see {self.run_dir}/logs") from None
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `journeywork up` is given too: `flags` returns them."""
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="any setting")
+    parser.add_argument("--vllm-url", help="an inference server that serves the base model already")
+
+
+def flags(args: argparse.Namespace) -> list[str]:
+    """Return what `add_flags` read, as flags of `journeywork up`."""
+    settings = [part for given in args.set for part in ("--set", given)]
+    return settings + (["--vllm-url", args.vllm_url] if args.vllm_url else [])
 
 
 def arguments(
@@ -115,13 +126,18 @@ def arguments(
     )
     parser.add_argument("--config", type=Path, help="settings; default: two_cores.toml for the tiny model, "
                         "deploy/journeywork.toml for another one")  # fmt: skip
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="any setting")
-    parser.add_argument("--vllm-url", help="an inference server that serves the base model already")
+    add_flags(parser)
     given = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(given)
     args.name = name
     args.command = shlex.join(["python", "-m", f"examples.{name}.train", *given])
     return args
+
+
+def config_of(args: argparse.Namespace) -> Path:
+    """Return the file of settings that the flags name, or that suits the base model."""
+    chosen: Path = args.config or (GPU if args.base else TWO_CORES)
+    return chosen
 
 
 def base_model(name: str) -> Path:
@@ -154,11 +170,7 @@ async def installation(
         "trainer.seed": args.seed,
         **settings,
     }
-    flags = [part for given in args.set for part in ("--set", given)]
-    flags += ["--vllm-url", args.vllm_url] if args.vllm_url else []
-    up = Installation(
-        args.run_dir.absolute(), args.config or (GPU if args.base else TWO_CORES), overrides, *flags
-    )
+    up = Installation(args.run_dir.absolute(), config_of(args), overrides, *flags(args))
     try:
         async with AsyncJourneywork(await up.ready()) as client:
             yield client
@@ -189,15 +201,3 @@ def make_room(run_dir: Path) -> None:
     if run_dir.exists():
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(run_dir.stat().st_mtime))
         run_dir.rename(run_dir.with_name(f"{run_dir.name}-{stamp}"))
-
-
-def ask(run_dir: Path, query: str, form: str = "json") -> str:
-    """Run `journeywork sql` on the run. Raises `CalledProcessError` if it fails."""
-    command = [JOURNEYWORK, "sql", "--run-dir", str(run_dir), "--format", form, query]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
-def rows(run_dir: Path, query: str) -> list[dict[str, Any]]:
-    """Return the rows of a query over the run's history."""
-    answer: list[dict[str, Any]] = json.loads(ask(run_dir, query))
-    return answer

@@ -7,33 +7,28 @@ played it. Without such words it plays as weakly as the demo's model."""
 
 from __future__ import annotations
 
+import functools
 import random
 
 from examples.common import tiny
 from examples.corrections.user import words
-from examples.tictactoe.game import CELLS, Game, describe, free_cells
+from examples.tictactoe import make_model
+from examples.tictactoe.game import describe, free_cells
 from examples.tictactoe.make_model import make_player, teach
 
 NAMED = 0.5
 """Share of the boards with a move named under it."""
 
 
-def taught_game(seed: str) -> tuple[tiny.Chat, list[list[float]]]:
-    """One game of the teacher as a chat, and the distribution of each of its moves."""
-    rng = random.Random(f"teacher/{seed}")
-    game = Game(seed)
-    chat: tiny.Chat = []
-    shares = []
-    while game.result is None:
-        share, said = teach(game.board), describe(game.board)
-        if rng.random() < NAMED:
-            named = rng.choice(free_cells(game.board))
-            share, said = [float(cell == named) for cell in range(9)], f"{said}\n{words(named)}"
-        shares.append(share)
-        chat.append({"role": "user", "content": said})
-        chat.append({"role": "assistant", "content": rng.choices(CELLS, share)[0]})
-        game.play(chat[-1]["content"])
-    return chat, shares
+def asked(board: str, rng: random.Random) -> tuple[list[float], str]:
+    """The distribution of the teacher's move on a board, and what the model is asked."""
+    if rng.random() >= NAMED:
+        return teach(board), describe(board)
+    named = rng.choice(free_cells(board))
+    return [float(cell == named) for cell in range(9)], f"{describe(board)}\n{words(named)}"
+
+
+taught_game = functools.partial(make_model.taught_game, ask=asked)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from examples.common import running
 from examples.common.curve import as_json
 from examples.corrections.user import objection
 from examples.tictactoe import held_out
-from examples.tictactoe.agent import MAX_TOKENS
-from examples.tictactoe.game import Game, describe, opening_seed
+from examples.tictactoe.agent import moves
+from examples.tictactoe.game import Game, opening_seed
 from journeywork import AsyncJourneywork, Trajectory
 
 MODEL = "corrections"
@@ -51,23 +51,11 @@ Said = tuple[ChatCompletion, str]
 
 async def play(run: Trajectory, seed: str) -> list[Said]:
     """Play one game. Returns what the user has to say of it. The run gets no reward."""
-    agent, game = running.agent(run), Game(seed)
-    messages: list[dict[str, str]] = []
-    objections = []
-    while game.result is None:
-        board = game.board
-        messages.append({"role": "user", "content": describe(board)})
-        answer = await agent.chat.completions.create(
-            model=MODEL,
-            messages=messages,  # type: ignore[arg-type]
-            max_tokens=MAX_TOKENS,
-            temperature=1.0,
-        )
-        reply = answer.choices[0].message.content or ""
-        if said := objection(board, reply):
+    game = Game(seed)
+    objections: list[Said] = []
+    async for board, answer in moves(running.agent(run), MODEL, game):
+        if said := objection(board, answer.choices[0].message.content or ""):
             objections.append((answer, said))
-        messages.append({"role": "assistant", "content": reply})
-        game.play(reply)
     run.metrics = {"win": float(game.result == "win")}
     return objections
 

@@ -74,8 +74,8 @@ def kept_rules(text: str, reply: str) -> dict[str, bool]:
 def score(context: str, attempt: str) -> float:
     """What the stand-in for a judge model gives a reply, by the rules of `rubric.md`: the action counts 0.4, each other
     rule 0.2. `context` holds the ticket, `attempt` the reply, as RULER shows them."""
-    kept = kept_rules(context, attempt.partition("[assistant]")[2])
-    return round(0.4 * kept["action"] + 0.2 * (sum(kept.values()) - kept["action"]), 2)
+    rules = kept_rules(context, attempt.partition("[assistant]")[2])
+    return round(0.4 * rules["action"] + 0.2 * (sum(rules.values()) - rules["action"]), 2)
 
 
 def keeps_all_rules(text: str, reply: str) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 
-from examples.common import running
+from examples.common import history, running
+from store.reading.sql import NoStoreError
 
 TICKETS = "SELECT DISTINCT task FROM trajectories WHERE outcome = 'masked' AND split = 'train' ORDER BY task"
 ANSWERED_BY = """
@@ -22,8 +22,8 @@ GROUP BY ALL ORDER BY min(started_at)
 async def recorded_tickets(run_dir: Path, written: set[str]) -> list[str]:
     """Return the tickets `written` by customers from the history, which has them all some seconds after their runs."""
     while True:
-        with contextlib.suppress(subprocess.CalledProcessError):  # nothing is stored yet
-            rows = await anyio.to_thread.run_sync(running.rows, run_dir, TICKETS)
+        with contextlib.suppress(NoStoreError):  # nothing is stored yet
+            rows = await anyio.to_thread.run_sync(history.rows, run_dir, TICKETS)
             if written <= {row["task"] for row in rows}:
                 return sorted(written)
         await anyio.sleep(running.LOOK_EVERY_S)
@@ -31,4 +31,4 @@ async def recorded_tickets(run_dir: Path, written: set[str]) -> list[str]:
 
 def answered_by(run_dir: Path) -> str:
     """Return a table of the versions that answered customers."""
-    return running.ask(run_dir, ANSWERED_BY, "table")
+    return history.ask(run_dir, ANSWERED_BY)

@@ -5,8 +5,6 @@
 | `game` | rules, the seeded opponent, what the model sees, what a game is worth |
 | `make_model` | makes `model/`: the tokenizer and a small pre-trained Qwen3, from a seed |
 | `agent` | agents that play with an OpenAI client |
-| `fine_tuned` | steps of RL, of supervised fine-tuning and of RL again, on one adapter, with `journeywork.art` |
-| `preferences` | DPO on the history of a demo, from its base |
 | `demo` | `make demo`: starts everything, trains, evaluates, writes `report.json` |
 | `report` | the report's figures, and the queries over the run's history |
 | `invariants` | queries for what must never be in the history |

@@ -21,7 +21,7 @@ from typing import Any
 import anyio
 from rich.console import Console
 
-from examples.common.running import ExampleError, Installation, make_room, served_step
+from examples.common.running import ExampleError, Installation, add_flags, flags, make_room, served_step
 from examples.tictactoe import held_out
 from examples.tictactoe.agent import Agents
 from examples.tictactoe.game import opening_seed
@@ -221,6 +221,7 @@ def parser_of(prog: str, run_dir: str, *, steps: int, seconds: float) -> argpars
         "--eval-games", type=int, default=2000, help="held-out games, the same before and after"
     )
     parser.add_argument("--concurrency", type=int, default=24, help="games at once")
+    add_flags(parser)
     return parser
 
 
@@ -250,6 +251,7 @@ def report_on(args: argparse.Namespace, overrides: dict[str, Any], play: Play) -
             "trainer.seed": args.seed,
             **overrides,
         },
+        *flags(args),
     )
     try:
         try:
@@ -263,10 +265,10 @@ def report_on(args: argparse.Namespace, overrides: dict[str, Any], play: Play) -
         if findings := conclude(report, run_dir, console):
             raise ExampleError("the history holds what it must not: " + "; ".join(findings))
     except KeyboardInterrupt:
-        console.print(f"stopped; what was played so far is in {run_dir}")
+        console.print(f"stopped; what was played so far is in {run_dir}", markup=False)
         raise SystemExit(130) from None
     except ExampleError as error:
-        console.print(f"[red]{error}[/]")
+        console.print(str(error), style="red", markup=False)
         raise SystemExit(1) from error
 
 

@@ -11,7 +11,6 @@ others of its step. The held-out games are played with the base model and with t
 from __future__ import annotations
 
 import argparse
-import asyncio
 import hashlib
 import itertools
 import json
@@ -24,14 +23,12 @@ from functools import partial
 from typing import Any
 
 import anyio
-import openai
 from anyio.abc import Process
-from openai.types.chat import ChatCompletionMessageParam
 
 from examples.common.running import ROOT, Installation, served_step
-from examples.tictactoe.agent import MAX_TOKENS
+from examples.tictactoe.agent import Agents
 from examples.tictactoe.demo import Progress, evaluate, outcome, parser_of, report_on
-from examples.tictactoe.game import Game, describe, opening_seed
+from examples.tictactoe.game import opening_seed
 from examples.tictactoe.late_results import NAME
 from examples.tictactoe.report import MODEL
 from journeywork import AsyncJourneywork
@@ -42,44 +39,17 @@ IDLE_S = 10.0
 LOOK_EVERY_S = 1.0
 
 
-class Player:
-    """The agent: what any program with an OpenAI client does."""
-
-    def __init__(self, gateway: str, key: str) -> None:
-        self.client = openai.AsyncOpenAI(base_url=f"{gateway}/v1", api_key=key, max_retries=12, timeout=120)
-        self.calls = self.failed = 0
-
-    async def play(self, seed: str) -> tuple[Game, str]:
-        """Play a game. Returns it with the id of its last answer."""
-        game, answer = Game(seed), ""
-        messages: list[ChatCompletionMessageParam] = []
-        while game.result is None:
-            messages.append({"role": "user", "content": describe(game.board)})
-            try:
-                reply = await self.client.chat.completions.create(
-                    model=MODEL, messages=messages, max_tokens=MAX_TOKENS, temperature=1.0
-                )
-            except openai.APIError:
-                self.failed += 1
-                raise
-            self.calls += 1
-            answer, text = reply.id, reply.choices[0].message.content or ""
-            messages.append({"role": "assistant", "content": text})
-            game.play(text)
-        return game, answer
-
-
-async def work(player: Player, seeds: Iterator[str], desk: Process, progress: Progress, at_once: int) -> None:
+async def work(agents: Agents, seeds: Iterator[str], desk: Process, progress: Progress, at_once: int) -> None:
     """Play games for ever, each opening once, and hand the results to `desk`."""
     assert desk.stdin is not None
     sending = anyio.Lock()
 
     async def worker() -> None:
         for seed in seeds:
-            game, answer = await player.play(seed)
+            game, last = await agents.play_game(agents.client, MODEL, seed)
             progress.games += 1
             progress.recent.append(game.result == "win")
-            line = json.dumps({"answer": answer, "result": game.reward, "ended": time.time()})
+            line = json.dumps({"answer": last.id, "result": game.reward, "ended": time.time()})
             async with sending:
                 await desk.stdin.send(f"{line}\n".encode())
 
@@ -89,7 +59,7 @@ async def work(player: Player, seeds: Iterator[str], desk: Process, progress: Pr
 
 
 async def learn(
-    player: Player,
+    agents: Agents,
     client: AsyncJourneywork,
     progress: Progress,
     args: argparse.Namespace,
@@ -101,7 +71,7 @@ async def learn(
     seeds = (opening_seed("train", number, args.seed) for number in itertools.count())
     with anyio.move_on_after(args.seconds):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(work, player, seeds, desk, progress, args.concurrency)
+            tasks.start_soon(work, agents, seeds, desk, progress, args.concurrency)
             while progress.step < args.steps:
                 installation.check()
                 step = await served_step(client, MODEL)
@@ -116,11 +86,11 @@ async def play(
 ) -> dict[str, Any]:
     print("starting", flush=True)
     gateway = await installation.ready()
-    player = Player(gateway, keys["agent"])
+    agents = Agents.at(gateway, keys["agent"])
     desk_of = [sys.executable, "-m", "examples.tictactoe.late_results"]
     environment = {**os.environ, "JOURNEYWORK_API_KEY": keys["results"]}
     async with (
-        player.client,
+        agents.client,
         AsyncJourneywork(gateway, api_key=keys["operator"]) as client,
         await anyio.open_process(
             [*desk_of, "--gateway", gateway, "--delay", str(args.delay)],
@@ -130,11 +100,11 @@ async def play(
         ) as desk,
         anyio.create_task_group() as showing,
     ):
-        showing.start_soon(show, progress, player)
+        showing.start_soon(progress.show, agents)
         before = await evaluate(client, progress, f"{MODEL}@0", args.eval_games)
         progress.phase, progress.games = "on the job", 0
         progress.recent.clear()
-        await learn(player, client, progress, args, installation, desk)
+        await learn(agents, client, progress, args, installation, desk)
         games = progress.games
         report = await evaluate(client, progress, f"{MODEL}@{progress.step}", args.eval_games, before)
         progress.phase = "the last results are reported"
@@ -148,21 +118,11 @@ async def play(
         **outcome(report, progress),
         "games": games,
         "results": json.loads(results),
-        "calls": player.calls + sum(entrant.usage.calls for entrant in entrants),
-        "failed_requests": player.failed + sum(entrant.failed for entrant in entrants),
+        "calls": agents.calls + sum(entrant.usage.calls for entrant in entrants),
+        "failed_requests": agents.failed + sum(entrant.failed for entrant in entrants),
         "completed_by_agents": games + sum(len(task.trajectories) for e in entrants for task in e.tasks),
         "restarts": installation.restarts(),
     }
-
-
-async def show(progress: Progress, player: Player) -> None:
-    while True:
-        print(
-            f"{time.monotonic() - progress.began:.0f} s  {progress.phase}  step {progress.step}/{progress.steps}  "
-            f"games {progress.games:,}  win rate {progress.rate:.2f}  calls {player.calls:,}  failed {player.failed}",
-            flush=True,
-        )
-        await asyncio.sleep(10)
 
 
 def settings(args: argparse.Namespace, keys: dict[str, str]) -> dict[str, Any]:

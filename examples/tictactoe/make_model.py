@@ -79,16 +79,24 @@ def teach(board: str) -> list[float]:
     return share
 
 
-def taught_game(seed: str) -> tuple[tiny.Chat, list[list[float]]]:
+def asked(board: str, rng: random.Random) -> tuple[list[float], str]:
+    """The distribution of the teacher's move on a board, and what the model is asked."""
+    return teach(board), describe(board)
+
+
+def taught_game(
+    seed: str, ask: Callable[[str, random.Random], tuple[list[float], str]] = asked
+) -> tuple[tiny.Chat, list[list[float]]]:
     """One game of the teacher as a chat, and the distribution of each of its moves."""
     rng = random.Random(f"teacher/{seed}")
     game = Game(seed)
     chat: tiny.Chat = []
     shares = []
     while game.result is None:
-        shares.append(teach(game.board))
-        chat.append({"role": "user", "content": describe(game.board)})
-        chat.append({"role": "assistant", "content": rng.choices(CELLS, shares[-1])[0]})
+        share, said = ask(game.board, rng)
+        shares.append(share)
+        chat.append({"role": "user", "content": said})
+        chat.append({"role": "assistant", "content": rng.choices(CELLS, share)[0]})
         game.play(chat[-1]["content"])
     return chat, shares
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.common import curve
-from examples.common.running import ask, rows
+from examples.common.history import ask, rows
 from examples.tictactoe.invariants import NEVER, counting
 from journeywork.evaluation import EntrantResult, EvaluationReport
 from journeywork.statistics import Estimate
@@ -93,7 +93,7 @@ def conclude(report: dict[str, Any], run_dir: Path, console: Console) -> list[st
     }
     (run_dir / "report.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     console.print(f"\nlineage of [bold]{report['final_checkpoint']}[/]:")
-    print(ask(run_dir, query, "table"))
+    print(ask(run_dir, query))
     before, after = report["win_rate_before"], report["win_rate_after"]
     table = Table("", "win rate", "95 % interval", "games", "win / draw / loss / illegal", box=None)
     for name, rate in (("before", before), ("after", after)):
@@ -116,7 +116,8 @@ def conclude(report: dict[str, Any], run_dir: Path, console: Console) -> list[st
         f"trajectories completed: {report['completed_by_agents']:,} by the agents, {counts['completed']:,} in the "
         f"history; largest mean difference of sampler's and trainer's logprobs: "
         f"{'none measured' if diff is None else f'{diff:.1e}'}\n"
-        f"report: {run_dir / 'report.json'}"
+        f"report: {run_dir / 'report.json'}",
+        markup=False,
     )
     findings = [f"{count:,} times {name}" for name, count in report["never"].items() if count]
     console.print(

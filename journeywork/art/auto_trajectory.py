@@ -158,7 +158,8 @@ def _listen_to(module: Any) -> None:
 
 def _add_answer(trajectory: Trajectory, request_body: dict[str, Any], body: bytes) -> None:
     """Add the call and its answer in `body`, a JSON document or server-sent events."""
-    reply = read_stream(body) if body.lstrip().startswith(b"data:") else _read(body)
+    events = any(line.startswith(b"data:") for line in body.split(b"\n"))  # comments may come first
+    reply = read_stream(body) if events else _read(body)
     if reply is not None and reply.choices:
         _add(trajectory, request_body, reply)
 

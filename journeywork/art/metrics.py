@@ -55,9 +55,9 @@ class MetricsBuilder:
         """Add to a metric `<section>/<name>`. Raises `ValueError` for a name without section, for one of the sums, and
         for one that is above or below another metric, as `costs/a` is above `costs/a/b`."""
         name = key.partition("/")[2]
-        if not name or name.startswith("cum/"):
+        if not name or name.startswith("cum/") or f"{key}/".startswith("costs/all/"):
             raise ValueError(
-                f"{key!r} must be <section>/<name>, and not <section>/cum/<name>, which is computed"
+                f"{key!r} must be <section>/<name>, and not <section>/cum/<name> or costs/all, which are computed"
             )
         step = self._shared.steps.setdefault(self._scope, {})
         for other in step:
@@ -155,10 +155,11 @@ class MetricsBuilder:
             cost = extractor(response)
         if cost is None:
             given = {name: prices.get(f"{name}_price_per_million") for name in _PRICES}
-            known = self._shared.prices.get(model_name.strip()) or _litellm_prices(provider, model_name)
-            cost = _cost(
-                response, {**known, **{name: price for name, price in given.items() if price is not None}}
-            )
+            set_prices = {name: price for name, price in given.items() if price is not None}
+            known = self._shared.prices.get(model_name.strip(), {}) | set_prices
+            if known.get("prompt") is None or known.get("completion") is None:
+                known = _litellm_prices(provider, model_name) | known
+            cost = _cost(response, known)
         if cost is None:
             raise ValueError(
                 f"the cost of {model_name!r} of {provider!r} is not known: register it with register_model_pricing() "

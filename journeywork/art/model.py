@@ -87,7 +87,7 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
     _builder: MetricsBuilder | None = None
     _began: float = pydantic.PrivateAttr(default_factory=time.monotonic)
     _rowed: tuple[int, float] = pydantic.PrivateAttr(default_factory=lambda: (-1, time.monotonic()))
-    """The step of the last row of the split `train`, and when it was written."""
+    """The last step with a row of the split `train`, and when the first of its rows was written."""
     _clients: weakref.WeakKeyDictionary[Any, AsyncOpenAI] = pydantic.PrivateAttr(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -142,7 +142,8 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
         return (self.inference_base_url or "").rstrip("/"), self.inference_api_key
 
     def get_inference_name(self, step: int | None = None) -> str:
-        """Return the name for `model` in requests: of the newest version, or of the one of `step`."""
+        """Return the name for `model` in requests: that of the version of `step`, or without a step the model's own,
+        which a gateway routes to the newest version, or to the one that a promotion names."""
         name = self.inference_model_name or self.name
         return name if step is None else f"{name}@{step}"
 
@@ -236,11 +237,12 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
         return self.metrics_builder(cost_context).activate()
 
     def _add_step_metrics(self, builder: MetricsBuilder, step: int) -> None:
-        """Add the seconds since the row of the step before, or since `register`, and what the GPUs cost meanwhile."""
-        before, self._rowed = self._rowed, (step, time.monotonic())
-        if before[0] == step:
-            return
-        seconds = self._rowed[1] - before[1]
+        """Add the seconds since the step before had its first row, or since `register`, and the GPUs' cost in them."""
+        last, at = self._rowed
+        if last == step:
+            return  # the time since its first row is the next step's
+        self._rowed = (step, time.monotonic())
+        seconds = self._rowed[1] - at
         price = getattr(self._backend, "gpu_cost_per_hour_usd", None)
         builder.add_user_timing(step_wall_s=seconds)
         if price is not None:
@@ -283,7 +285,8 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
     def safe_model_dump(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return `model_dump`, called with these arguments, with `config` as `None`: a config may hold anything, also
         what no serializer takes."""
-        return {**self.model_dump(*args, **kwargs), "config": None}
+        without = self.model_copy(update={"config": None})
+        return {**without.model_dump(*args, **kwargs), "config": None}
 
 
 class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateType]):

@@ -109,6 +109,17 @@ def counts(groups: Sequence[TrajectoryGroup], split: str) -> dict[str, float]:
     return {f"data/step_num_{name}": float(number) for name, number in numbers.items()}
 
 
+def step_metrics(metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Return the trainer's metrics of a step with the counts and the means (`train/<name>`) of all groups that it was
+    given, in place of the trainer's, which are of the groups that it trained."""
+    means = with_sections(summary(groups, dict), "train")
+    return {
+        **{name: value for name, value in metrics.items() if not name.startswith("train/")},
+        **{name: value for name, value in means.items() if name.startswith("train/")},
+        **counts(groups, "train"),
+    }
+
+
 def scenario_ids(groups: Sequence[TrajectoryGroup]) -> list[str]:
     """Return the scenarios that groups, or their first trajectories that name one, name in their metadata."""
     ids = []

@@ -11,6 +11,7 @@ from journeywork.art.backend import AnyModel, AnyTrainableModel
 from journeywork.art.gateway import Gateway
 from journeywork.art.model import TrainableModel
 from journeywork.art.options import step_settings
+from journeywork.art.records import step_metrics
 from journeywork.art.refused import refuse_method
 from journeywork.art.supervised import train_chats
 from journeywork.art.training import StepResult, record_groups, train_groups
@@ -91,9 +92,11 @@ class RemoteBackend:
         options: dict[str, Any],
     ) -> StepResult:
         settings = step_settings(learning_rate, options)
+        given = as_groups(groups)
         async with await self._gateway(model) as gateway:
-            result = await train_groups(gateway, model.name, as_groups(groups), settings)
+            result = await train_groups(gateway, model.name, given, settings)
             await self._open_calls(gateway, model)
+        result.metrics = step_metrics(result.metrics, given)
         return result
 
     async def train(

@@ -132,12 +132,7 @@ class PendingGroup(Coroutine[Any, Any, "TrajectoryGroup"]):
     def send(self, value: Any) -> Any:
         return self._run.send(value)
 
-    def throw(
-        self,
-        typ: Any,
-        val: BaseException | object = None,
-        tb: TracebackType | None = None,
-    ) -> Any:
+    def throw(self, typ: Any, val: BaseException | object = None, tb: TracebackType | None = None) -> Any:
         error = typ if val is None else val
         return self._run.throw(cast(BaseException, error))
 
@@ -173,16 +168,12 @@ class TrajectoryGroup(pydantic.BaseModel):
 
     @overload
     def __new__(
-        cls,
-        trajectories: Iterable[Trajectory | BaseException],
-        **fields: Unpack[GroupFields],
+        cls, trajectories: Iterable[Trajectory | BaseException], **fields: Unpack[GroupFields]
     ) -> TrajectoryGroup: ...
 
     @overload
     def __new__(  # type: ignore[misc]  # awaitables make an awaitable, as ART's interface has it
-        cls,
-        trajectories: Iterable[Awaitable[Trajectory]],
-        **fields: Unpack[GroupFields],
+        cls, trajectories: Iterable[Awaitable[Trajectory]], **fields: Unpack[GroupFields]
     ) -> Awaitable[TrajectoryGroup]: ...
 
     def __new__(  # type: ignore[misc]
@@ -213,7 +204,7 @@ class TrajectoryGroup(pydantic.BaseModel):
         super().__init__(
             trajectories=[item for item in items if not isinstance(item, BaseException)],
             exceptions=[
-                e if isinstance(e, PydanticException) else PydanticException.from_exception(e) for e in raised
+                PydanticException.from_exception(e) if isinstance(e, BaseException) else e for e in raised
             ],
             metadata=fields.get("metadata") or {},
             metrics=fields.get("metrics") or {},
@@ -266,9 +257,10 @@ def _are_awaitables(items: list[Any]) -> TypeGuard[list[Awaitable[Trajectory]]]:
 
 
 async def _play(trajectories: list[Awaitable[Trajectory]], fields: GroupFields) -> TrajectoryGroup:
+    """Return the group of what the awaitables return, in their order. An exception of one of them becomes part of the
+    group where `gather_trajectory_groups` allows it; otherwise it ends the others and is raised."""
     context = get_gather_context()
     tasks = [asyncio.ensure_future(t) for t in trajectories]
-    played: dict[asyncio.Future[Trajectory], Trajectory | BaseException] = {}
     try:
         for finished in asyncio.as_completed(tasks):
             try:
@@ -276,13 +268,11 @@ async def _play(trajectories: list[Awaitable[Trajectory]], fields: GroupFields) 
             except Exception:
                 if not context.allow():
                     raise
-                continue
-            context.count(trajectory)
-        for task in tasks:
-            played[task] = task.exception() or task.result()
+            else:
+                context.count(trajectory)
     finally:
         await cancel_all(tasks)
-    return TrajectoryGroup(list(played.values()), **fields)
+    return TrajectoryGroup([task.exception() or task.result() for task in tasks], **fields)
 
 
 async def cancel_all(tasks: collections.abc.Sequence[asyncio.Future[Any]]) -> None:

@@ -18,11 +18,4 @@ from journeywork.evaluation.playing import play
 from journeywork.evaluation.report import text_report
 from journeywork.evaluation.results import EntrantResult, EvaluationReport
 
-__all__ = [
-    "Entrant",
-    "EntrantResult",
-    "EvaluationReport",
-    "parse_entrant",
-    "play",
-    "text_report",
-]
+__all__ = ["Entrant", "EntrantResult", "EvaluationReport", "parse_entrant", "play", "text_report"]

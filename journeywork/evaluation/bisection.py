@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import math
 import random
 import sys
@@ -21,7 +22,14 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from journeywork.command_line import add_gateway, at_least_one, client_of, exit_status, gateway_of
+from journeywork.command_line import (
+    add_gateway,
+    at_least_one,
+    client_of,
+    exit_status,
+    gateway_of,
+    output_of_one_object,
+)
 from journeywork.evaluation.loading import load_rollout, load_scenarios
 from journeywork.evaluation.playing import EvaluationClient, PlayOptions, play
 from journeywork.evaluation.results import REWARD
@@ -236,10 +244,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--rounds", type=at_least_one, default=50, help="most runs of each task by one version (default: 50)")
     add_gateway(parser)
     args = parser.parse_args(argv)
-    with exit_status((ValueError, OSError), (JourneyworkError, TooManyExceptionsError, UndecidedError)):
+    with (
+        exit_status((ValueError, OSError), (JourneyworkError, TooManyExceptionsError, UndecidedError)),
+        output_of_one_object(args.json),
+    ):
         rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios)
         limits = Limits(args.alpha, args.range[0], args.range[1], args.rounds)
         bisection = anyio.run(_run, args, gateway_of(args), tasks, rollout, limits)
+    if args.json:
+        found = {
+            "culprit": bisection.culprit.version,
+            "before": bisection.before.version,
+            "threshold": bisection.threshold,
+            "alpha": args.alpha,
+            "comparisons": bisection.comparisons,
+            "played": [played._asdict() for played in bisection.played],
+        }
+        sys.stdout.write(json.dumps(found) + "\n")
+        return
     for version, mean, runs, lost in bisection.played:
         sys.stdout.write(f"{version}: {mean:.3g} in {runs} runs, {'lost' if lost else 'had'} the tasks\n")
     culprit = bisection.culprit.version

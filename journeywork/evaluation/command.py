@@ -28,10 +28,11 @@ from journeywork.command_line import (
     client_of,
     exit_status,
     gateway_of,
+    output_of_one_object,
 )
 from journeywork.evaluation.entrants import Entrant, parse_entrant
 from journeywork.evaluation.loading import load_rollout, load_scenarios
-from journeywork.evaluation.playing import play
+from journeywork.evaluation.playing import play, versions_of
 from journeywork.evaluation.report import text_report
 from journeywork.evaluation.results import EvaluationReport
 from journeywork.gathering import TooManyExceptionsError
@@ -41,7 +42,10 @@ from journeywork.transport import JourneyworkError
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 1 if the evaluation failed or an entrant has no reward, 2 if an argument is unusable."""
     args = _parser().parse_args(argv)
-    with exit_status((ValueError, OSError), (JourneyworkError, TooManyExceptionsError)):
+    with (
+        exit_status((ValueError, OSError), (JourneyworkError, TooManyExceptionsError)),
+        output_of_one_object(args.json),
+    ):
         entrants = _entrants(args)
         rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios, args.limit)
         url = (
@@ -49,7 +53,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             if args.url or any(e.kind == "policy" for e in entrants) or not args.no_record
             else ""
         )
-        report = anyio.run(_run, args, entrants, rollout, tasks, url)
+        if args.dry_run:
+            versions = anyio.run(_versions, args, entrants, url)
+        else:
+            report = anyio.run(_run, args, entrants, rollout, tasks, url)
+    if args.dry_run:
+        plan = {"tasks": len(tasks), "versions": dict(zip(args.entrants, versions, strict=True))}
+        sys.stdout.write(json.dumps(plan) + "\n")
+        return
     if args.json:
         events = [report.event(position) for position in range(len(report.entrants))]
         sys.stdout.write(json.dumps({"evaluation": report.id, "entrants": events}) + "\n")
@@ -80,6 +91,13 @@ async def _run(
         return await play(None, entrants, tasks, rollout, **options)
     async with client_of(url, args) as client:
         return await play(client, entrants, tasks, rollout, **options)
+
+
+async def _versions(args: argparse.Namespace, entrants: list[Entrant], url: str) -> list[str]:
+    if not url:
+        return await versions_of(None, entrants)
+    async with client_of(url, args) as client:
+        return await versions_of(client, entrants)
 
 
 def _entrants(args: argparse.Namespace) -> list[Entrant]:
@@ -114,6 +132,11 @@ def _parser() -> argparse.ArgumentParser:
         help="variable with the API key of <base URL>#<model> entrants",
     )
     add("--no-record", action="store_true", help="send no results to the log")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="play nothing; print the number of tasks and each entrant's version, as JSON",
+    )
     add_gateway(parser)
     return parser
 

@@ -44,7 +44,7 @@ def load_rollout(text: str) -> Any:
 def load_scenarios(text: str, limit: int | None = None) -> list[Any]:
     """Return the first `limit` tasks (`None`: all) of a list, of a function that returns one, or of a JSONL file.
 
-    Raises `ValueError`."""
+    Raises `ValueError`, also if there are none."""
     if text.endswith((".jsonl", ".json")):
         tasks: Iterable[Any] = _read(Path(text))
     else:
@@ -52,12 +52,15 @@ def load_scenarios(text: str, limit: int | None = None) -> list[Any]:
         tasks = scenarios() if callable(scenarios) else scenarios
         if isinstance(tasks, str) or not isinstance(tasks, Iterable):
             raise ValueError(f"{text!r} is no list of tasks but {type(tasks).__name__}")
-    return list(itertools.islice(tasks, limit))
+    chosen = list(itertools.islice(tasks, limit))
+    if not chosen:
+        raise ValueError(f"there are no tasks in {text}")
+    return chosen
 
 
 def _read(path: Path) -> list[Any]:
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")  # `splitlines` also splits at U+2028, which JSON may hold
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     tasks = []

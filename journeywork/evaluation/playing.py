@@ -64,18 +64,13 @@ async def play(
     gateway has no such model or version; `TooManyExceptionsError` and `JourneyworkError` as `gather`."""
     task_list = list(tasks)
     parsed_entrants = [parse_entrant(e) if isinstance(e, str) else e for e in entrants]
-    entrant_names = [entrant.name for entrant in parsed_entrants]
-    if not parsed_entrants or len(set(entrant_names)) < len(entrant_names):
-        raise ValueError(f"an evaluation needs entrants with different names, not {entrant_names}")
     if attempts < 1:
         raise ValueError(f"attempts must be at least 1, not {attempts}")
     if not task_list:
         raise ValueError(f"there are no tasks in {scenarios or 'the given list'}")
-    if client is None and any(entrant.kind == "policy" for entrant in parsed_entrants):
-        raise ValueError("a policy is played through a gateway: name the gateway's URL")
     evaluation = f"e-{secrets.token_hex(6)}"
     names = [name(task) if name else task_name(task, n) for n, task in enumerate(task_list)]
-    versions = await _versions(client, parsed_entrants)
+    versions = await versions_of(client, parsed_entrants)
     results: list[EntrantResult] = [] if baseline is None else [baseline]
     if baseline is not None and [task.task for task in baseline.tasks] != names:
         raise ValueError(f"{baseline.entrant.name} played other tasks, so it is no baseline of these")
@@ -166,13 +161,19 @@ class _ServerOfOthers:
             raise
 
 
-async def _versions(client: EvaluationClient | None, entrants: Sequence[Entrant]) -> list[str]:
+async def versions_of(client: Versions | None, entrants: Sequence[Entrant]) -> list[str]:
     """Return the version that each entrant plays with; empty for one that is no policy.
 
-    Raises `ValueError` if the gateway does not have a model or a version."""
+    Raises `ValueError` if there is no entrant, two have one name, a policy has no gateway, or the gateway does not have
+    a model or a version."""
+    names = [entrant.name for entrant in entrants]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"an evaluation needs entrants with different names, not {names}")
     policies = [entrant.version or entrant.model for entrant in entrants if entrant.kind == "policy"]
-    if client is None or not policies:
+    if not policies:
         return [""] * len(entrants)
+    if client is None:
+        raise ValueError("a policy is played through a gateway: name the gateway's URL")
     versions = iter(await resolve(client, policies))
     return [next(versions) if entrant.kind == "policy" else "" for entrant in entrants]
 

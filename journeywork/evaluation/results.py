@@ -182,11 +182,11 @@ def result_of(
 
 
 def _task_result(entrant: Entrant, group: TaskGroup[int], name: str, attempts: int) -> TaskResult:
-    """Return the result of `entrant` at the task `name`. Only runs with the outcome `scored` have values; an attempt
-    failed if it raised, also while its trajectory was opened. Only a policy's runs are on the log, under their ids."""
-    scored = [run for run in group.trajectories if run.outcome == "scored"]
+    """Return the result of `entrant` at the task `name`. Only completed runs with the outcome `scored` have values; an
+    attempt failed if it raised, also while its trajectory was opened. Only a policy's runs are on the log, under their
+    ids."""
     values: dict[str, list[float]] = {}
-    for run in scored:
+    for run in group.scored:
         for measure, value in _values(run).items():
             values.setdefault(measure, []).append(value)
     return TaskResult(

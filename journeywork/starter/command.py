@@ -48,7 +48,9 @@ def write_project(name: str, folder: Path, base: str = "") -> list[Path]:
     for file in FILES:
         text = template.joinpath(file).read_text("utf-8").replace(_PLACEHOLDER, name)
         if base and file == "journeywork.toml":
-            text = text.replace('base = "Qwen/Qwen3-4B"', f"base = {json.dumps(base, ensure_ascii=False)}")
+            # `journeywork up` runs in the project's folder.
+            named = str(Path(base).absolute()) if Path(base).is_dir() else base
+            text = text.replace('base = "Qwen/Qwen3-4B"', f"base = {json.dumps(named, ensure_ascii=False)}")
         (folder / file).write_text(text, "utf-8")
         written.append(folder / file)
     return written

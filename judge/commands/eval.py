@@ -19,7 +19,7 @@ import anyio
 import msgspec
 from rich.console import Console
 
-from judge.commands.options import add_settings
+from judge.commands.options import add_settings, shown
 from judge.labelled import LabelledGroup, measure_agreement, read_labelled
 from judge.models.chat import ChatModel
 from judge.models.judge_model import open_judge_model
@@ -53,12 +53,12 @@ async def evaluate(
 
     async def judge(group: LabelledGroup) -> None:
         try:
-            scores, found = await ruler.judge(group.transcripts)
+            scores, given = await ruler.judge(group.transcripts)
         except JudgingError as error:
             failures.append(f"{group.id}: {error}")
             return
         pairs.append((dict(group.rewards), scores))
-        verdicts.extend(found)
+        verdicts.extend(given)
 
     began = time.monotonic()
     await gather(judge, groups, config.concurrency)
@@ -114,7 +114,7 @@ def run_command(args: argparse.Namespace) -> None:
         console.print_json(msgspec.json.encode(report).decode(), ensure_ascii=True)
     else:
         for key, value in report.items():
-            shown = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else value
-            console.print(f"{key:<22} {shown}")
-    if report["groups"] == 0 or (args.min_tau is not None and report["kendall_tau"] < args.min_tau):
+            console.print(f"{key:<22} {shown(value)}", markup=False)
+    tau = report["kendall_tau"]
+    if report["groups"] == 0 or (args.min_tau is not None and (tau is None or tau < args.min_tau)):
         raise SystemExit(1)

@@ -1,4 +1,4 @@
-"""Options that all commands of the judge have."""
+"""Options and answers that all commands of the judge have."""
 
 from __future__ import annotations
 
@@ -9,3 +9,8 @@ def add_settings(parser: argparse.ArgumentParser, config_help: str = "settings, 
     """Add `--config FILE` and `--set section.key=value`, which become `config` and `overrides`."""
     parser.add_argument("--config", default="", help=config_help)
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+
+
+def shown(value: object) -> str:
+    """Return a figure of a report as text: `-` if there is none."""
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

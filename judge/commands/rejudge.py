@@ -29,7 +29,7 @@ import anyio
 import msgspec
 from rich.console import Console
 
-from judge.commands.options import add_settings
+from judge.commands.options import add_settings, shown
 from judge.feedback import counting
 from judge.groups import Arrival, Group, GroupKey
 from judge.labelled import measure_agreement
@@ -173,8 +173,8 @@ class Rejudge:
     async def _score(self, seq: int, event: GroupScored) -> None:
         """Score a group again. Raises `HistoryGoneError`."""
         trained = [m for m in event.members if m.outcome != "no_result"]
-        found = [await self._completed(event, m.trajectory, m.completed_seq) for m in trained]
-        members = {r.event.trajectory: r.event for r in found}
+        ends = [await self._completed(event, m.trajectory, m.completed_seq) for m in trained]
+        members = {r.event.trajectory: r.event for r in ends}
         scorable = [m for m in members.values() if m.outcome == "scored"]
         try:
             signals = await self._signals(event)
@@ -222,16 +222,16 @@ class Rejudge:
             ):
                 return at
         # After a power cut the sequence may be that of another event. The subject is the trajectory's own.
-        found = await self._broker.read_last(
+        completed = await self._broker.read_last(
             TrajectoryCompleted,
             project=event.project,
             model=event.model,
             group_key=event.group,
             trajectory=trajectory,
         )
-        if found is None:
+        if completed is None:
             raise HistoryGoneError(f"the end of trajectory {trajectory}")
-        return found
+        return completed
 
     async def _publish(self, seq: int, event: GroupScored) -> None:
         onto_main = self.report.branch == "main"
@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ConfigError, BrokerError, InvalidNameError) as error:
         sys.stderr.write(f"journeywork: {error}\n")
         raise SystemExit(1 if isinstance(error, BrokerError) else 2) from error
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     answer = report.as_dict()
     if args.json:
         console.print_json(msgspec.json.encode(answer).decode(), ensure_ascii=True)
@@ -329,7 +329,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"discarded); {report.skipped} were there already, {report.failed} failed, "
             f"{report.gone} are no longer in the log"
         )
-        console.print(f"agreement with the rewards before: {answer['agreement_with_before']}")
+        agreement = (f"{key} {shown(value)}" for key, value in answer["agreement_with_before"].items())
+        console.print(f"agreement with the rewards before: {', '.join(agreement)}")
     if report.failed:
         raise SystemExit(1)
 

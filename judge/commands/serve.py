@@ -39,8 +39,8 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def serve() -> None:
-    """Answer the requests of standard input. What is not answered when it ends, or when nobody reads the answers any
-    more, nobody waits for."""
+    """Answer the requests of standard input until it ends, or nobody reads the answers. Requests that are still being
+    answered then are dropped: the program that sent them waits no more."""
     async with anyio.create_task_group() as answers:
         while line := await anyio.to_thread.run_sync(sys.stdin.buffer.readline):
             try:
@@ -53,7 +53,8 @@ async def serve() -> None:
 
 
 def _id_of(line: bytes) -> Any:
-    """The id of a request that can't be read; `None` if it names none. Other programs' JSON has NaN."""
+    """The id of a request that msgspec can't decode; `None` if it names none. Python's own decoder also takes NaN,
+    which other programs write."""
     try:
         return json.loads(line)["id"]
     except (ValueError, TypeError, LookupError, RecursionError):

@@ -59,8 +59,8 @@ def resolve_params(config: JudgeConfig, name: str, *, same_provider: bool) -> di
 def scoring_params(config: JudgeConfig) -> dict[str, Any]:
     """Return the parameters that can change scores, by model and as written. They are part of the judge's identity."""
     tables = {"": config.request.params, **config.request.model_params}
-    found = {n: {k: v for k, v in t.items() if not _CONNECTION.match(k)} for n, t in tables.items()}
-    return {n: t for n, t in found.items() if t}
+    scoring = {n: {k: v for k, v in t.items() if not _CONNECTION.match(k)} for n, t in tables.items()}
+    return {n: t for n, t in scoring.items() if t}
 
 
 def _resolve(value: Any, where: str) -> Any:

@@ -106,13 +106,13 @@ class ConfiguredComposer:
             if second is None or share_of(sampled) >= self._config.second.share:
                 return ()
             try:
-                _, found = await second.judge(await gather(self._load, members))
+                _, given = await second.judge(await gather(self._load, members))
             except (JudgingError, HistoryGoneError) as error:
                 log.warning(
                     "the second judge gave no scores", group=members[0].group, reason=str(error)[:300]
                 )
                 return ()
-            return tuple(msgspec.structs.replace(v, second=True) for v in found)
+            return tuple(msgspec.structs.replace(v, second=True) for v in given)
 
         ruled: tuple[dict[str, float], tuple[Verdict, ...]] = {}, ()
 
@@ -149,10 +149,10 @@ class ConfiguredComposer:
                 values = {m.trajectory: feedback_value(said.get(m.trajectory, ()), reward) for m in members}
             case "agent":
                 source = AGENT
-                values = {m.trajectory: m.rewards.get(reward.name, agent_reward(m)) for m in members}
-        found = {t: v for t, v in values.items() if v is not None and is_usable(v)}
-        scores = tuple(Score(trajectory=t, score=v) for t, v in found.items())
-        return Component(found, (Verdict(judge_model=source, rubric=reward.name, scores=scores),), calls)
+                values = {m.trajectory: m.rewards.get(reward.name, m.reward) for m in members}
+        usable = {t: v for t, v in values.items() if v is not None and is_usable(v)}
+        scores = tuple(Score(trajectory=t, score=v) for t, v in usable.items())
+        return Component(usable, (Verdict(judge_model=source, rubric=reward.name, scores=scores),), calls)
 
     async def _call_function(
         self, reward: RewardConfig, members: Sequence[TrajectoryCompleted]
@@ -173,11 +173,11 @@ class ConfiguredComposer:
                 log.error(reason, trajectory=member.trajectory)
                 return None
 
-        found = zip((m.trajectory for m in members), await gather(call, members), strict=True)
-        return {trajectory: returned for trajectory, returned in found if returned is not None}
+        results = zip((m.trajectory for m in members), await gather(call, members), strict=True)
+        return {trajectory: returned for trajectory, returned in results if returned is not None}
 
     def _compose(
-        self, members: Sequence[TrajectoryCompleted], found: Mapping[str, Component]
+        self, members: Sequence[TrajectoryCompleted], parts: Mapping[str, Component]
     ) -> GroupRewards:
         rewards = self._config.rewards
         # A judge of what happened next gives rewards to calls. Of the run's own reward they are no part.
@@ -185,21 +185,21 @@ class ConfiguredComposer:
         of_calls = [r.name for r in rewards if r.kind == "next_state"]
         final: dict[str, float] = {}
         components: dict[str, dict[str, float]] = {}
-        lacking = {f"reward {n} is missing": len(members) - len(found[n].values) for n in names}
-        lacking |= {f"{n} could not be judged": len(members) - len(found[n].calls) for n in of_calls}
+        lacking = {f"reward {n} is missing": len(members) - len(parts[n].values) for n in names}
+        lacking |= {f"{n} could not be judged": len(members) - len(parts[n].calls) for n in of_calls}
         if not names:
             lacking["no call has a follow-up"] = 0
         for member in members:
             judged = {
-                n: found[n].values[member.trajectory]
+                n: parts[n].values[member.trajectory]
                 for n in of_calls
-                if member.trajectory in found[n].values
+                if member.trajectory in parts[n].values
             }
             own = {
-                n: found[n].values[member.trajectory] for n in names if member.trajectory in found[n].values
+                n: parts[n].values[member.trajectory] for n in names if member.trajectory in parts[n].values
             }
             components[member.trajectory] = {**_reported(member), **own, **judged}
-            if len(own) < len(names) or any(member.trajectory not in found[n].calls for n in of_calls):
+            if len(own) < len(names) or any(member.trajectory not in parts[n].calls for n in of_calls):
                 continue
             if not own and not judged:
                 lacking["no call has a follow-up"] += 1
@@ -209,14 +209,14 @@ class ConfiguredComposer:
                 too_large = f"the {self._config.combine} of the rewards is too large"
                 lacking[too_large] = lacking.get(too_large, 0) + 1
         missing = "; ".join(f"{what} for {c} of {len(members)}" for what, c in lacking.items() if c)
-        verdicts = tuple(v for r in rewards for v in found[r.name].verdicts)
-        calls = {m.trajectory: merge(self._of_calls(m.trajectory, found)) for m in members}
+        verdicts = tuple(v for r in rewards for v in parts[r.name].verdicts)
+        calls = {m.trajectory: merge(self._of_calls(m.trajectory, parts)) for m in members}
         return GroupRewards(final, components, verdicts, missing, calls, of_calls=not names)
 
-    def _of_calls(self, trajectory: str, found: Mapping[str, Component]) -> Iterator[RunFeedback]:
+    def _of_calls(self, trajectory: str, parts: Mapping[str, Component]) -> Iterator[RunFeedback]:
         """Return what each part says about a run's calls, its numbers times the part's weight."""
         for reward in self._config.rewards:
-            if said := found[reward.name].calls.get(trajectory):
+            if said := parts[reward.name].calls.get(trajectory):
                 weighted = {call: reward.weight * number for call, number in said.call_rewards.items()}
                 yield replace(said, call_rewards=weighted)
 

@@ -155,16 +155,16 @@ class _Worker:
 
     def _exceeded(self) -> str:
         """Return which limit the call exceeds now, or an empty string."""
-        limit, threads, held = self._settings.processes, 0, 0
+        limit, threads, memory = self._settings.processes, 0, 0
         running = psutil.Process().children(recursive=True)
         if len(running) <= limit:  # first, because the rest takes time for each of them
             for process in running:
                 with suppress(psutil.Error):
                     threads += process.num_threads()
-                    held += _memory(process)
+                    memory += _memory(process)
         if max(len(running), threads) > limit:
             return f"had more than {limit} processes and threads"
-        if held > self._settings.memory_mb << 20:
+        if memory > self._settings.memory_mb << 20:
             return f"held more than {self._settings.memory_mb} MB of memory in {len(running)} processes"
         return ""
 

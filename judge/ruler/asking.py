@@ -1,6 +1,6 @@
 """Asks the judge model: calls until a reply can be read, within the settings' limits, and what they cost.
 
-What a judge asks about is its own business (`judge.ruler.ruler`, `judge.ruler.next_state`); how often it asks, how long
+What a judge asks about is its own business (`judge.ruler.ruler`, `judge.next_state`); how often it asks, how long
 a prompt may be, when it asks again and how that is counted is the same for all.
 """
 
@@ -43,7 +43,7 @@ _MIN_CONTEXT_TOKENS = 2_000
 _LARGE = 50_000
 """Characters from which work on a text is done in a thread, so that the event loop is not blocked."""
 _PARTS = 25_000
-"""Characters that a message of parts counts for: the names of its images are made of their bytes."""
+"""Characters that a message of parts counts for: an image in it is named by a hash of its bytes, which takes time."""
 
 
 Failure = Literal["", "unreadable", "out_of_range", "cut_off", "no_answer", "too_long"]
@@ -191,7 +191,8 @@ class Asker:
     async def ask(self, build: prompt.BuildPrompt, shown: Sequence[Transcript], spent: Usage) -> Answer:
         """Ask once about `shown`, which `build` makes a prompt of. A context that proves too long is halved.
 
-        Every call is added to `spent`. Raises `JudgingError` after `judge.attempts` replies that can't be read."""
+        Every call is added to `spent`. Raises `JudgingError` after `judge.attempts` replies that can't be read, where
+        no reply comes, and for a prompt that is too long even when it is halved."""
         while True:
             tokens = self._context_tokens
             try:

@@ -84,11 +84,14 @@ _TEMPLATE_TOKENS = re.compile(
 
 @functools.cache
 def _invisible() -> re.Pattern[str]:
-    """Characters that are not seen or that reorder others, except line breaks and tabs."""
+    """Characters that are not seen or that reorder others, except line breaks and tabs: some categories, and letters
+    and marks that Unicode shows as nothing (its property Default_Ignorable_Code_Point)."""
     hidden = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+    shown_as_nothing = {0x34F, 0x3164, 0xFFA0, *range(0x115F, 0x1161), *range(0x17B4, 0x17B6), *range(0x180B, 0x1810),
+                        *range(0xFE00, 0xFE10), *range(0xE0000, 0xE1000)}  # fmt: skip
     codes = [
         code for code in range(sys.maxunicode + 1)
-        if unicodedata.category(chr(code)) in hidden and chr(code) not in "\n\t"
+        if (unicodedata.category(chr(code)) in hidden or code in shown_as_nothing) and chr(code) not in "\n\t"
     ]  # fmt: skip
     return re.compile("[" + "".join(f"\\U{a:08x}-\\U{b:08x}" for a, b in runs_of(codes)) + "]")
 
@@ -140,9 +143,9 @@ def draw_id(rng: random.Random, taken: set[str]) -> str:
     """Return an id that is not in `taken`, and add it there."""
     while True:
         letters = "".join(rng.choice("abcdefghjkmnpqrstuvwxyz") for _ in range(3))
-        if (found := f"{letters}{rng.randrange(1000):03d}") not in taken:
-            taken.add(found)
-            return found
+        if (drawn := f"{letters}{rng.randrange(1000):03d}") not in taken:
+            taken.add(drawn)
+            return drawn
 
 
 def _room(question: Question, rubric: Rubric, count: int, context_tokens: int) -> int:
@@ -184,11 +187,11 @@ def fill(
     blocks = [_block(nonce, "context", shorten(context, limit))] if context else []
     for name, member, share in zip(ids, members, limits, strict=True):
         sizes = [utf8_size(text) for _, text in member]
-        kept = allocate(sizes, share - len(member) * _LABEL_BYTES)
-        left_out += sum(sizes) - sum(kept)
+        lengths = allocate(sizes, share - len(member) * _LABEL_BYTES)
+        left_out += sum(sizes) - sum(lengths)
         parts = [
-            (f"----- {nonce} {label} -----\n" if label else "") + shorten(text, limit)
-            for (label, text), limit in zip(member, kept, strict=True)
+            (f"----- {nonce} {label} -----\n" if label else "") + shorten(text, length)
+            for (label, text), length in zip(member, lengths, strict=True)
         ]
         blocks.append(_block(nonce, f"{question.block} {name}", "\n".join(parts)))
     drawn = draw_id(rng, taken)

@@ -18,14 +18,7 @@ import msgspec
 from judge.models.chat import ChatModel
 from judge.ruler import prompt
 from judge.ruler.aggregation import JudgePass, aggregate, draw_orders
-from judge.ruler.asking import (
-    Asker,
-    JudgingError,
-    LoadTranscript,
-    Usage,
-    charged,
-    new_backoff,
-)
+from judge.ruler.asking import Asker, JudgingError, LoadTranscript, Usage, charged, new_backoff
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript
 from pipeline.calibration import read_calibration

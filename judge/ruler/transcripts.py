@@ -35,10 +35,10 @@ class Transcript:
 
 def from_exchanges(trajectory: str, exchanges: Sequence[ExchangeRecorded]) -> Transcript:
     """Build the transcript of a trajectory. Raises `HistoryGoneError` if there is no exchange."""
-    found, last = build_conversations(exchanges)
-    if not found:
+    conversations, last = build_conversations(exchanges)
+    if not conversations:
         raise HistoryGoneError(f"every exchange of trajectory {trajectory}")
-    return Transcript(trajectory, found, last)
+    return Transcript(trajectory, conversations, last)
 
 
 async def load_transcript(broker: Broker, project: str, trajectory: str, at_least: int = 0) -> Transcript:

@@ -9,16 +9,18 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     """When alarms are raised, and where they are sent. docs/alarms.md has the query of each and says what to do."""
 
     every_s: Positive = 15.0
-    """Time between two checks, which the store service makes. It is longer where a check takes more than a twentieth of
-    it."""
+    """Time between two checks, which the store service makes. The pause is longer if a check takes more than a
+    twentieth of this time."""
     steps: Several = 10
-    """Newest steps of a model that `entropy_collapse`, `kl_rise`, `length_drift`, `sampler_mismatch` and `hints_unused`
-    look at. `held_out_falls` takes as many together, or an eighth of all where these are more."""
+    """Number of a model's newest steps that `entropy_collapse`, `kl_rise`, `length_drift`, `sampler_mismatch` and
+    `hints_unused` examine. `held_out_falls` compares blocks of this many steps, or of an eighth of all steps if that is
+    more."""
     groups: Several = 50
-    """Newest training groups of a model that `no_variance`, `part_dominates` and `stale_discards` look at, and newest
-    groups with both judges' verdicts that `judges_disagree` looks at."""
+    """Number of a model's newest training groups that `no_variance`, `part_dominates` and `stale_discards` examine, and
+    of the newest groups with verdicts of both judges that `judges_disagree` examines."""
     window_s: Positive = 3600.0
-    """Seconds back that `starvation`, `nothing_trains`, `dead_letters` and refused steps in `sampler_mismatch` look."""
+    """How many seconds back `starvation`, `nothing_trains` and `dead_letters` look, and `sampler_mismatch` for refused
+    steps."""
     entropy_share: Share = 0.1
     """`entropy_collapse`: mean entropy of the newest steps as a share of that of the first steps."""
     kl: Positive = 4.0
@@ -29,12 +31,13 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     steps, in trained tokens."""
     part_share: Share = 0.95
     """`part_dominates`: share of the variance of reward within groups that comes from one part of a composed reward,
-    the covariance of the weighted part with the reward. 1: never. Rewards that are a product or the smallest part have
-    no such shares."""
+    measured as the covariance of the weighted part with the reward. 1: never. Rewards that are a product or the
+    smallest part have no such shares."""
     held_out_errors: Positive = 4.0
     """`held_out_falls`: how far success on held-out tasks may fall below that of an earlier version while the training
-    reward rises, in standard errors of the difference. Four, because every earlier part of the run is compared: of
-    4,000 simulated runs of ten parts without a fall, with 40 held-out runs each, 0.3 % raise it at some time."""
+    reward rises, in standard errors of the difference. The default is as large as 4 because every earlier block of
+    steps is compared: of 4,000 simulated runs without a fall, with ten blocks of 40 held-out runs, 0.3 % raise the
+    alarm at some time."""
     logprob_diff: Positive = 0.05
     """`sampler_mismatch`: largest mean difference of the sampler's and the trainer's logprobs in the newest steps, in
     nats. The trainer itself refuses steps above `trainer.logprob_bound`."""
@@ -52,11 +55,12 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     stale_share: Share = 0.2
     """`stale_discards`: share of the newest groups that were discarded because they were too old."""
     limited_graders: Natural = 0
-    """`feedback_share`: API keys in one step, of the newest ones, whose feedback was above `feedback.max_share`."""
+    """`feedback_share`: number of API keys in one of the newest steps whose feedback was above `feedback.max_share`."""
     dead_letters: Natural = 0
     """`dead_letters`: dead letters of one consumer."""
     full_share: Share = 0.8
-    """`log_full`: share of the byte limit of a stream or bucket. For the disk, half of the rest is added: 0.9."""
+    """`log_full`: share of the byte limit of a stream or bucket. The limit for the disk is halfway between this share
+    and 1: 0.9 by default."""
     behind_s: Positive = 120.0
     """`replica_behind`: seconds that an inference server may take to load a new version."""
     unwritten_share: Share = 0.5

@@ -9,6 +9,7 @@ from pipeline.config.secrets import written_out
 from pipeline.config.trainer import LOSS_OPTIONS, TrainerConfig
 from pipeline.config.tree import PROCESSES, Config
 from pipeline.errors import ConfigError
+from pipeline.names import branch_model
 from pipeline.streams import STREAMS
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -72,9 +73,16 @@ def _check_access(config: Config) -> None:
             f"judge.timeout_s: a group may wait at most half of nats.rollouts_max_age_h, which is "
             f"{nats.rollouts_max_age_s / 2:g} s, else the log deletes its runs before they are scored"
         )
+    longest_s = nats.rollouts_max_age_s - 2 * config.judge.timeout_s
+    if config.feedback.wait_s > longest_s:
+        raise ConfigError(
+            f"feedback.wait_s is {config.feedback.wait_s:.10g}: it may be at most {longest_s:.10g} s, which is "
+            "nats.rollouts_max_age_h less twice judge.timeout_s, else the log deletes a group's runs before they are "
+            "scored. Raise nats.rollouts_max_age_h, or score with later feedback by `journeywork rejudge`"
+        )
     if nats.users and nats.nkey_seed:
         raise ConfigError("nats: users and nkey_seed are set; set one of them")
-    if any(arg.partition("=")[0] == "--api-key" for arg in config.vllm.args):
+    if "--api-key" in config.vllm.flags:
         raise ConfigError(
             "vllm.args: --api-key would be visible in the list of processes; use vllm.api_key_file"
         )
@@ -107,6 +115,14 @@ def _check_names(config: Config) -> None:
     names = [m.name for m in config.models]
     if len(set(names)) != len(names):
         raise ConfigError("models: two models have the same name")
+    for i, name in enumerate(names):
+        for other in names:
+            if name.startswith(branch_model(other, "")):
+                branch = name.removeprefix(branch_model(other, ""))
+                raise ConfigError(
+                    f"models.{i}.name: {name!r} is also the name of branch {branch!r} of the model {other!r}, so its "
+                    "runs would not be trained; give it a name without '+'"
+                )
     if config.log_level.upper() not in _LEVELS:
         raise ConfigError(f"log_level: {config.log_level!r} is unknown; use {', '.join(_LEVELS)}")
 
@@ -192,9 +208,12 @@ def _check_ranks(config: Config) -> None:
         )
 
 
-def check(config: Config) -> None:
-    """Raise `ConfigError` for settings that have the right type and can't be used, alone or together."""
+def check(config: Config, *, whole: bool = True) -> None:
+    """Raise `ConfigError` for settings that have the right type and can't be used, alone or together. If `config` is
+    not `whole`, some of its sections are the defaults, and only addresses are checked."""
     _check_addresses(config)
+    if not whole:
+        return
     _check_access(config)
     _check_names(config)
     tables = {

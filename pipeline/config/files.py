@@ -25,8 +25,8 @@ def load(
     """Read settings from a TOML file (`None`: the defaults) and from overrides such as `trainer.seed=4`.
 
     An override's value is read as TOML or JSON by the type of the setting, else as a string. `sections`: the tables
-    of the file that are read; the others may hold anything. Empty: all. Raises `ConfigError`, which names the setting
-    that is wrong."""
+    of the file that are read; the others may hold anything, so of the checks only that of addresses is made. Empty:
+    all. Raises `ConfigError`, which names the setting that is wrong."""
     tree: dict[str, Any] = {}
     if path is not None:
         try:
@@ -42,7 +42,7 @@ def load(
     for override in overrides:
         set_override(tree, Config, override)
     config = convert(tree, Config)
-    check(config)
+    check(config, whole=not sections)
     return config
 
 

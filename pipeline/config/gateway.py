@@ -41,8 +41,8 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     max_control_body_bytes: Count = 1024 * 1024
     """Longest body of a call of the control API."""
     max_buffered_bytes: Count = 512 * 1024 * 1024
-    """Bytes of incomplete request bodies over all connections; at least `max_body_bytes`. Beyond it the newest requests
-    of the key whose bodies are the largest together get a 503 that asks them to try again."""
+    """Bytes of incomplete request bodies over all connections; at least `max_body_bytes`. Beyond it, the newest
+    requests of the API key with the most buffered bytes get a 503 that asks them to try again."""
     head_timeout_s: Positive = 30.0
     """Time for a request's headers, and for a new connection to begin its first request."""
     body_timeout_s: Positive = 60.0
@@ -86,15 +86,15 @@ class DetectionConfig(Section, frozen=True, kw_only=True):
     outcome: Literal["scored", "masked", "no_result"] = "scored"
     """Outcome of a detected trajectory. With `scored` the judge assigns the reward."""
     grouped: bool = True
-    """Whether runs that begin alike are a group. False: each run is one of its own, for tasks that come once
-    (docs/on-the-job.md)."""
+    """Whether runs that begin with the same messages form a group. False: each run is a group of its own, for tasks
+    that come once (docs/on-the-job.md)."""
 
 
 class MaskConfig(Section, frozen=True, kw_only=True):
     """Text that is never recorded."""
 
     name: str
-    """What stands in its place, in brackets."""
+    """Name that replaces the text, in brackets."""
     pattern: str
     """Regular expression in RE2's syntax, such as `[\\pL\\pN._%+-]+@[\\pL\\pN-]+(\\.[\\pL\\pN-]+)+`."""
 
@@ -123,15 +123,15 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """Name of the environment variable with the secret that trajectory keys are made from. All gateway replicas
     need the same. Empty: a secret of this run, in its folder."""
     masks: tuple[MaskConfig, ...] = ()
-    """Patterns of text that is replaced in everything that is recorded of runs and feedback; agents get it as it was. A
-    call with such text is recorded without its tokens and is not trained. All gateways of a project need the same."""
+    """Patterns of text that is replaced in all records of runs and feedback. Agents get the original text. A call with
+    such text is recorded without its tokens and is not trained. All gateways of a project need the same patterns."""
     max_reward: Positive = 1000.0
     """Largest absolute value of a reward, of a named reward and of the sum of named rewards in a completion. Beyond
     it the completion gets a 400."""
     further_fields: tuple[str, ...] = ()
-    """Fields of model calls that reach the inference server beside those that sample, such as `priority` or
-    `prompt_logprobs`. What an agent could misuse (`chat_template`, `kv_transfer_params`, `mm_processor_kwargs`) is
-    refused by default."""
+    """Fields of model calls that the gateway passes to the inference server besides sampling parameters, such as
+    `priority` or `prompt_logprobs`. Fields that an agent could misuse (`chat_template`, `kv_transfer_params`,
+    `mm_processor_kwargs`) are refused by default."""
     max_calls: Natural = 0
     """Model calls at once in this replica. Beyond it calls get a 429, unless the API key has less than its share: the
     limit divided by the number of keys with calls. 0: no limit."""

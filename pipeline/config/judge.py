@@ -24,10 +24,10 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     name: str
     """Name of the part in `components` of a scored group."""
     kind: Literal["agent", "metric", "python", "ruler", "feedback", "next_state"] = "agent"
-    """`agent`: the reward that the agent reported under `name`, else its overall reward. `metric`: the agent's
-    metric `name`. `python`: a function. `ruler`: the judge model with `rubric`. `feedback`: the signals with the
-    name `name`, from whoever may give them (docs/on-the-job.md). `next_state`: the judge model scores each call by
-    what followed it; the scores are rewards of the calls, and no part of the run's own."""
+    """`agent`: the reward that the agent reported under `name`, else its overall reward. `metric`: the agent's metric
+    `name`. `python`: a function. `ruler`: the judge model with `rubric`. `feedback`: the signals with the name `name`,
+    from the keys in `by` (docs/on-the-job.md). `next_state`: the judge model scores each call by what followed it; the
+    scores are rewards of the calls, and no part of the run's own."""
     weight: Weight = 1.0
     """Weight in `judge.combine`."""
     entry: str = ""
@@ -44,8 +44,8 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     default: Weight | None = None
     """Kind `feedback`: the value of a run on which no feedback came. Not set: such a run has no reward."""
     by: tuple[str, ...] = ()
-    """Kind `feedback`: names of the API keys whose numbers count. Those of others are in the history only. Empty: those
-    of every key."""
+    """Kind `feedback`: names of the API keys whose numbers count. Numbers of other keys are only recorded. Empty: every
+    key."""
     timeout_s: Positive = 10.0
     """Longest duration of one call of the function. Its processes are killed after that."""
     memory_mb: Count = 1024
@@ -70,7 +70,8 @@ class JudgeRequestConfig(Section, frozen=True, kw_only=True):
     retries: Natural = 2
     """How often a call is repeated if the provider fails."""
     structured: Literal["auto", "schema", "text"] = "auto"
-    """Whether the call carries the JSON schema of the answer. `auto`: until the provider refuses it."""
+    """Whether the call carries the JSON schema of the answer. `schema`: always. `text`: never. `auto`: until the
+    provider refuses it."""
     temperature: NotNegative | None = None
     """Sampling temperature. Not set: it is not sent."""
     max_tokens: Natural = 8192
@@ -88,23 +89,23 @@ class FeedbackConfig(Section, frozen=True, kw_only=True):
     """Signals about runs: what users, people and other programs say about them, during a run or later."""
 
     wait_s: NotNegative = 0.0
-    """How long a group whose runs are complete waits until each has the feedback that `judge.rewards` names. It is
-    scored as soon as all is there. 0: with the feedback that came before."""
+    """How long a group whose runs are complete waits until each run has the feedback that `judge.rewards` names. It is
+    scored as soon as all of it is there. 0: it is scored at once, with the feedback that came before. At most
+    `nats.rollouts_max_age_h` less twice `judge.timeout_s`."""
     wait_for: Literal["rewards", "all"] = "rewards"
-    """`rewards`: a group is scored as soon as it has the feedback that `judge.rewards` names; words that come later
-    are in the history only. `all`: it waits the whole of `wait_s` for whatever is said, as hints need it whose time
-    nobody knows."""
+    """`rewards`: a group is scored as soon as it has the feedback that `judge.rewards` names; texts that come later are
+    only recorded. `all`: a group always waits for `wait_s`. Use it for hints, which may come at any time."""
     max_share: Share = 1.0
-    """How far the feedback of one API key may move a step: what it adds is at most `max_share / (1 - max_share)` times
-    the step without it, as the sum of absolute advantages. What a key adds beyond it is made smaller, and the alarm
-    `feedback_share` is raised. Hints of one key teach at most this share of a step's trained tokens. 1: no limit, for
-    installations where one program reports all results."""
+    """How far the feedback of one API key may move a step. The size of a step is the sum of its absolute advantages;
+    the feedback may add at most `max_share / (1 - max_share)` times the size without it. A larger addition is scaled
+    down, and the alarm `feedback_share` is raised. Hints of one key teach at most this share of a step's trained
+    tokens. 1: no limit, for installations where one program reports all results."""
     max_signals: Count = 1000
-    """How many signals one API key may give on one run: whatever takes the run reads all of them. Further ones get a
-    409."""
+    """How many signals one API key may give on one run. Every reader of the run reads all of them. Further signals get
+    a 409."""
     late: Literal["record", "train"] = "train"
-    """What feedback does that comes later. `record`: it stays in the history, and `journeywork rejudge` uses it.
-    `train`: also, a run that was discarded for want of a reward is scored, once, when its reward comes."""
+    """Effect of feedback that comes after the scoring. `record`: it is recorded, and `journeywork rejudge` uses it.
+    `train`: in addition, a run that was discarded because it had no reward is scored once, when its reward comes."""
 
 
 class TeacherConfig(Section, frozen=True, kw_only=True):
@@ -115,7 +116,7 @@ class TeacherConfig(Section, frozen=True, kw_only=True):
     url: str = ""
     """Base URL up to `/v1`, such as `http://teacher:8000/v1`. Empty: there is none."""
     model: str = ""
-    """The model's name at that server: a model, or a version of ours that it has loaded."""
+    """The model's name at that server: a model, or a version of Journeywork that the server has loaded."""
     api_key_env: str = ""
     """Environment variable with the server's key."""
     concurrency: SmallCount = 8
@@ -125,10 +126,10 @@ class TeacherConfig(Section, frozen=True, kw_only=True):
     retries: Natural = 4
     """Further attempts at a request that failed for a reason that may pass."""
     wait_s: Positive = 300.0
-    """Longest time that a group waits for the teacher. After it the group is published, and those of its runs without
-    an answer train with their rewards alone."""
+    """Longest time that a group waits for the teacher. Then the group is published, and its runs without an answer are
+    trained on their rewards alone."""
     max_tokens: Natural = 0
-    """Tokens of a run, all its conversations together, above which the teacher is not asked. 0: no limit."""
+    """Largest run, in tokens over all its conversations, about which the teacher is asked. 0: no limit."""
 
 
 class AnchorConfig(Section, frozen=True, kw_only=True):
@@ -179,10 +180,11 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     rubric: str = ""
     """Path of a rubric, or the name of one that comes with Journeywork. Empty: `general`."""
     calibration: str = ""
-    """File that `journeywork calibrate` wrote: the function from the judge's scores to people's labels that rewards are
-    made by, where they are not composed. Empty: the scores themselves. Verdicts hold the scores themselves."""
+    """File that `journeywork calibrate` wrote: a function from the judge's scores to people's labels. If rewards are
+    not composed, the calibrated scores are the rewards. Verdicts hold the scores before calibration. Empty: no
+    calibration."""
     concurrency: Count = 16
-    """Calls to the judge model at once. Further judges may run on other machines, each with as many."""
+    """Calls to the judge model at once, in each judge process. Further judges may run on other machines."""
     passes: Count = 2
     """Number of passes over one group. Each pass shows the trajectories in another order."""
     attempts: Count = 4
@@ -193,7 +195,8 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     """Longest prompt of one call, in tokens. Longer trajectories are cut. The judge halves it if the model refuses a
     prompt as too long."""
     max_images: Natural = 16
-    """Most images that are shown in one call; the others are named only. 0: for a judge model that takes no images."""
+    """Largest number of images that are shown in one call; further images are only named. 0: for a judge model that
+    takes no images."""
     combine: Literal["mean", "sum", "product", "min"] = "mean"
     """How `rewards` become one number: weighted mean, weighted sum, product, or the smallest."""
     rewards: tuple[RewardConfig, ...] = ()

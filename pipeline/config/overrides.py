@@ -18,17 +18,18 @@ from pipeline.errors import ConfigError
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
+_KEY = re.compile(r'(?:^|\.)(?:"([^"]*)"(?=\.|$)|([^.]*))')
 _AT = re.compile(r"(.*) - at `\$(.*)`", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
 def set_override(tree: dict[str, Any], root: type, text: str) -> None:
-    """Set the value of `text` (`section.key=value`) in `tree`, the raw settings of struct `root`. Raises
-    `ConfigError`."""
+    """Set the value of `text` (`section.key=value`) in `tree`, the raw settings of struct `root`. A key that holds a
+    dot is quoted: `section."a.b"=value`. Raises `ConfigError`."""
     dotted, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"{text!r} is not a setting: write section.key=value")
-    keys = dotted.strip().split(".")
+    keys = [quoted or bare for quoted, bare in _KEY.findall(dotted.strip())]
     if not all(keys):
         raise ConfigError(f"{text!r} is not a setting: write section.key=value, with a name before the '='")
     try:
@@ -155,7 +156,7 @@ def _named(message: str, root: Any, where: str) -> str:
     section = [where] if where else []
     if unknown := _UNKNOWN.fullmatch(message):
         dotted = ".".join([*section, *keys, unknown[1]])
-        return f"settings: {dotted}: there is no such setting{_suggestion(dotted, _type_at(root, keys))}"
+        return f"settings: {dotted}: there is no such setting{_suggestion(dotted, _type_at(root, keys), root, where)}"
     if message.startswith("Invalid enum value"):
         allowed = [a for kind in _choices(_type_at(root, keys)) for a in typing.get_args(kind)]
         allowed += [kind.__name__ for kind in _choices(_type_at(root, keys)) if isinstance(kind, type)]
@@ -165,14 +166,29 @@ def _named(message: str, root: Any, where: str) -> str:
     return f"settings: {dotted}: {message[:1].lower()}{message[1:]}" if dotted else f"settings: {message}"
 
 
-def _suggestion(dotted: str, table: Any) -> str:
-    """Return the end of an error about the unknown setting `dotted` in a table of type `table`: a similar name, and
-    where all are listed."""
-    *above, name = dotted.split(".")
+def _suggestion(dotted: str, table: Any, root: Any, where: str) -> str:
+    """Return the end of an error about the unknown setting `dotted` in a table of type `table`: a setting of this name
+    further down, else a similar name there, else settings of this name elsewhere in `root`; and where all are listed.
+    """
+    above, dot, name = dotted.rpartition(".")
+    same = [setting for setting in _settings(root, where) if setting.rpartition(".")[2] == name]
     names = [f for kind in _choices(table) for f in getattr(kind, "__struct_fields__", ())]
-    close = difflib.get_close_matches(name, names, n=1)
-    meant = f"; did you mean {'.'.join([*above, close[0]])}?" if close else "."
+    similar = [above + dot + near for near in difflib.get_close_matches(name, names, n=1)]
+    close = [setting for setting in same if dot and setting.startswith(above + dot)] or similar
+    close = close or difflib.get_close_matches(dotted, same, n=4, cutoff=0.0)
+    meant = f"; did you mean {' or '.join(close)}?" if close else "."
     return f"{meant} docs/configuration.md lists all settings"
+
+
+def _settings(kind: Any, dotted: str) -> Iterator[str]:
+    """Yield the dotted keys of the settings in a value of type `kind` at `dotted`, and of its tables."""
+    yield dotted
+    for choice in _choices(kind):
+        if typing.get_origin(choice) is tuple:
+            yield from _settings(typing.get_args(choice)[0], f"{dotted}.0")
+        elif isinstance(choice, type) and issubclass(choice, msgspec.Struct):
+            for name, inner in typing.get_type_hints(choice, include_extras=True).items():
+                yield from _settings(inner, f"{dotted}.{name}" if dotted else name)
 
 
 def _in_toml_words(message: str, dotted: str, kind: Any) -> str:

@@ -128,19 +128,32 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     Between steps the trainer's base model is in the machine's memory. So both can use 0.85 of one GPU's memory.
     Needs one trainer process. Steps have to be shorter than `gateway.replicas.timeout_s`."""
 
+    @property
+    def flags(self) -> dict[str, str]:
+        """The flags among `args` with their values; empty for a flag without one. vLLM takes `_` for `-` in names. In
+        `--flag.key`, which sets one key of a flag's JSON, it does so up to the dot."""
+        flags = {}
+        for argument, following in zip(self.args, (*self.args[1:], "-"), strict=False):
+            if argument.startswith("-"):
+                name, equals, value = argument.partition("=")
+                value = value if equals or following.startswith("-") else following
+                head, dot, key = name.partition(".")
+                flags[head.replace("_", "-") + dot + key] = value
+        return flags
+
 
 class SamplerConfig(Section, frozen=True, kw_only=True):
     """The sampler agent, which loads adapters into the inference servers of `vllm.urls` and registers them on the log.
     One agent runs on each machine with inference servers. Agent and servers share the folder of the adapters."""
 
     advertise: tuple[str, ...] = ()
-    """URLs under which gateways reach the servers of `vllm.urls`, in the same order. Empty: `vllm.urls` itself. A
-    change is applied like one of `vllm.urls`."""
+    """URLs under which gateways reach the servers of `vllm.urls`, in the same order. Empty: `vllm.urls` itself."""
     adapters: str = "adapters"
-    """Folder under the run directory that adapters are unpacked into. The inference servers read them there."""
+    """Folder under the run directory that adapters are unpacked into. The inference servers read them there. Adapters
+    that no server of this agent has loaded are deleted: two agents can't share the folder."""
     ttl_s: Annotated[float, Meta(ge=1)] = 10.0
-    """Time after its last renewal at which the record of an agent or a gateway expires. Gateways then send no calls to
-    the agent's servers, and agents no longer wait for the gateway's calls to end."""
+    """How long the record of an agent or a gateway lasts after its last renewal. Gateways send no calls to the servers
+    of an expired agent, and agents do not wait for the calls of an expired gateway."""
 
 
 class StoreConfig(Section, frozen=True, kw_only=True):
@@ -167,16 +180,17 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     compact_grace_s: NotNegative = 300.0
     """How long merged files stay for queries that began before the merge. Make it longer than any query."""
     checkpoints: Literal["all", "adapters", "none"] = "all"
-    """What the lake keeps of each version, so that it can be forked (`models.0.start`): its adapter with the training
-    state (optimizer and unrounded weights, about 12 bytes for each weight of the adapter), its adapter, or nothing."""
+    """What the lake keeps of each version, so that it can be forked (`models.0.start`). `all`: its adapter with the
+    training state (optimizer and unrounded weights, about 12 bytes for each weight of the adapter). `adapters`: its
+    adapter. `none`: nothing."""
     keep_days: NotNegative = 0.0
     """Age in days of its newest event at which a file is deleted. 0: never."""
 
 
 class BudgetConfig(Section, frozen=True, kw_only=True):
-    """What learning may cost: all models of the project together, since its first event. The store adds it up from the
-    history (view `spending`) every `alarms.every_s`. At a limit it raises an alarm, and the judge discards groups as
-    `over_budget`; calls are answered as before. A higher limit ends it, in the settings of all services."""
+    """What learning may cost: all models of the project together, since its first event. The store adds up the costs
+    from the history (view `spending`) every `alarms.every_s`. At a limit it raises an alarm, and the judge discards
+    groups as `over_budget`; calls are answered as before. To continue learning, set a higher limit for all services."""
 
     judge_usd: NotNegative = 0.0
     """Cost of judging, in USD. 0: no limit."""
@@ -199,8 +213,8 @@ class UiConfig(Section, frozen=True, kw_only=True):
     """Address that it listens on. For an address that other machines can reach, `gateway.keys` must have an operator's
     key."""
     port: Port = 8701
-    """Port that it listens on; `journeywork up` and `journeywork status` print it. Where another process has 8701
-    already, a free one is taken. 0: any free one."""
+    """Port that it listens on; `journeywork up` and `journeywork status` print it. If another process uses 8701, a free
+    port is taken. 0: any free one."""
     hosts: tuple[str, ...] = ()
     """Further names that browsers may send in `Host`, without a port, for example behind a reverse proxy. On the
     loopback interface it answers to `localhost`, the loopback addresses and these names only."""

@@ -52,7 +52,8 @@ class LossConfig(Section, frozen=True, kw_only=True):
 
     type: LossType | Literal["sft"] = "dapo"
     """TRL's name of the loss. `sft`: supervised fine-tuning, the mean negative logprob of the trained tokens, weighted
-    with the trajectory's reward, whoever wrote them; of this table, only `weighting` has an effect then."""
+    with the trajectory's reward, also for tokens that the policy did not sample; of this table, only `weighting` then
+    has an effect."""
     beta: Coefficient = 0.0
     """Weight of the KL divergence from the base model. 0: the divergence is reported and not trained on."""
     kl_unbiased: bool = True
@@ -87,24 +88,25 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """Weight of an entropy bonus: the batch's mean entropy per trained token, in nats."""
     baseline: Literal["group", "task", "batch"] = "group"
     """What is subtracted from a reward. `group`: the mean of its group. `task`: the mean of the earlier runs of its
-    task, or of its API key where the run names no task, and of the other runs of its group. `batch`: the mean of the
-    step's batch, as in REINFORCE++. With `task` and `batch`, runs without a group train, too (`judge.min_size` = 1),
-    and so do groups with equal rewards; `advantage_scaling` must be `batch` or `none`."""
+    task and of the other runs of its group; for a run without a task, the earlier runs of its API key. `batch`: the
+    mean of the step's batch, as in REINFORCE++. With `task` and `batch`, runs without a group train, too
+    (`judge.min_size` = 1), and so do groups with equal rewards; `advantage_scaling` must be `batch` or `none`."""
     turn_discount: Share = 1.0
-    """Where rewards belong to calls: how much a reward counts for the call before the one that it follows. The
-    advantage of a call's tokens is its return (docs/training.md) less the mean return at the same position of the runs
-    that it is compared with. 1: a call is credited with everything that comes after it."""
+    """For rewards of single calls: the factor by which a reward counts less with each call before it. 1: a call is
+    credited with all later rewards in full. The advantage of a call's tokens is its return (docs/training.md) minus the
+    mean return at the same position of the runs that it is compared with."""
     advantage_scaling: Literal["group", "batch", "none"] = "group"
     """Standard deviation that advantages are divided by: that of the group's rewards, that of the batch's, or none."""
     advantage_balance: Correlation = 0.0
-    """Above 0: negative advantages are multiplied by 1 less this number. Below 0: positive ones by 1 plus it."""
+    """Above 0: negative advantages are multiplied by 1 minus this number. Below 0: positive advantages are multiplied
+    by 1 plus this number."""
     advantage_normalization: Literal["none", "mean_abs"] = "none"
     """`mean_abs`: divide all advantages of a step by the mean of their absolute values, weighted as the loss weights
     them, so that steps are equally large whatever the rewards' scale is. ART does so."""
     kl_penalty: Coefficient = 0.0
-    """Tokens that differ from the base model get a smaller advantage: to the advantage of a token is added `kl_penalty`
-    times the batch's mean of its log ratio to the base model, less its own. Unlike `beta`, it adds no term to
-    the loss. It costs two further forward passes of each step."""
+    """Tokens on which the policy differs from the base model get a smaller advantage: each token's advantage grows by
+    `kl_penalty` times (the batch's mean log ratio to the base model minus the token's own). Unlike `beta`, it adds no
+    term to the loss. It costs two further forward passes of each step."""
     weighting: Literal["loss", "trajectory"] = "loss"
     """`loss`: trajectories weigh as the loss type defines. `trajectory`: each trajectory has the same weight,
     however long it is."""
@@ -123,23 +125,24 @@ class DistillConfig(Section, frozen=True, kw_only=True):
     weight: Coefficient = 0.0
     """Weight of the teacher's advantage beside that of the rewards, or of the divergence in the loss. 0: no teacher."""
     teacher: Literal["policy", "average", "base", "outside"] = "policy"
-    """Who teaches. With the hint in its prompt: the policy as it is before the step, an average of the adapters of
-    all steps so far, or the base model. `outside`: the model of `[teacher]`, which reads what the policy read."""
+    """The teacher. `policy`: the policy before the step. `average`: an average of the adapters of all steps so far.
+    `base`: the base model. These three have the hint in their prompt. `outside`: the model of `[teacher]`, with the
+    policy's own prompt."""
     divergence: Literal["sampled", "reverse_kl"] = "sampled"
-    """`sampled`: to the advantage of a token is added `weight` times the teacher's logprob of it less the policy's.
-    `reverse_kl`: to the loss is added `weight` times the KL divergence of the policy from the teacher, over the
-    teacher's `top_k` most probable tokens and one bin for all others; the mean over the batch's trained tokens."""
+    """`sampled`: the advantage of each token grows by `weight` times (the teacher's logprob of it minus the policy's).
+    `reverse_kl`: the loss grows by `weight` times the KL divergence of the policy from the teacher, over the teacher's
+    `top_k` most probable tokens and one bin for all others, averaged over the batch's trained tokens."""
     top_k: SmallCount = 20
-    """Tokens that `reverse_kl` compares singly. The size of the vocabulary, or more: all of them. A teacher from
-    outside tells at most its server's `--max-logprobs`, which is 20 by default."""
+    """Number of tokens that `reverse_kl` compares one by one. The size of the vocabulary, or more: all tokens. A
+    teacher from outside returns at most its server's `--max-logprobs`, which is 20 by default."""
     average_rate: Share = 0.05
-    """Share of the newest adapter in the average, a step."""
+    """Weight of the newest adapter when the average is updated, once a step."""
     hint_template: str = "\n\n[user's hint / instruction]\n{hint}"
-    """What is appended to the call's last user message for a hint in words."""
+    """Text that is appended to the call's last user message for a hint of kind `text`."""
     correction_template: str = "\n\nCorrect solution:\n\n{hint}\n\nCorrectly solve the original question."
-    """The same for a corrected answer, and for the group's best run."""
+    """The same for a hint of kind `correction`, and for the group's best run."""
     best_run_reward: Weight | None = None
-    """The group's best run stands in the teacher's prompt of its worse runs, if its reward is at least this. `None`:
+    """If the group's best run has at least this reward, the teacher's prompt for the worse runs contains it. `None`:
     never."""
 
     @property
@@ -168,8 +171,8 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
     """Optimizer updates of one epoch. Each trains an equal share of the step's groups, drawn anew in every epoch.
     Groups are not split, so an epoch has at most as many minibatches as groups."""
     update_rates: tuple[Share, ...] = ()
-    """Learning rates of the updates of a step in their order, in place of `learning_rate` and `schedule`; of more
-    updates, the last one. For supervised steps, whose batch chooses them."""
+    """Learning rates of a step's updates, in order, instead of `learning_rate` and `schedule`. Further updates use the
+    last one. For supervised steps, whose batch sets them."""
     warmup_steps: Natural = 0
     """Steps over which the learning rate rises from 0."""
     weight_decay: Share = 0.0
@@ -193,16 +196,16 @@ class MemoryConfig(Section, frozen=True, kw_only=True):
     """Share of the GPU's memory that the trainer's process may use. 0: no limit. `journeywork up` sets 0.45 if its
     inference server runs on the same GPU."""
     quantization: Literal["none", "fp8", "4bit"] = "none"
-    """How the base model's linear layers are held, for a model that the GPU does not hold otherwise; they are computed
-    in `trainer.dtype`. `fp8`: floats of 8 bits, with a scale for each row (torchao). `4bit`: NF4 in blocks of 64
-    (bitsandbytes). The adapter is not quantised. On a GPU `journeywork up` starts vLLM with a quantised base model
-    too."""
+    """How the weights of the base model's linear layers are stored, for a model that does not fit the GPU otherwise.
+    Computation is in `trainer.dtype`. `fp8`: floats of 8 bits, with a scale for each row (torchao). `4bit`: NF4 in
+    blocks of 64 (bitsandbytes). The adapter is not quantised. On a GPU `journeywork up` starts vLLM with a quantised
+    base model too."""
     sharded: bool = False
     """Divide the frozen base model among the trainer's processes (`trainer.processes`), for a model that one GPU does
     not hold. Otherwise each process holds all of it, which is faster. Needs engine `transformers`."""
     context_parallel: SmallCount = 1
-    """Processes that the tokens of a pass are divided among, for sequences whose activations one GPU does not hold. It
-    divides `trainer.processes` and the number of the model's attention heads. Needs engine `transformers`, a model
+    """Processes that share the tokens of a pass, for sequences whose activations do not fit one GPU. The number must
+    divide `trainer.processes` and the number of the model's attention heads. Needs engine `transformers`, a model
     without recurrent layers, and attention by PyTorch's SDPA; runs with images are not trained."""
     packing: Literal["auto", "prefix", "padded"] = "auto"
     """`prefix`: sequences of a group compute their common prefix once. `padded`: one row per sequence. `auto`:
@@ -233,9 +236,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Tokens that were sampled more than this many steps ago are not trained. A group without younger tokens is
     discarded."""
     late: Literal["off", "sequence_truncate"] = "off"
-    """What becomes of older tokens. `off`: see `max_staleness`. `sequence_truncate`: they are trained, and a sequence
-    with such a token is weighted with the ratio of the whole sequence, limited to `loss.importance_clip`; replays,
-    too."""
+    """How tokens older than `max_staleness` are treated, also those of replays. `off`: they are not trained.
+    `sequence_truncate`: they are trained, and a sequence with such a token is weighted with the importance ratio of the
+    whole sequence, limited to `loss.importance_clip`."""
     late_min_ess: Share = 0.2
     """Smallest effective sample size of a step's late sequences, as a share of their number. Below it their old tokens
     are not trained; groups without younger ones are discarded as `stale`."""
@@ -256,9 +259,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     the model. In every step, computed logprobs are compared with the recorded ones (the mean). Above the bound
     the step is not taken. Not set: 1e-3 for float32, 0.08 for bfloat16."""
     check_share: Share = 0.03
-    """Tokens of the passes that only check, made in one of ten steps, as a share of the tokens that ten steps compute.
-    Half of them compare tokens of earlier versions with the recorded logprobs, half measure the KL divergence from the
-    base model. Tokens of the current version are compared in training. 0: no such passes."""
+    """Limit of the forward passes that only check: their tokens, as a share of the tokens that ten steps compute. One
+    of ten steps makes them. Half of the tokens compare earlier versions with the recorded logprobs, half measure the KL
+    divergence from the base model. Tokens of the current version are compared in training anyway. 0: no such passes."""
     router_replay: bool = False
     """In a mixture of experts, send the tokens of a recorded call to the experts that the inference server chose, where
     it returned them (vLLM with `--enable-return-routed-experts`, which `journeywork up` adds, for calls that are not
@@ -276,8 +279,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Branch of the log to train from. `journeywork replay` and `rejudge` make branches. Training on another branch
     than `main` begins at the base model; its checkpoints are its own, and served as `<model>+<branch>@<step>`."""
     batch_settings: tuple[str, ...] = ("loss", "optimizer")
-    """What a requested batch may choose for its own step, by names below `trainer`: single settings, or whole tables.
-    It takes an operator's key."""
+    """Settings below `trainer` that a requested batch may change for its own step: single settings, or whole tables.
+    Such a batch needs an operator's key."""
     lora: LoraConfig = LoraConfig()
     loss: LossConfig = LossConfig()
     distill: DistillConfig = DistillConfig()

@@ -42,8 +42,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     start: str = ""
     """What training begins with, while the project has no version of this model: the folder of a PEFT adapter, which
     becomes step 1, or a version of a lake, which keeps its step and its optimizer. A version is written as
-    `<lake>#<model>@<step>`, with `<branch>/` or `<project>/<branch>/` before the model if they are others; `<lake>` is
-    a run directory, a `store.dir`, or `s3://<bucket>/<prefix>`. Empty: a fresh adapter. A merged model is a `base`."""
+    `<lake>#<model>@<step>`, with `<branch>/` or `<project>/<branch>/` before the model if its branch is not `main` or
+    its project is another one, and a slash within a name as `%2F`; `<lake>` is a run directory, a `store.dir`, or
+    `s3://<bucket>/<prefix>`. Empty: a fresh adapter. A merged model is a `base`."""
     trainer: dict[str, Any] = {}
     """Settings of `[trainer]` that differ for this model, in the same tables."""
 

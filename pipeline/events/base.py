@@ -28,6 +28,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     deduplication window. Such an event is identified by its subject."""
 
     project: str
+    """Namespace."""
     at: Micros = msgspec.field(default_factory=now_us)
     """Time at which the event was created."""
     v: int = 1

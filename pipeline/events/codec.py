@@ -32,7 +32,7 @@ from pipeline.events.signal import SignalGiven, TeacherAnswered
 
 
 class ClaimCheck(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="claim"):
-    """Takes the place of an event that is larger than the server's payload limit. The event is in the object store."""
+    """Replaces an event that is larger than the server's payload limit. The event is in the object store."""
 
     object: str
     sha256: str

@@ -27,7 +27,7 @@ _LEAST_SAVED = 512
 
 
 class Continuation(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="continuation"):
-    """Takes the place of a `rollout.exchange` whose prompt and request begin as those of an earlier exchange of its
+    """Replaces a `rollout.exchange` whose prompt and request begin like those of an earlier exchange of the same
     trajectory. Readers get the whole exchange."""
 
     exchange: ExchangeRecorded
@@ -37,18 +37,20 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     choice: int = 0
     """`choice` of the earlier exchange."""
     at: Micros
-    """`at` of the earlier exchange, which tells it from another one with its number, written after a power cut."""
+    """`at` of the earlier exchange. It distinguishes the exchange from another one with the same number, written after
+    a power cut."""
     check: int
     """Check of the earlier exchange: a CRC-32 of the lengths and ends of its tokens, request and response, and of the
     end of its `experts`."""
     tokens: int
-    """How many of the first tokens of the earlier exchange, prompt and reply, begin `prompt_ids`."""
+    """Number of leading tokens of the earlier exchange (prompt and reply) that precede the stored rest of
+    `prompt_ids`."""
     request_head: int
-    """How many of the first bytes of the earlier request begin `request`."""
+    """Number of leading bytes of the earlier request that precede the stored middle of `request`."""
     request_tail: int
-    """How many of its last bytes end `request`."""
+    """Number of trailing bytes of the earlier request that follow it."""
     experts: int = 0
-    """How many of the first bytes after the header of the earlier `experts` begin those of `experts`."""
+    """Number of bytes after the header of the earlier `experts` that precede the stored rest of `experts`."""
 
     @property
     def saved(self) -> int:

@@ -42,7 +42,7 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyEvaluated(Event, frozen=True, kw_only=True, tag="policy.evaluated"):
-    """The results of one entrant of an evaluation on held-out tasks: a policy version, or a model of somebody else."""
+    """The results of one entrant of an evaluation on held-out tasks: a policy version, or an external model."""
 
     subject_fields = ("project", "model", "evaluation")
 
@@ -77,7 +77,7 @@ class PolicyEvaluated(Event, frozen=True, kw_only=True, tag="policy.evaluated"):
     run_p95_s: float | None = None
     wall_s: float = 0.0
     cost_usd: float | None = None
-    """What it cost, if whoever recorded it says so."""
+    """Cost, if the client that recorded the event reported it."""
     by: str = ""
     """Name of the API key that recorded it."""
 
@@ -98,8 +98,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WhatIfAnswered(Event, frozen=True, kw_only=True, tag="policy.what_if"):
-    """What would have been learned from a part of the history under other settings: `journeywork what-if` trained a
-    branch for each and compared it with a version of `main` on held-out tasks."""
+    """What the policy would have learned from a part of the history under other settings: `journeywork what-if` trained
+    a branch for each variant of the settings and compared it with a version of `main` on held-out tasks."""
 
     subject_fields = ("project", "model")
 
@@ -111,7 +111,7 @@ class WhatIfAnswered(Event, frozen=True, kw_only=True, tag="policy.what_if"):
     groups: int = 0
     """Number of groups selected."""
     start: str = ""
-    """What the branches began with, as `models.start`; empty: a fresh adapter."""
+    """What training on the branches began with, as in `models.start`; empty: a fresh adapter."""
     baseline: str
     """The version of `main` that they are compared with."""
     variants: tuple[Variant, ...] = ()

@@ -19,9 +19,9 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     """Score from 0 to 1; of a call -1, 0 or 1."""
     explanation: str = ""
     call: int = -1
-    """The call that was scored, by the judge of what happened next: its `seq`. -1: the whole run."""
+    """`seq` of the call that the judge of kind `next_state` scored. -1: the whole run."""
     hint: str = ""
-    """What the call should have done, in that judge's words."""
+    """What the call should have done, according to that judge."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,11 +45,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     left_out: int = 0
     """Bytes of the trajectories that were cut, because the prompt may not exceed `judge.context_tokens`."""
     second: bool = False
-    """Whether it is of the second judge (`judge.second`), whose scores are no part of a reward."""
+    """Whether it comes from the second judge (`judge.second`), whose scores are no part of a reward."""
 
 
 class Hint(msgspec.Struct, frozen=True, kw_only=True):
-    """What a call should have done, in words: from a user, a person or the judge of what happened next."""
+    """A text that says what a call should have done, from a user, another person or the judge of kind `next_state`."""
 
     call: int
     """`seq` of the call; -1: the run's first call."""
@@ -57,11 +57,12 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["text", "correction"] = "text"
     """`correction`: the answer that the call should have given."""
     by: str = ""
-    """Name of the API key that gave it. Empty: the judge of what happened next."""
+    """Name of the API key that gave it. Empty: the judge of kind `next_state`."""
 
 
 class Grader(msgspec.Struct, frozen=True, kw_only=True):
-    """An API key that gave feedback on a trajectory, and what the trajectory would have without its feedback."""
+    """An API key that gave feedback on a trajectory, and the rewards that the trajectory would have without that
+    feedback."""
 
     key: str
     """Name of the API key."""
@@ -94,7 +95,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     teacher: str = ""
     """The teacher from outside whose answer about the run is on the log (`rollout.teacher`); empty: there is none."""
     graders: tuple[Grader, ...] = ()
-    """The API keys whose feedback is a part of `reward` or `call_rewards`. What `feedback.max_share` limits."""
+    """The API keys whose feedback is a part of `reward` or `call_rewards`; `feedback.max_share` limits their effect."""
     graded: Literal["run", "calls"] = "run"
     """`calls`: nothing judged the run as a whole. `reward` is 0, and a call trains only if it has a reward or a hint,
     or a later reward is credited to it."""
@@ -146,6 +147,7 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
         "late",
         "unscored",
         "no_variance",
+        "no_tokens",
         "stale",
         "history_gone",
         "over_budget",
@@ -154,7 +156,8 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
         "too_large",
         "incomplete",
     ]
-    """`over_budget`: a limit of `[budget]` is reached. `too_large`: a sequence of these trajectories does not fit into
+    """`no_tokens`: no run has a token to train; `detail` says why, as that none made a recorded call. `over_budget`: a
+    limit of `[budget]` is reached. `too_large`: a sequence of these trajectories does not fit into
     the trainer's memory, even alone. The rest of the group was trained, in `version`. `incomplete`: the batch that the
     group's agent requested lacks other groups."""
     by: str
@@ -201,7 +204,7 @@ class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
     recent_passes: int = 0
     """Passes over groups since the previous event of this process, with and without scores."""
     recent_failed: int = 0
-    """Those of them without scores."""
+    """Passes without scores among `recent_passes`."""
     failure: Literal["", "unreadable", "out_of_range", "cut_off", "no_answer", "too_long"] = ""
     """Why the last pass without scores failed: no score could be read, scores were not from 0 to 1, the reply ended at
     the token limit, the model did not answer, or the prompt exceeded the model's context."""
@@ -267,8 +270,8 @@ class GroupAhead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupAdmitted(Event, frozen=True, kw_only=True, tag="group.admitted"):
-    """A gateway lets a group begin (`gateway.max_groups_ahead`). The newest one of a model tells what is ahead, for all
-    gateways: each is published on condition that it follows the one that its gateway knows."""
+    """A gateway admitted a group (`gateway.max_groups_ahead`). A model's newest event lists the groups that are ahead
+    of the trainer, over all gateways. A gateway can publish the next event only if it has read the newest one."""
 
     subject_fields = ("project", "model")
 

@@ -34,7 +34,8 @@ class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoi
     config_hash: str
     base_model: str = ""
     base_digest: str = ""
-    """Hash of the base model's configuration and of some of its weights. Training continues on the same one only."""
+    """Hash of the base model's configuration and of some of its weights. Training continues only on a base model with
+    the same hash."""
     adapter: str
     """Object name in the adapter bucket: one uncompressed tar of the PEFT adapter folder."""
     adapter_sha256: str
@@ -114,14 +115,14 @@ class PolicyRetired(Event, frozen=True, kw_only=True, tag="policy.retired"):
     version: str
     branch: str = "main"
     withdrawn: bool = False
-    """True: the version stays, because something needed it before it was removed."""
+    """True: the version is no longer retired, because something needed it before its adapter was removed."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.version}/retired/{self.branch}/{self.at}"
 
 
 class DataErased(Event, frozen=True, kw_only=True, tag="policy.erased"):
-    """The receipt of an erasure (`journeywork erase`): what of a person was deleted, without naming the person."""
+    """The receipt of an erasure (`journeywork erase`): counts of what was deleted, without the person's name."""
 
     subject_fields = ("project", "erasure")
 
@@ -131,19 +132,19 @@ class DataErased(Event, frozen=True, kw_only=True, tag="policy.erased"):
     """HMAC-SHA256 of the person's name, under a key that only the run directory has (`keys/erasure.key`)."""
     runs: int = 0
     left: int = 0
-    """Runs of the person that were not finished, and were left out (`--finished`)."""
+    """The person's unfinished runs, which were not deleted (`--finished`)."""
     messages: dict[str, int] = {}
     """By stream, the messages that were overwritten on the log."""
     objects: int = 0
     """Events among them that were kept in the object store, because they exceed the payload limit."""
     rows: dict[str, int] = {}
-    """By table, the rows of the lake that were deleted; of scored groups, those whose texts were."""
+    """By table, the rows of the lake that were deleted; for scored groups, the rows whose texts were deleted."""
     folders: int = 0
     """Data sets in the run directory that were deleted."""
     learned: tuple[str, ...] = ()
-    """Checkpoints that learned from the runs. Those after them started from these."""
+    """Checkpoints that were trained on the runs, and all that descend from them."""
     clean: dict[str, str] = {}
-    """By model, the newest version that never saw the runs, of those that the models' names stood for."""
+    """By model, the newest version of branch `main` that is none of `learned`."""
     by: str = ""
 
     def message_id(self) -> str:
@@ -151,8 +152,8 @@ class DataErased(Event, frozen=True, kw_only=True, tag="policy.erased"):
 
 
 class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
-    """Which version(s) new trajectories of a model are routed to. A `rollback` names those of the decision before the
-    one that it takes back."""
+    """A decision: the version, or two versions, to which new trajectories of a model are routed. A `rollback` names the
+    versions of the decision before the one that it reverts."""
 
     subject_fields = ("project", "model")
 
@@ -169,8 +170,8 @@ class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
     request: str = ""
     """Caller's idempotency id, or a fresh one."""
     evidence: str = ""
-    """JSON of what the decision rests on, where `journeywork decide` made it: the plan, the runs, the numbers and the
-    verdict (docs/promotion.md)."""
+    """JSON, if `journeywork decide` made the decision: its plan, the runs, the numbers and the verdict
+    (docs/promotion.md)."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.model}/promoted/{self.request}"

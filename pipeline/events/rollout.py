@@ -37,8 +37,9 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupOpened(Event, frozen=True, kw_only=True, tag="rollout.group"):
-    """A group was opened, by its first trajectory. The event fixes, for every split, whose group it is and how many
-    trajectories it has. A group of its own whose id the gateway made has none: it is its trajectory's owner's."""
+    """A group was opened, by its first trajectory. The event sets the group's owner and its number of trajectories, for
+    all splits. A run without a group, whose id the gateway made, has no such event: the owner of the run owns its
+    group."""
 
     subject_fields = ("project", "model", "group")
     unique_subject = True
@@ -121,12 +122,12 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     experts of a token]: of all tokens of prompt and reply but the last one. Empty: the server returned none."""
     finish_reason: str = ""
     status: Literal["complete", "cancelled", "failed"] = "complete"
-    """`cancelled`: the client went away; `failed`: the upstream broke off. What had been sampled by then is
+    """`cancelled`: the client went away; `failed`: the upstream broke off. The tokens sampled until then are
     recorded."""
     side_call: bool = False
-    """A call beside the task (a title, a summary): kept, not trained."""
+    """A call that is no part of the task (a title, a summary): recorded, not trained."""
     role: str = ""
-    """Which agent of a run with several made the call."""
+    """The agent that made the call, in a run of several agents."""
     endpoint: str = "/v1/chat/completions"
     streamed: bool = False
     request_hash: str = ""
@@ -165,6 +166,7 @@ class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.complet
     """Named components, for composed rewards."""
     metrics: dict[str, float] = {}
     metadata: Json = b"{}"
+    """That of the opening and that of the completion; of a key that both have, the completion's value."""
     exchanges: int = 0
     """How many exchange events (choices count singly) belong to the run."""
     first_step: int = 0
@@ -195,8 +197,8 @@ class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.complet
 
 
 class GroupTimedOut(Event, frozen=True, kw_only=True, tag="rollout.timeout"):
-    """The time of a group was up before it was full. Trajectories that completed before this event are the group's;
-    those that completed after it are late."""
+    """The deadline of a group passed before the group was full. Trajectories that completed before this event belong to
+    the group; later ones are late."""
 
     subject_fields = ("project", "model", "group")
     last_subject_field = ("split", "train")
@@ -214,8 +216,8 @@ class GroupTimedOut(Event, frozen=True, kw_only=True, tag="rollout.timeout"):
 
 
 class FeedbackTimedOut(Event, frozen=True, kw_only=True, tag="rollout.overdue"):
-    """The time to wait for feedback on a closed group was up (`feedback.wait_s`). It is scored with the feedback that
-    came before this event."""
+    """The deadline for feedback on a closed group passed (`feedback.wait_s`). The group is scored with the feedback
+    that came before this event."""
 
     subject_fields = ("project", "model", "group")
     last_subject_field = ("split", "train")
@@ -226,7 +228,7 @@ class FeedbackTimedOut(Event, frozen=True, kw_only=True, tag="rollout.overdue"):
     model: str
     split: Split = "train"
     wait_s: float = 0.0
-    """Time that there was, from the message that closed the group."""
+    """Length of the wait, from the message that closed the group."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.model}/{self.group}/{self.split}/overdue"

@@ -66,8 +66,8 @@ def meaning(column: Column) -> str:
 
 
 ENVELOPE: tuple[Column, ...] = (
-    Column("log_seq", "int64", "Where the event lies in its stream."),
-    Column("log_at", "timestamp_us", "When the broker took the event in, UTC."),
+    Column("log_seq", "int64", "Sequence of the event in its stream."),
+    Column("log_at", "timestamp_us", "When the broker stored the event, UTC."),
     Column("traceparent", "string", "W3C trace context of the message; empty where it had none."),
 )
 """Columns that every file has before those of its event."""

@@ -14,8 +14,8 @@ OWN_REWARD = "reward"
 
 
 class SignalGiven(Event, frozen=True, kw_only=True, tag="rollout.signal"):
-    """Somebody said something about a run or about one call of it, during the run or later. What it changes is decided
-    by settings (`feedback`, `judge.rewards`), so it can be computed again over history under other settings."""
+    """Feedback on a run or on one of its calls, given during the run or later. Settings (`feedback`, `judge.rewards`)
+    decide its effect, so the effect can be computed again over the history under other settings."""
 
     subject_fields = ("project", "model", "group", "trajectory", "signal")
     unique_subject = True
@@ -50,8 +50,8 @@ class SignalGiven(Event, frozen=True, kw_only=True, tag="rollout.signal"):
 
 
 class TeacherAnswered(Event, frozen=True, kw_only=True, tag="rollout.teacher"):
-    """What a teacher from outside (`[teacher]`) says of the tokens that a run's calls sampled: its logprobs at
-    temperature 1. The arrays hold the calls one after the other, by `seq` and `choice`, side calls left out."""
+    """The logprobs, at temperature 1, that a teacher from outside (`[teacher]`) gives to the sampled tokens of a run.
+    The arrays hold the calls one after the other, by `seq` and `choice`, without side calls."""
 
     subject_fields = ("project", "trajectory", "teacher")
     unique_subject = True

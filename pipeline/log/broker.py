@@ -384,12 +384,11 @@ class Broker(Reader):
             return None
         return event
 
-    async def lag(self, prefix: str = "", *, exact: bool = False) -> int:
-        """Return how many events the consumers whose names begin with `prefix` have not acknowledged yet. With
-        `exact`, `prefix` is the whole name of one consumer."""
+    async def lag(self, prefix: str = "") -> int:
+        """Return how many events the consumers whose names begin with `prefix` have not acknowledged yet."""
         waiting = 0
         for spec in streams.CONSUMERS:
-            if spec.name == prefix or (not exact and spec.name.startswith(prefix)):
+            if spec.name.startswith(prefix):
                 info = await self.consumer_info(spec)
                 waiting += int(info.num_pending or 0) + int(info.num_ack_pending or 0)
         return waiting

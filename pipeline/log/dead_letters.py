@@ -164,7 +164,7 @@ async def _run(args: argparse.Namespace) -> None:
             letters = await broker.read(DeadLettered) if args.all else await find(broker, args.seqs)
             for letter in letters:
                 await act(broker, letter)
-            out.print(f"{len(letters)} {'delivered again' if act is retry else 'dropped'}")
+            out.print(f"{len(letters)} {'retried' if act is retry else 'dropped'}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

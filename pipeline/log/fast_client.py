@@ -243,6 +243,12 @@ class FastClient(Client):  # type: ignore[misc]
 
         reader.feed_data = extract_and_feed
 
+    async def _process_pong(self) -> None:
+        """Also take the answer to a ping that was given up: nats-py's own method ends the task that reads then."""
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
     # -- publishing ----------------------------------------------------------------------------------------------
 
     async def start_publishing(self) -> None:

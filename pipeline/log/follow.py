@@ -17,7 +17,7 @@ from pipeline.events import Event
 from pipeline.log import retry
 from pipeline.log.fast_client import Pulled
 from pipeline.log.history import Reader
-from pipeline.log.messages import Place, Recorded, StoredMessage, parse_ack_subject
+from pipeline.log.messages import Place, Recorded, StoredMessage, consumer_seq, parse_ack_subject
 from pipeline.log.pulling import ConsumerGoneError, pulling
 from pipeline.log.stream_reader import StreamReader, server_headers
 from pipeline.log.subjects import stream_of, subject_filter
@@ -63,7 +63,9 @@ async def follow_messages(
 ) -> AsyncGenerator[StoredMessage, None]:
     """`follow_events`, undecoded.
 
-    The consumer is ephemeral: if the server forgot it, another one begins at the reader's position."""
+    The consumer is ephemeral: if the server forgot it, another one begins at the reader's position. What it sent to a
+    connection that broke counts as delivered there, so after a reconnection, and where its count of deliveries has a
+    gap, another one begins too."""
     subjects = [subject_filter(event, **keys) for event in events]
     async with aclosing(follow_subjects(reader, stream_of(events[0]), subjects, next_seq, after)) as messages:
         async for message in messages:
@@ -85,6 +87,7 @@ async def follow_subjects(
             if position is None:
                 position = await _place_of(reader, stream, next_seq() - 1)
             await _check_end(reader, stream, position)
+            reconnects, delivered = reader.client.stats["reconnects"], 0
             consumer = await _create_consumer(reader, stream, subjects, position)
             async with pulling(reader.client, stream, consumer) as puller:
                 while True:
@@ -92,10 +95,16 @@ async def follow_subjects(
                     if not messages:
                         await _check_end(reader, stream, position)
                     backoff.reset()
-                    for message in map(_stored, messages):
+                    for delivery in messages:
+                        delivered += 1
+                        if consumer_seq(delivery.reply) != delivered:
+                            raise ConsumerGoneError("a delivery was lost")
+                        message = _stored(delivery)
                         if message.seq > position.seq:
                             yield message
                             position = message.place
+                    if reader.client.stats["reconnects"] != reconnects:
+                        raise ConsumerGoneError("the connection broke")
         except LogShrankError:
             raise
         except (nats.errors.Error, BrokerError, ConsumerGoneError) as error:

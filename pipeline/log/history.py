@@ -52,8 +52,8 @@ class Reader(StreamReader):
     ) -> list[Recorded[E]]:
         """Return every event of a class from sequence `start_seq` on, in stream order.
 
-        The result holds everything that was acknowledged before the call. If the caller knows that there are `at_least`
-        that many and no more, one request to the leader is saved."""
+        The result holds everything that was acknowledged before the call. If the caller knows the number of
+        events (`at_least`), one request to the leader is saved."""
         stream, subject = stream_of(event), subject_filter(event, **keys)
         out: list[Recorded[E]] = []
         page = Page[E]([], start_seq - 1, more=True)
@@ -134,9 +134,9 @@ class Reader(StreamReader):
     async def read_at(self, event: type[E], seq: int) -> Recorded[E]:
         """Return the event of a class at a sequence of its stream.
 
-        Raises `HistoryGoneError` if retention removed it; its subclass `OtherEventError` if an event of another class
-        has that sequence, `UndecodableError` if the message is no event, `ExchangeNotWholeError` if it continues an
-        exchange that is gone."""
+        Raises `HistoryGoneError` if there is no message of that sequence (any more); its subclass `OtherEventError` if
+        an event of another class has that sequence, `UndecodableError` if the message is no event or its object is
+        gone, `ExchangeNotWholeError` if it continues an exchange that is gone."""
         stream = stream_of(event)
         message = await self.direct_get(stream, seq)
         if message is None:

@@ -86,3 +86,10 @@ def parse_ack_subject(reply: str) -> tuple[int, Place]:
     tokens = reply.split(".")
     at = 5 if len(tokens) == 9 else 7
     return int(tokens[at - 1]), Place(int(tokens[at]), int(tokens[at + 2]) // 1000)
+
+
+def consumer_seq(reply: str) -> int:
+    """Return the number of a delivery among those of its consumer, from 1, from its reply subject
+    (`parse_ack_subject`)."""
+    tokens = reply.split(".")
+    return int(tokens[6 if len(tokens) == 9 else 8])

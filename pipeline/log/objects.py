@@ -109,17 +109,18 @@ async def erase(reader: StreamReader, bucket: str, name: str) -> None:
 
 
 async def sweep(reader: StreamReader, bucket: str, before_us: int) -> int:
-    """Remove the chunks of uploads that never finished and began before `before_us` (stream time, microseconds).
+    """Remove the chunks of uploads that never finished, or of objects whose removal did not, that began before
+    `before_us` (stream time, microseconds).
 
-    Returns the number of such uploads."""
+    Returns the number of such uploads and objects."""
     stream = streams.bucket_stream(bucket)
     # The chunks first: an object that appears after them is then among the owners.
     chunks = await reader.subjects(stream, f"$O.{bucket}.C.*")
     owned = set()
     async with aclosing(reader.messages(stream, subject=f"$O.{bucket}.M.>")) as infos:
         async for message in infos:
-            if message.payload:
-                owned.add(_decode_info(message.payload).nuid)
+            if message.payload and not (info := _decode_info(message.payload)).deleted:
+                owned.add(info.nuid)  # an interrupted removal leaves the chunks of a deleted object
     swept = 0
     for subject in chunks:
         if subject.rpartition(".")[2] in owned:

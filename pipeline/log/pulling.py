@@ -46,7 +46,8 @@ class Puller:
         self.arrived: deque[Pulled] = deque()
         """Messages that nobody took yet."""
         self.reconnects = 0
-        """How often the client had reconnected when the oldest message of the last `take` arrived, or earlier."""
+        """Number of the client's reconnections when a message last arrived while none waited. The messages of the last
+        `take` arrived after that."""
         self.subscription: Subscription | None = None
 
     async def close(self) -> None:
@@ -85,7 +86,7 @@ class Puller:
         now = time.monotonic()
         if self._outstanding > 0:
             if now - self._requested_at >= _EXPIRES_S + 1:
-                # Neither messages nor a status: the server died with the request, or the consumer does not exist.
+                # Its time is over without the status that ends a request: the server died, or there is no consumer.
                 self._outstanding, self.gone = 0, "it does not answer"
             return
         if len(self.arrived) >= size:

@@ -84,7 +84,8 @@ class StreamReader:
         self.js = client.jetstream(timeout=config.ack_timeout_s)
 
     async def retry(self, call: Callable[[], Awaitable[T]], what: str) -> T:
-        """`retry_while_unavailable`, for `nats.publish_deadline_s`."""
+        """Return the result of `call`, which is repeated while the log is unavailable, for `nats.publish_deadline_s`.
+        `what` begins the error's sentence, such as "a read of POLICY was not answered"."""
         return await retry_while_unavailable(call, what, self.config.publish_deadline_s)
 
     # -- one message ---------------------------------------------------------------------------------------------
@@ -179,20 +180,22 @@ class StreamReader:
     async def newest_messages(self, stream: str, subjects: Sequence[str]) -> list[StoredMessage]:
         """Return the newest message of every subject within `subjects` (wildcards allowed), in stream order.
 
-        They are as one replica holds them: it may lag, but what it holds has no gaps. So if the result holds a certain
-        message, it holds everything before that message."""
+        One replica answers with a page. It may lag, but what it holds has no gaps: if the result holds a certain
+        message, it lacks nothing that is older. Each further page could come from another replica, so what does not fit
+        into one is read up to the leader's end instead."""
         request: dict[str, Any] = {"multi_last": list(subjects), "batch": _BATCH, "max_bytes": _PAGE_BYTES}
-        newest: list[StoredMessage] = []
-        more = True
         try:
-            while more:
-                first = newest[-1].seq + 1 if newest else 1
-                page, more = await self._direct_get(stream, request | {"seq": first})
-                newest += page
+            page, more = await self._direct_get(stream, request | {"seq": 1})
         except _TooManySubjectsError:
-            newest = [m for subject in subjects async for m in self.messages(stream, subject=subject)]
-            newest.sort(key=lambda m: m.seq)
-        return newest
+            more = True
+        if not more:
+            return page
+        end = int((await self.stream_info(stream)).state.last_seq)
+        newest: dict[str, StoredMessage] = {}
+        for subject in subjects:
+            async for message in self.messages(stream, last=end, subject=subject):
+                newest[message.subject] = message
+        return sorted(newest.values(), key=lambda m: m.seq)
 
     async def next_of_leader(self, stream: str, subject: str, first: int) -> list[StoredMessage]:
         """Return the first message that the leader holds on `subject` from sequence `first` on, as a list of at most
@@ -289,14 +292,14 @@ class StreamReader:
 
     async def why_no_answer(self, stream: str) -> str:
         """Return why no server answered for a stream: it does not exist, or has no leader at the moment, as in a
-        cluster that lost a server."""
+        cluster that lost a server, or had none until now."""
         try:
             await self.js.stream_info(stream)
         except nats.js.errors.NotFoundError:
             return f"the stream {stream} does not exist"
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError):
-            pass  # its leader would have answered
-        return f"the stream {stream} has no leader"
+            return f"the stream {stream} has no leader"  # which would have answered
+        return f"the stream {stream} had no leader for a moment"
 
     async def consumer_info(self, spec: streams.ConsumerSpec) -> api.ConsumerInfo:
         """Return the leader's description of a consumer. Raises `BrokerError` if there is no such consumer, and

@@ -3,6 +3,7 @@
 | module | what it holds |
 | --- | --- |
 | `plan` | the processes of an installation: their commands, ports and addresses |
+| `ports` | free ports, and the check that the settings' ports are free |
 | `supervisor` | starts the processes, restarts them, stops them in order |
 | `liveness` | the checks that a running process still works |
 | `service` | how a service process starts, reports readiness and stops |

@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from pipeline.config import Config, ConfigError, UiConfig, with_values
 from pipeline.files import write_once, write_whole
 from pipeline.names import version_name
 from pipeline.running import families
+from pipeline.running.ports import LOOPBACK, free_port
 from pipeline.security import users
 
 SERVICES = {
@@ -35,8 +35,6 @@ SERVICES = {
     "telemetry": "pipeline.telemetry.exporter",
 }
 """Services of Journeywork and the modules that run them."""
-
-LOOPBACK = "127.0.0.1"
 
 TELEMETRY_VARIABLES = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",
@@ -68,19 +66,6 @@ class ProcessSpec:
     because replaying a long event log at startup can take minutes."""
 
 
-def free_port(host: str = LOOPBACK, preferred: int = 0) -> int:
-    """Return a port that no process listens on now: `preferred` if it is free. The caller keeps using the same port
-    when a process restarts."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.create_server((host, preferred), family=family) as probe:
-            return int(probe.getsockname()[1])
-    except OSError:
-        if not preferred:
-            raise
-        return free_port(host)
-
-
 def vllm_device(config: Config) -> str:
     """Return which build of vLLM is installed, `cpu` or `cuda`."""
     if config.vllm.device != "auto":
@@ -90,6 +75,21 @@ def vllm_device(config: Config) -> str:
     except importlib.metadata.PackageNotFoundError:
         return "cuda"
     return "cpu"
+
+
+CPU_FLAGS = ("--dtype", "float32", "--enforce-eager", "--block-size", "32")
+ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+"""vLLM's CPU build would start a process for the model beside that of the engine. After each message one of them
+busy-waits for the other for up to a second (docs/decisions/gateway.md)."""
+_SEVERAL_PROCESSES = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
+
+
+def one_process_environment() -> dict[str, str]:
+    """Return the variables of vLLM's CPU build with `ONE_PROCESS`, where this process's environment does not have
+    them. One core is left to all other processes."""
+    threads = max(1, len(os.sched_getaffinity(0)) - 1)
+    defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    return {name: os.environ.get(name, default) for name, default in defaults.items()}
 
 
 def lora_slots(config: Config) -> int:
@@ -126,9 +126,7 @@ def share_gpu(config: Config) -> Config:
     """Return `config` with the GPU's memory divided between inference server and trainer, unless the settings
     divide it."""
     args = config.vllm.args
-    given = next((a.partition("=")[2] for a in args if a.startswith(f"{_MEMORY_FLAG}=")), "")
-    if _MEMORY_FLAG in args[:-1]:
-        given = args[args.index(_MEMORY_FLAG) + 1]
+    given = config.vllm.flags.get(_MEMORY_FLAG, "")
     try:
         inference = float(given) if given else _SHARED_GPU / 2
     except ValueError as error:
@@ -165,7 +163,7 @@ def _experts_flags(config: Config) -> list[str]:
             f"{next(iter(needed))}: it needs vLLM on a GPU, and vLLM's CPU build is installed here; set it to "
             "false, or name a server on a GPU in vllm.urls"
         )
-    return [flag for flag in needed.values() if flag not in config.vllm.args]
+    return [flag for flag in needed.values() if flag not in config.vllm.flags]
 
 
 def _quantization_flags(config: Config) -> list[str]:
@@ -175,7 +173,7 @@ def _quantization_flags(config: Config) -> list[str]:
     names = [_QUANTIZATION[kind] for kind in kinds if kind in _QUANTIZATION]
     if len(kinds) != 1 or vllm_device(config) == "cpu":
         return []
-    said = any(arg.partition("=")[0] in ("--quantization", "-q") for arg in config.vllm.args)
+    said = not config.vllm.flags.keys().isdisjoint({"--quantization", "-q"})
     return ["--quantization", *names] if names and not said else []
 
 
@@ -201,7 +199,7 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
     ]  # fmt: skip
     argv += _experts_flags(config)
     parser = families.tool_parser(base) if settings.tool_parser == "auto" else settings.tool_parser
-    if parser and "--tool-call-parser" not in settings.args:
+    if parser and "--tool-call-parser" not in settings.flags:
         argv += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
     if settings.reasoning_parser:
         argv += ["--reasoning-parser", settings.reasoning_parser]
@@ -221,8 +219,11 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         env["VLLM_SERVER_DEV_MODE"] = "1"
         argv += ["--enable-sleep-mode"] if vllm_device(config) == "cuda" else []
     if vllm_device(config) == "cpu":
-        argv += ["--dtype", "float32", "--enforce-eager", "--block-size", "32"]
+        argv += CPU_FLAGS
         env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        if _SEVERAL_PROCESSES.isdisjoint(settings.flags):
+            argv += ONE_PROCESS
+            env |= one_process_environment()
     return ProcessSpec(
         "vllm", (*argv, *settings.args), env | settings.env, probe=f"http://127.0.0.1:{port}/health", stop_grace_s=10,
         start_timeout_s=settings.start_timeout_s, secret_env=secret, prepare=prepare,
@@ -253,14 +254,15 @@ def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
     def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         sync = "always" if config.nats.sync == "always" else json.dumps(f"{config.nats.sync:g}s")
+        store = json.dumps(str(folder), ensure_ascii=False)  # the server's parser knows no \\u escapes
         content = (
             f"host: {json.dumps(host)}\nport: {port}\nmax_payload: {config.nats.max_payload}\n"
-            f"jetstream {{ store_dir: {json.dumps(str(folder))}\n sync_interval: {sync}\n"
+            f"jetstream {{ store_dir: {store}\n sync_interval: {sync}\n"
             # Streams have limits of their own (`nats.max_bytes`). The server would take a share of what is free now.
             f" max_file_store: {2**62}\n}}\n"
             + (users.authorization(Path(config.nats.users)) if config.nats.users else "")
         )
-        # A restart writes nothing: on a full disk the file would be lost.
+        # A restart writes nothing: on a full disk a write would fail, and with it the start.
         if not settings.exists() or settings.read_text("utf-8") != content:
             write_whole(settings, content)
 

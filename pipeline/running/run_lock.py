@@ -4,7 +4,8 @@
 releases the lock when the process ends, also when it is killed. Its children do not inherit that lock. They inherit
 another, `<run_dir>/processes.lock`: while it is held, the next `up` ends the children first and starts then. So two
 NATS servers never write to one folder, even if `up` was killed and its children still run. `journeywork exec` and
-`journeywork prepare` share `up.lock` with each other, and not with `up`.
+`journeywork prepare` share `up.lock` with each other, and not with `up`; beside children of a killed `up` they are
+refused. `journeywork backup` locks as `up` does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from pipeline.config import ConfigError
 
 _UP, _PROCESSES, _NATS = "up.lock", "processes.lock", "nats.lock"
+_LEFTOVER = "a server or service of an ended journeywork up"
 
 
 class RunInUseError(ConfigError):
@@ -38,8 +40,16 @@ def make_private(run_dir: Path) -> None:
 def share(run_dir: Path) -> int:
     """Lock the run directory against `journeywork up`, until the returned file descriptor is closed here and in
     every child that inherits it. Several processes may share the lock. Raises `RunInUseError` if `up` runs
-    there."""
-    return _lock(run_dir, fcntl.LOCK_SH)
+    there, or children of a killed one."""
+    lock = _lock(run_dir, fcntl.LOCK_SH)
+    if (run_dir / _PROCESSES).exists():
+        processes = _open(run_dir / _PROCESSES)
+        free = _try(processes, fcntl.LOCK_SH)
+        os.close(processes)
+        if not free:
+            os.close(lock)
+            raise RunInUseError(_refusal(run_dir, _PROCESSES, _LEFTOVER))
+    return lock
 
 
 def for_server(run_dir: Path, server: str) -> None:
@@ -55,11 +65,14 @@ def for_server(run_dir: Path, server: str) -> None:
 
 
 @contextmanager
-def hold(run_dir: Path) -> Iterator[int]:
-    """Lock the run directory for one `journeywork up`. Yields a file descriptor that every child must inherit.
+def hold(run_dir: Path, command: str = "journeywork up") -> Iterator[int]:
+    """Lock the run directory for one `journeywork up` or another `command`. Yields a file descriptor that every child
+    must inherit.
 
     Children of a killed `up` are ended first. Raises `RunInUseError` if another process uses the directory."""
     ours = _lock(run_dir, fcntl.LOCK_EX)
+    os.truncate(ours, 0)
+    os.pwrite(ours, command.encode(), 0)  # for the message of those that are refused
     processes = _open(run_dir / _PROCESSES)
     try:
         _end_leftovers(run_dir, processes)
@@ -88,8 +101,9 @@ def _lock(run_dir: Path, how: int) -> int:
     fd = _open(run_dir / _UP)
     if _try(fd, how):
         return fd
-    # A shared lock is held by a server of `journeywork exec`; `up` never shares it.
-    what = "a server of journeywork exec" if _try(fd, fcntl.LOCK_SH) else "journeywork up"
+    shared = _try(fd, fcntl.LOCK_SH)
+    command = os.pread(fd, 100, 0).decode() or "journeywork up"
+    what = "journeywork prepare or a server of journeywork exec" if shared else command
     os.close(fd)
     raise RunInUseError(_refusal(run_dir, _UP, what))
 
@@ -123,9 +137,7 @@ def _end_leftovers(run_dir: Path, fd: int) -> None:
     while not _try(fd, fcntl.LOCK_EX):
         holders = _holders(run_dir / _PROCESSES)
         if not holders and not _try(fd, fcntl.LOCK_EX):
-            raise RunInUseError(
-                _refusal(run_dir, _PROCESSES, "a server or service of an ended journeywork up")
-            )
+            raise RunInUseError(_refusal(run_dir, _PROCESSES, _LEFTOVER))
         for pid in holders:
             _kill(pid)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.files import write_whole
+from pipeline.files import read_json, write_whole
 
 STATE = "state.json"
 
@@ -59,9 +59,10 @@ class RunState(msgspec.Struct, kw_only=True):
 
 
 def read_state(run_dir: Path) -> RunState | None:
-    """Return the state of a run directory as it is now; `None` if nothing was started there."""
+    """Return the state of a run directory as it is now; `None` if nothing was started there. Raises `ConfigError` if
+    its file is damaged."""
     try:
-        state = msgspec.json.decode((run_dir / STATE).read_bytes(), type=RunState)
+        state = read_json(run_dir / STATE, RunState, "delete it; `journeywork up` writes it again")
     except FileNotFoundError:
         return None
     for process in state.services.values():

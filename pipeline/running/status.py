@@ -13,8 +13,16 @@ from rich.text import Text
 
 from pipeline import streams
 from pipeline.config import ConfigError, NatsConfig
-from pipeline.events import AlarmChanged, CheckpointPublished, FeedbackTimedOut, GroupTimedOut
+from pipeline.events import (
+    AlarmChanged,
+    CheckpointPublished,
+    FeedbackTimedOut,
+    GroupTimedOut,
+    PolicyPromoted,
+    standing_decisions,
+)
 from pipeline.log.broker import Broker, BrokerError
+from pipeline.names import branch_model, version_name
 from pipeline.printing import with_code
 from pipeline.running.runs import log_of, run_settings
 from pipeline.running.state import read_state
@@ -35,7 +43,7 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
     else:
         try:
             config = run_settings(run_dir, sections=("nats", "signing"))
-            state |= anyio.run(read_log, log_of(config), Trust(config.signing))
+            state |= anyio.run(read_log, log_of(config), Trust(config.signing), config.project)
         except BrokerError as error:
             state["log"] = str(error)
     running = {n for n, s in state["services"].items() if s["state"] not in ("stopped", "gone")}
@@ -51,21 +59,33 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
         raise SystemExit(1)
 
 
-async def read_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
-    """Return what the log tells: lag, policy versions, alarms. Raises `BrokerError`."""
+async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, Any]:
+    """Return what the log tells: lag, the project's newest policy version of each model and branch, the decisions that
+    stand, alarms. Raises `BrokerError`."""
     nats = msgspec.structs.replace(nats, publish_deadline_s=min(nats.publish_deadline_s, 10.0))
     async with Broker.connect(nats, name="status", provision=False) as broker:
+        infos = [(c.name, await broker.consumer_info(c)) for c in streams.CONSUMERS]
+        # A service acknowledges what it holds after it was scored, trained or written.
         lag = [
-            {"consumer": c.name, "behind": await broker.lag(c.name, exact=True)} for c in streams.CONSUMERS
+            {"consumer": name, "behind": info.num_pending or 0, "held": info.num_ack_pending or 0}
+            for name, info in infos
         ]
         policies = {}
-        for recorded in await broker.read(CheckpointPublished):
-            if not trust.objection(recorded.event):
-                policies[recorded.event.model] = recorded.event.version
-        raised: dict[tuple[str, str, str], AlarmChanged] = {}
+        for recorded in await broker.read(CheckpointPublished, project=project):
+            if not trust.objection(version := recorded.event):
+                on_main = version.branch == "main"
+                model = version.model if on_main else branch_model(version.model, version.branch)
+                policies[model] = version_name(model, version.step)
+        decisions: dict[str, list[PolicyPromoted]] = {}
+        for decision in (r.event for r in await broker.read(PolicyPromoted, project=project)):
+            decisions.setdefault(decision.model, []).append(decision)
+        decided = {
+            model: standing[-1] for model, made in decisions.items() if (standing := standing_decisions(made))
+        }
+        raised: dict[tuple[str, ...], AlarmChanged] = {}
         for change in await broker.read(AlarmChanged):
             event = change.event
-            key = event.alarm, event.model, event.about
+            key = event.project, event.alarm, event.model, event.about
             raised.pop(key, None)
             if event.state == "raised":
                 raised[key] = event
@@ -76,6 +96,12 @@ async def read_log(nats: NatsConfig, trust: Trust) -> dict[str, Any]:
         return {
             "lag": lag,
             "policies": policies,
+            # What decides instead of "the newest version".
+            "decided": {
+                model: {name: getattr(decision, name) for name in ("action", "version", "other", "percent")}
+                for model, decision in decided.items()
+                if decision.version
+            },
             # Groups that the judge keeps open, by what they wait for.
             "waiting": waiting,
             # The store service's (docs/alarms.md). The supervisor's are in its state.
@@ -94,29 +120,31 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
         console.print(
             f"run directory {run_dir}: stopped. `journeywork up` with the same settings goes on with it; "
             "`journeywork ui` and `journeywork sql` show its history",
-            soft_wrap=True,
-        )
+            soft_wrap=True, markup=False,
+        )  # fmt: skip
     else:
-        console.print(f"run directory {run_dir}, gateway {state['urls']['gateway']}", soft_wrap=True)
+        console.print(
+            f"run directory {run_dir}, gateway {state['urls']['gateway']}", soft_wrap=True, markup=False
+        )
         if ui := state["urls"].get("ui"):
-            console.print(f"dashboard {ui}")
+            console.print(f"dashboard {ui}", markup=False)
     table = Table("service", "state", "pid", "restarts", box=None)
     for name, service in state["services"].items():
         table.add_row(name, service["state"], str(service["pid"]), str(service["restarts"]))
     console.print(table)
     for alarm in state["alarms"]:
-        console.print(f"[bold red]alarm[/] {alarm}", soft_wrap=True)
+        console.print(Text("alarm ", "bold red"), Text(alarm), sep="", soft_wrap=True)
     for alarm in state.get("raised", ()):
         model = f" of {alarm['model']}" if alarm["model"] else ""
         text = with_code(f"{alarm['alarm']}{model}: {alarm['detail']}. {alarm['action']}".strip())
         console.print(Text("alarm ", "bold red"), text, sep="", soft_wrap=True)
     if "lag" not in state:
-        console.print(f"log: {state['log']}", soft_wrap=True)
+        console.print(f"log: {state['log']}", soft_wrap=True, markup=False)
         return
-    table = Table("consumer", "behind", box=None)
+    table = Table("consumer", "behind", "being handled", box=None)
     for row in state["lag"]:
         off = " (off)" if row["off"] else ""
-        table.add_row(row["consumer"], f"{row['behind']:,}{off}")
+        table.add_row(row["consumer"], f"{row['behind']:,}{off}", f"{row['held']:,}")
     console.print(table)
     waiting = state["waiting"]
     if any(waiting.values()):
@@ -126,4 +154,12 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
             soft_wrap=True,
         )
     for model, version in state["policies"].items():
-        console.print(f"policy {model}: {version}")
+        line = f"policy {model}: {version}"
+        if decision := state.get("decided", {}).get(model):
+            line += f" is the newest, {decision['version']} is served ({decision['action']}"
+            line += (
+                f", {decision['percent']:g} % of runs; {decision['other']} the others)"
+                if decision["other"]
+                else ")"
+            )
+        console.print(line, soft_wrap=True, markup=False)

@@ -4,7 +4,7 @@
     journeywork keys revoke --name ci
     journeywork keys list
 
-The file is `keys.toml` in the run directory (`gateway.keys_file`). It holds hashes only.
+The file is the run's `gateway.keys_file`, by default `keys.toml` in the run directory. It holds hashes only.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pathlib import Path
 import msgspec
 import tomli_w
 
-from pipeline.config import ConfigError, GatewayConfig, KeyConfig
+from pipeline.config import Config, ConfigError, KeyConfig
 from pipeline.files import write_whole
 from pipeline.names import InvalidNameError, check_name
-from pipeline.running.runs import find_run
+from pipeline.running.runs import SETTINGS, find_run, run_settings
 from pipeline.security.key_file import expires_at, name_of, read_keys
 
 PREFIX = "jw-"
@@ -76,12 +76,16 @@ def _parser() -> argparse.ArgumentParser:
 def _path(args: argparse.Namespace) -> Path:
     if args.file is not None:
         return Path(args.file)
-    folder, name = find_run(args.run_dir), GatewayConfig().keys_file
+    folder = find_run(args.run_dir)
+    config = Config(run_dir=str(folder))
     if not folder.is_dir():
+        file = config.path(config.gateway.keys_file)
         raise ConfigError(
-            f"{folder} is no run: name another with --run-dir. For keys before its first start: --file {folder / name}"
+            f"{folder} is no run: name another with --run-dir. For keys before its first start: --file {file}"
         )
-    return folder / name
+    if (folder / SETTINGS).is_file():
+        config = run_settings(folder, sections=("gateway",))
+    return config.path(config.gateway.keys_file)
 
 
 def _new_key(args: argparse.Namespace) -> tuple[str, KeyConfig]:
@@ -157,6 +161,10 @@ def _add(args: argparse.Namespace) -> None:
 
 
 def _revoke(args: argparse.Namespace) -> None:
+    if not (args.name or args.sha256):
+        raise ConfigError(
+            "--name or --sha256 is empty: say which keys are to be removed (`journeywork keys list`)"
+        )
     path = _path(args)
     if not path.exists():
         raise ConfigError(f"there is no file {path}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,28 +39,20 @@ class DemonstratedTurn(NamedTuple):
         return hashlib.sha256(_encode([self.request, self.reply])).hexdigest()[:32]
 
 
-class _Call:
-    """A turn as `Trajectory.record` takes it: a call without logprobs."""
-
-    traceparent = ""
-
-    def __init__(self, opened: TrajectoryOpened, turn: DemonstratedTurn) -> None:
-        self._opened, self._turn = opened, turn
-
-    def events(self, seq: int) -> list[ExchangeRecorded]:
-        """The call under the sequence number `seq`."""
-        opened, turn, now = self._opened, self._turn, now_us()
-        choice = {"index": 0, "message": turn.reply, "finish_reason": "stop"}
-        return [
-            ExchangeRecorded(
-                project=opened.project, trajectory=opened.trajectory, seq=seq, model=opened.model,
-                policy_version=f"{opened.model}@{turn.step}", step=turn.step, group=opened.group,
-                request=_encode(turn.request), response=_encode({"object": "chat.completion", "choices": [choice]}),
-                prompt_ids=pack_ids(turn.prompt_ids), sampled_ids=pack_ids(turn.reply_ids), logprobs=b"",
-                finish_reason="stop", endpoint="demonstration", request_hash=turn.request_hash, started_at=now,
-                first_token_at=now,
-            )
-        ]  # fmt: skip
+def _events(opened: TrajectoryOpened, turn: DemonstratedTurn, seq: int) -> list[ExchangeRecorded]:
+    """A turn as a call without logprobs, under the sequence number `seq`."""
+    now = now_us()
+    choice = {"index": 0, "message": turn.reply, "finish_reason": "stop"}
+    return [
+        ExchangeRecorded(
+            project=opened.project, trajectory=opened.trajectory, seq=seq, model=opened.model,
+            policy_version=f"{opened.model}@{turn.step}", step=turn.step, group=opened.group,
+            request=_encode(turn.request), response=_encode({"object": "chat.completion", "choices": [choice]}),
+            prompt_ids=pack_ids(turn.prompt_ids), sampled_ids=pack_ids(turn.reply_ids), logprobs=b"",
+            finish_reason="stop", endpoint="demonstration", request_hash=turn.request_hash, started_at=now,
+            first_token_at=now,
+        )
+    ]  # fmt: skip
 
 
 def check_demonstration(member: GroupMember, access: Access) -> None:
@@ -110,7 +103,7 @@ async def record_demonstration(gateway: Gateway, trajectory: str, turns: Sequenc
         return
     run = await gateway.registry.find(trajectory)
     await run.refresh()
-    done = {call.request_hash async for call in run.log.calls(run.id)} if run.recorded.exchanges else set()
+    done = {call.request_hash async for call in run.log.calls(run.id)}
     for turn in turns:
         if turn.request_hash not in done:
-            await run.record(_Call(run.opened, turn))
+            await run.record(partial(_events, run.opened, turn))

@@ -4,9 +4,12 @@ Handlers raise `ApiError`."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
+
+import msgspec
 
 from pipeline import crash
 from pipeline.config import Config
@@ -160,53 +163,58 @@ def _ranked(body: AnswerFeedback) -> list[_Target]:
 
 async def _give(request: ControlRequest, body: Feedback, targets: list[_Target]) -> dict[str, Any]:
     """Record the signals, all of them or, if one is refused, none."""
-    gateway, access = request.gateway, request.access
+    gateway = request.gateway
     key = body.key or new_id("f")
     check_name(body.name)
     await gateway.registry.log.check_end()
-    events, told = [], []
-    for target in targets:
-        opened = await _opened(gateway, target.trajectory, access)
-        by = opened.owner if access.trajectory else access.owner
-        if target.answer:
-            await _call(gateway, opened, target.answer)
-        event = SignalGiven(
-            project=gateway.project,
-            # The `:` of a key's name is escaped, so no two names make the same id.
-            signal=check_name(f"{quote(by, safe='')}:{key}"),
-            trajectory=opened.trajectory,
-            model=opened.model,
-            group=group_key(opened.group, opened.trajectory),
-            split=opened.split,
-            call=await (
-                _last_call(gateway, opened, target.role)
-                if target.role
-                else _call(gateway, opened, target.call)
-            ),
-            name=body.name,
-            **target.grade._asdict(),
-            by=by,
-            source=body.source,
-        )
-        event = await gateway.registry.log.masks.apply(event)
-        if body.key and len(targets) > 1:
+    checked = [await _checked_signal(request, body, key, target) for target in targets]
+    if body.key and len(targets) > 1:
+        for event, _ in checked:
             recorded = await gateway.broker.read_last(SignalGiven, **keys_of(event))
             if recorded is not None:
                 check_same(event, recorded.event, "key", key)
-        await _check_number(gateway, event)
-        events.append(event)
-        state = await _state(gateway, opened)
-        use = (
-            "history"
-            if state["run"] in ("scored", "discarded")
-            else _use(gateway.config, event, opened.owner)
-        )
-        told.append({"trajectory": event.trajectory, "call": event.call, **state, "use": use})
-    for event, line in zip(events, told, strict=True):
+    signals = []
+    for event, answer in checked:
         ack = await publish_once(gateway.broker, event, "key", key)
-        line["repeated"] = ack.duplicate
+        signals.append({**answer, "repeated": ack.duplicate})
         crash.point("gateway.before_answer")
-    return {"key": key, "name": body.name, "signals": told}
+    return {"key": key, "name": body.name, "signals": signals}
+
+
+async def _checked_signal(
+    request: ControlRequest, body: Feedback, key: str, target: _Target
+) -> tuple[SignalGiven, dict[str, Any]]:
+    """Return a signal as it may be recorded, and what its sender is told about it. Raises `ApiError`."""
+    gateway, access = request.gateway, request.access
+    opened = await _opened(gateway, target.trajectory, access)
+    by = opened.owner if access.trajectory else access.owner
+    if target.answer:
+        await _call(gateway, opened, target.answer)
+    event = SignalGiven(
+        project=gateway.project,
+        # The `:` of a key's name is escaped, so no two names make the same id.
+        signal=check_name(f"{quote(by, safe='')}:{key}"),
+        trajectory=opened.trajectory,
+        model=opened.model,
+        group=group_key(opened.group, opened.trajectory),
+        split=opened.split,
+        call=-1,
+        name=body.name,
+        **target.grade._asdict(),
+        by=by,
+        source=body.source,
+    )
+    if target.role:
+        recorded = await gateway.broker.read_last(SignalGiven, **keys_of(event)) if body.key else None
+        given = recorded.event.call if recorded is not None else -1
+        call = await _last_call(gateway, opened, target.role, given)
+    else:
+        call = await _call(gateway, opened, target.call)
+    event = await gateway.registry.log.masks.apply(msgspec.structs.replace(event, call=call))
+    await _check_number(gateway, event)
+    state = await _state(gateway, opened)
+    use = _use(gateway.config, event, opened.owner, state)
+    return event, {"trajectory": event.trajectory, "call": event.call, **state, "use": use}
 
 
 async def _opened(gateway: Gateway, trajectory: str, access: Access) -> TrajectoryOpened:
@@ -254,10 +262,13 @@ async def _check_number(gateway: Gateway, event: SignalGiven) -> None:
         raise ApiError(409, "too_many_signals", message)
 
 
-async def _last_call(gateway: Gateway, opened: TrajectoryOpened, role: str) -> int:
-    """Return the `seq` of the last call of an agent of a run. Raises a 404 `ApiError`."""
+async def _last_call(gateway: Gateway, opened: TrajectoryOpened, role: str, given: int) -> int:
+    """Return the `seq` of the last call of an agent of a run, or `given` if that is a call of the agent: the one that
+    was the last when an earlier request with the same key came. Raises a 404 `ApiError`."""
     last: dict[str, int] = {}
     async for call in gateway.registry.log.calls(opened.trajectory):
+        if call.seq == given and call.role == role:
+            return given
         last[call.role] = max(call.seq, last.get(call.role, -1))
     if role not in last:
         named = ", ".join(sorted(filter(None, last))) or "none"
@@ -272,7 +283,8 @@ async def _call(gateway: Gateway, opened: TrajectoryOpened, call: int | str) -> 
         return -1
     trajectory = opened.trajectory
     if isinstance(call, str):
-        exchange = await (await gateway.registry.find_to_read(trajectory)).exchange_of(call, complete=False)
+        run = await gateway.registry.find_to_read(trajectory)
+        exchange = (await run.exchanges_of([call], complete=False)).get(call)
         if exchange is None:
             raise _unknown_answer(call, f"Run {trajectory!r}")
         return exchange.seq
@@ -290,12 +302,16 @@ async def _call(gateway: Gateway, opened: TrajectoryOpened, call: int | str) -> 
 
 
 def _use(
-    config: Config, event: SignalGiven, owner: str
+    config: Config, event: SignalGiven, owner: str, state: Mapping[str, str]
 ) -> Literal["reward", "call_reward", "hint", "history"]:
-    """Return what the settings make of a signal on a run that is not scored yet. `history`: no setting uses it."""
+    """Return what the settings make of a signal on a run in this state (`_state`). `history`: no setting uses it, or it
+    comes too late. A group that lacked rewards is scored once they come (`feedback.late`)."""
+    rescued = state.get("reason") == "unscored" and any(r.kind == "feedback" for r in config.judge.rewards)
+    if state["run"] in ("scored", "discarded") and not (rescued and config.feedback.late == "train"):
+        return "history"
     if event.kind != "number":
-        taught = any(m.name == event.model and config.trainer_of(m).distill.weight for m in config.models)
-        return "hint" if taught else "history"
+        distills = [config.trainer_of(m).distill for m in config.models if m.name == event.model]
+        return "hint" if any(d.weight and not d.asks_outside for d in distills) else "history"
     named = any(
         r.kind == "feedback" and r.name == event.name and (not r.by or event.by in r.by)
         for r in config.judge.rewards

@@ -1,12 +1,12 @@
-"""The parts of a gateway. `rollout_gateway.service` makes and connects them."""
+"""The parts of a gateway and their connections. `rollout_gateway.service` runs them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pipeline.config import Config
 from pipeline.log.broker import Broker
-from rollout_gateway.access.api_keys import Access
+from pipeline.names import new_id
+from pipeline.security.server_key import api_key
+from rollout_gateway.access.api_keys import Access, ApiKeys
 from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.api.metrics import Metrics
 from rollout_gateway.capture.detection import TrajectoryDetector
@@ -24,27 +24,34 @@ from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
 
 
-@dataclass(eq=False, kw_only=True)
 class Gateway:
     """The objects of a gateway that run beside each other."""
 
-    config: Config
-    broker: Broker
-    origins: OriginPolicy
-    permitted: Permitted
-    identity: Identity
-    policies: Policies
-    registry: Registry
-    pacing: Pacing
-    fleet: Fleet
-    members: Membership
-    router: VersionRouter
-    promotion: Promotion
-    calls: CallHandler
-    detector: TrajectoryDetector | None
-    """Only with `gateway.detection.enabled`."""
-    metrics: Metrics
-    log_health: LogHealth
+    def __init__(
+        self,
+        config: Config,
+        broker: Broker,
+        api_keys: ApiKeys,
+        origins: OriginPolicy,
+        policies: Policies,
+        pacing: Pacing,
+        registry: Registry,
+    ) -> None:
+        """`policies`, `pacing` and `registry` have read the log."""
+        settings, project = config.gateway, config.project
+        self.config, self.broker, self.origins = config, broker, origins
+        self.policies, self.pacing, self.registry = policies, pacing, registry
+        self.permitted = Permitted(settings.further_fields, config.vllm.allowed_media_domains)
+        self.fleet = Fleet(api_key(config), settings.replicas.serving_share)
+        self.router = VersionRouter(policies, self.fleet, {m.name: m.base for m in config.models})
+        enabled = settings.detection.enabled
+        self.detector = TrajectoryDetector(project, registry, settings) if enabled else None
+        self.identity = Identity(project, api_keys, registry, self.router, self.detector)
+        self.members = Membership(config, broker, policies, self.fleet, self.router, new_id("gw"))
+        self.promotion = Promotion(project, broker, policies, self.fleet, self.router)
+        self.calls = CallHandler(settings, self.fleet, self.router, self.detector)
+        self.metrics = Metrics(self.fleet, registry)
+        self.log_health = LogHealth()
 
     @property
     def project(self) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from pipeline.events import DeadLettered, GroupDiscarded, GroupScored, TrajectoryOpened, decode
 from pipeline.metric_names import named
 from pipeline.names import check_name
@@ -43,6 +45,10 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
             f"{_TASK_BYTES:,} are taken. Send a shorter task, or fewer trajectories in a request."
         )
         raise ApiError(413, "body_too_large", message, param="task")
+    ids = [member.id for member in body.trajectories]
+    if repeated := next((name for i, name in enumerate(ids) if name in ids[:i]), None):
+        message = f"Trajectory {repeated!r} is named twice. Name each trajectory once."
+        raise ApiError(400, "invalid_body", message, param="trajectories")
     for member in body.trajectories:
         try:
             await check_completion(gateway, member, access)
@@ -132,7 +138,17 @@ async def _outcome(gateway: Gateway, model: str, group: str) -> dict[str, Any]:
             return {"status": "discarded", "reason": discard.reason, "detail": discard.detail}
     for recorded in await gateway.broker.read(DeadLettered, stream="GROUPS", consumer="trainer"):
         letter = recorded.event
-        scored = decode(letter.payload) if letter.payload else None
-        if isinstance(scored, GroupScored) and (scored.group, scored.model) == (group, model):
+        scored = _scored(letter.payload)
+        if scored and (scored.project, scored.model, scored.group) == (gateway.project, model, group):
             return {"status": "dead", "reason": letter.reason, "detail": letter.detail}
     return {"status": "waiting"}
+
+
+def _scored(payload: bytes) -> GroupScored | None:
+    """The scored group in a dead letter; `None` for another event, and for what can't be decoded, which may be why the
+    letter is dead."""
+    try:
+        event = decode(payload)
+    except msgspec.DecodeError:
+        return None
+    return event if isinstance(event, GroupScored) else None

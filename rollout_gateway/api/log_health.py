@@ -24,15 +24,11 @@ class LogHealth:
     async def run(self, broker: Broker) -> None:
         """Probe every 5 seconds. Never returns."""
         while True:
-            trouble = await self.probe(broker)
+            refusal = await health.probe(broker, _STREAM, broker.config.ack_timeout_s)
+            trouble = refusal.reason if refusal is not None else ""
             if trouble and not self.trouble:
                 log.error("the log takes no writes: captured calls are answered 503", reason=trouble)
             elif self.trouble and not trouble:
                 log.info("the log takes writes again")
             self.trouble = trouble
             await anyio.sleep(PROBE_EVERY_S)
-
-    async def probe(self, broker: Broker) -> str:
-        """Return why the log takes no write now; an empty string if it takes one."""
-        refusal = await health.probe(broker, _STREAM, broker.config.ack_timeout_s)
-        return refusal.reason if refusal is not None else ""

@@ -51,7 +51,7 @@ def _policy(gateway: Gateway, model: str, access: Access) -> dict[str, Any]:
     policies, version = gateway.policies, gateway.router.current(model)
     loaded = {v for r in gateway.fleet.ready() for v in r.loaded if parse_version(v)[0] == model}
     decided = policies.models[model].decided
-    told = _DECISION + (_OPERATORS if access.operator else ())
+    fields = _DECISION + (_OPERATORS if access.operator else ())
     return {
         "model": model,
         "version": version,
@@ -59,7 +59,7 @@ def _policy(gateway: Gateway, model: str, access: Access) -> dict[str, Any]:
         "newest": policies.newest(model),
         "loaded": sorted(loaded, key=lambda v: parse_version(v)[1]),
         "refused": {v: why for v, why in policies.refused.items() if parse_version(v)[0] == model},
-        "decision": {name: getattr(decided, name) for name in told} if decided else None,
+        "decision": {name: getattr(decided, name) for name in fields} if decided else None,
     }
 
 

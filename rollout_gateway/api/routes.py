@@ -30,7 +30,7 @@ class Route:
     auth: KeyKind = "agent"
     status: int = 200
     opens: bool = False
-    """Whether it is refused while the gateway stops."""
+    """Whether it opens a run. Such a request is refused while the gateway stops."""
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:

@@ -57,7 +57,7 @@ class GroupCompletion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Body of `POST /v1/groups/{group}/complete`. A member with `exchanges` or a `batch` that was not opened is
     opened with the other fields."""
 
-    trajectories: list[GroupMember]
+    trajectories: Annotated[list[GroupMember], Meta(max_length=1024)]
     model: str = ""
     task: str = ""
     split: Literal["train", "val"] = "train"

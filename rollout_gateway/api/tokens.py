@@ -21,10 +21,6 @@ _WAIT_S = 60.0
 _ANSWER_S = 30.0
 
 
-class _Count(msgspec.Struct):
-    count: int
-
-
 async def tokenize(request: ControlRequest) -> RawAnswer:
     """The tokens of a prompt."""
     fields, params = read_fields(request.http.body, RequestParams)
@@ -40,15 +36,7 @@ async def count_tokens(request: ControlRequest) -> RawAnswer:
     answer = await _tokenize(request, call.params.model, prompt)
     if answer.status != 200:
         return RawAnswer(answer.status, messages_error(answer.body, answer.status))
-    try:
-        count = msgspec.json.decode(answer.body, type=_Count).count
-    except msgspec.DecodeError as error:
-        raise bad_answer("/tokenize", error) from error
-    return RawAnswer(200, _encode({"input_tokens": count}))
-
-
-class _Tokens(msgspec.Struct):
-    tokens: list[int]
+    return RawAnswer(200, _encode({"input_tokens": _read(answer.body).count}))
 
 
 async def token_ids(request: ControlRequest, model: str, prompt: Mapping[str, Any]) -> list[int]:
@@ -60,8 +48,17 @@ async def token_ids(request: ControlRequest, model: str, prompt: Mapping[str, An
         raise ApiError(
             400, "invalid_body", f"The inference server refuses the prompt: {text}", param="messages"
         )
+    return _read(answer.body).tokens
+
+
+class _Tokens(msgspec.Struct):
+    count: int
+    tokens: list[int]
+
+
+def _read(body: bytes) -> _Tokens:
     try:
-        return msgspec.json.decode(answer.body, type=_Tokens).tokens
+        return msgspec.json.decode(body, type=_Tokens)
     except msgspec.DecodeError as error:
         raise bad_answer("/tokenize", error) from error
 

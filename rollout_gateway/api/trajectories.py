@@ -34,7 +34,7 @@ async def open_trajectory(request: ControlRequest) -> dict[str, Any]:
     del fields["id"]
     fields |= {"group": group, "metadata": msgspec.json.encode(opening.metadata)}
     event = TrajectoryOpened(project=gateway.project, trajectory=trajectory, owner=access.owner, **fields)
-    await gateway.registry.open(event, traceparent(request.http.headers), access)
+    await gateway.registry.open(event, traceparent(request.http.headers), access, named=bool(opening.id))
     return {
         "id": trajectory,
         "model": opening.model,
@@ -91,7 +91,10 @@ async def check_completion(gateway: Gateway, completion: Completion, access: Acc
     _check_rewards(completion, gateway.config.gateway.max_reward)
     for field, numbers in (("rewards", completion.rewards), ("metrics", completion.metrics)):
         for name in numbers:
-            _check_measure(field, name)
+            try:
+                check_name(name)
+            except InvalidNameError as error:
+                raise ApiError(400, "invalid_name", f"In `{field}`: {error}.", param=field) from error
     batch = completion.batch
     if access.trajectory and (completion.exchanges or batch is not None):
         message = "A trajectory's key can't set `exchanges` or `batch`. Use the opener's key."
@@ -137,33 +140,22 @@ def check_batch(completion: Completion, group: str) -> None:
         raise ApiError(400, "wrong_group", message, param="batch")
 
 
-def _check_measure(field: str, name: str) -> None:
-    """Raise a 400 `ApiError` for the name of a reward or metric that would spoil tables and labels."""
-    try:
-        check_name(name)
-    except InvalidNameError as error:
-        raise ApiError(400, "invalid_name", f"In `{field}`: {error}.", param=field) from error
-
-
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
 async def get_trajectory(request: ControlRequest) -> dict[str, Any]:
-    """Answer with a trajectory as recorded on the log. `metadata` is that of its opening and of its completion; of a
-    key that both have, the completion's value."""
+    """Answer with a trajectory as recorded on the log."""
     opened, completed, exchanges = await request.gateway.registry.describe(request.values[0])
     names = ("project", "model", "group", "task", "attempt", "split", "group_size")
     results: dict[str, Any] = {"outcome": None, "reward": None, "rewards": {}, "metrics": {}}
-    metadata = msgspec.json.decode(opened.metadata or b"{}", type=dict[str, Any])
     if completed is not None:
         results = {name: getattr(completed, name) for name in results}
-        metadata |= msgspec.json.decode(completed.metadata or b"{}", type=dict[str, Any])
     return {
         "id": opened.trajectory,
         "status": "completed" if completed else "open",
         **{name: getattr(opened, name) for name in names},
         "pinned": opened.pinned or None,
-        "metadata": metadata,
+        "metadata": msgspec.json.decode((completed or opened).metadata or b"{}"),
         "exchanges": exchanges,
         "opened_at": opened.at,
         **results,

@@ -7,7 +7,6 @@ system prompt, or start agents of their own. `Quote` keeps of an answer what suc
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,10 +25,10 @@ _COMPARED = 64
 """Messages of a history that are compared, the newest ones."""
 _LOOKED_UP = 32
 """Lines of a call, the longest first, that are looked up as quotations."""
-_NOT_QUOTED = re.compile(r"<analysis>.*?</analysis>", re.DOTALL)
-"""Part of a summary that Claude Code leaves out when it goes on."""
-_REMINDERS = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
-"""What Claude Code adds to the user's texts."""
+_NOT_QUOTED = "analysis"
+"""Tag around the part of a summary that Claude Code leaves out when it goes on."""
+_REMINDERS = "system-reminder"
+"""Tag around what Claude Code adds to the user's texts."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Conversation:
         said = [m for m in valid if m.get("role") == "assistant" and _canonical(m) != _EMPTY]
         return cls(
             owner, model, canonicals(valid), tuple(sorted(names)), _call_ids(said[-1]) if said else (),
-            frozenset(_REMINDERS.sub("", text).strip() for content in users for text in _texts(content)),
+            frozenset(_without(_REMINDERS, text).strip() for content in users for text in _texts(content)),
         )  # fmt: skip
 
     def with_answer(self, message: dict[str, Any]) -> Conversation:
@@ -179,7 +178,7 @@ def quotes(answered: Conversation, programs: list[str]) -> list[Quote]:
 
     out = [quote("history", answered.fingerprints()[0], _message_hashes(answered))]
     # A text that the run was given may be in the prompt of any other run of its task.
-    new = [line for line in _long_lines(_NOT_QUOTED.sub("", text)) if line not in before]
+    new = [line for line in _long_lines(_without(_NOT_QUOTED, text)) if line not in before]
     if new and not calls:
         said = [answered.digest("line", line) for line in new]
         out.append(quote("summary", answered.digest("line", max(new, key=len)), said))
@@ -263,3 +262,14 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_numbers(inner) for inner in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _without(tag: str, text: str) -> str:
+    """Return `text` without what stands between a tag and its end, in time in proportion to its length, which a regular
+    expression would not take."""
+    begin, end = f"<{tag}>", f"</{tag}>"
+    kept, at = list[str](), 0
+    while (tagged := text.find(begin, at)) >= 0 and (ends := text.find(end, tagged)) >= 0:
+        kept.append(text[at:tagged])
+        at = ends + len(end)
+    return "".join((*kept, text[at:]))

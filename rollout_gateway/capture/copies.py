@@ -8,10 +8,11 @@ copy has the tokens, logprobs and policy version of the original.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
-from pipeline.events import ExchangeRecorded
+from pipeline.events import ExchangeRecorded, TrajectoryOpened
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.http.errors import ApiError
 
@@ -29,23 +30,11 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     choice: int = 0
 
 
-class _Copy:
-    """A copied call, as `Trajectory.record` takes it."""
-
-    traceparent = ""
-
-    def __init__(self, original: ExchangeRecorded, into: Trajectory) -> None:
-        self._original, self._opened = original, into.opened
-
-    def events(self, seq: int) -> list[ExchangeRecorded]:
-        """`at` stays that of the original, so that a copy that is published again is the same event."""
-        original, opened = self._original, self._opened
-        source = f"{original.trajectory}/{original.seq}"
-        return [
-            msgspec.structs.replace(
-                original, trajectory=opened.trajectory, group=opened.group, seq=seq, copied_from=source
-            )
-        ]
+def _copied(original: ExchangeRecorded, opened: TrajectoryOpened, seq: int) -> list[ExchangeRecorded]:
+    """The copy of a call. `at` stays that of the original, so that a copy that is published again is the same event."""
+    source = f"{original.trajectory}/{original.seq}"
+    place = {"trajectory": opened.trajectory, "group": opened.group, "seq": seq}
+    return [msgspec.structs.replace(original, copied_from=source, **place)]
 
 
 async def copy_calls(into: Trajectory, references: Sequence[tuple[Trajectory, Reference]]) -> None:
@@ -54,7 +43,7 @@ async def copy_calls(into: Trajectory, references: Sequence[tuple[Trajectory, Re
     A copy that broke off is continued where it ended. Raises a 409 `ApiError` if the trajectory has calls of its own,
     a 404 one if a call is not on the log, and a 413 one if the calls are too large together."""
     await into.refresh()
-    done = [_source(call) async for call in into.log.calls(into.id)] if into.recorded.exchanges else []
+    done = [(call.copied_from, call.choice) async for call in into.log.calls(into.id)]
     size = 0
     for number, (source, reference) in enumerate(references):
         original = await source.referenced(reference.reply, reference.choice)
@@ -68,7 +57,7 @@ async def copy_calls(into: Trajectory, references: Sequence[tuple[Trajectory, Re
             )
             raise ApiError(413, "body_too_large", message, param="exchanges")
         if number >= len(done):
-            await into.record(_Copy(original, into))
+            await into.record(partial(_copied, original, into.opened))
         elif done[number] != (f"{source.id}/{original.seq}", original.choice):
             raise _calls_of_its_own(into)
     if into.recorded.exchanges != len(references):
@@ -79,11 +68,6 @@ def no_such_call(reference: Reference) -> ApiError:
     reply = f"choice {reference.choice} of a reply {reference.reply!r}"
     message = f"Trajectory {reference.trajectory!r} has no recorded {reply}."
     return ApiError(404, "exchange_not_found", message, param="exchanges")
-
-
-def _source(event: ExchangeRecorded) -> tuple[str, int]:
-    """What a recorded call is a copy of."""
-    return event.copied_from, event.choice
 
 
 def _calls_of_its_own(into: Trajectory) -> ApiError:

@@ -108,7 +108,9 @@ class TrajectoryDetector:
             metadata=b'{"inferred":true,"part":true}' if is_part else b'{"inferred":true}',
             owner=owner,
         )
-        run = await self._registry.open(event, "", paced=False)  # its client knows nothing of groups
+        run = await self._registry.open(
+            event, "", paced=False, named=False
+        )  # its client knows nothing of groups
         self._taken[id(call)] = _Taken(call, run, conversation, WaitingRun(run.id, no_history(run.id), 0), 0)
         return run
 
@@ -122,9 +124,8 @@ class TrajectoryDetector:
                 quoting.setdefault(match, []).append((fingerprint, waiting))
         rests = quoting.get("certain") or quoting.get("likely") or []
         branches = {waiting.token: waiting for _, waiting in quoting.get("branch", ())}
-        if (
-            len({waiting.history for _, waiting in rests}) == 1
-        ):  # runs with the same history are equal up to here
+        if len({waiting.history for _, waiting in rests}) == 1:
+            # Runs with the same history are equal up to here.
             for _, waiting in rests:
                 if (run := await self._take(call, conversation, waiting)) is not None:
                     return run, False
@@ -228,8 +229,8 @@ class TrajectoryDetector:
         """Have the runs whose call ended without an answer wait for a call again."""
         before = time.monotonic() - _LEFT_S
         for key, taken in list(self._taken.items()):
-            if not taken.run.in_flight and taken.run.used_at < before:
-                del self._taken[key]
+            if key in self._taken and not taken.run.in_flight and taken.run.used_at < before:
+                del self._taken[key]  # a call may have been answered while another run was put back
                 await self._put(replace(taken.waited, calls=taken.run.recorded.next_seq))
                 await self._end_branch(taken.branch_number)
 

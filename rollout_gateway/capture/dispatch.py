@@ -79,9 +79,8 @@ class Dispatcher:
 
     async def _lease(self, exchange: Exchange, deadline: float) -> Lease:
         """Wait for a replica."""
-        trajectory = (
-            exchange.caller.trajectory
-        )  # also if nothing is captured: its pin and its side of a split hold
+        # Also if nothing is captured: the trajectory's pin and its side of a split hold.
+        trajectory = exchange.caller.trajectory
         opened = trajectory.opened if trajectory is not None else None
         prefer = least_loaded if trajectory is None else partial(replica_of, trajectory.id)
         return await self._fleet.acquire(

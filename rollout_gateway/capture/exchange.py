@@ -52,10 +52,6 @@ class Exchange:
     _hash: str = ""
 
     @property
-    def traceparent(self) -> str:
-        return self.caller.traceparent
-
-    @property
     def recorded_in(self) -> Trajectory:
         """The trajectory of a captured call."""
         assert self.caller.trajectory is not None

@@ -33,8 +33,6 @@ class Groups:
 
         Raises a 409 `ApiError` if the group belongs to another key or has another size."""
         own_group = opened.group in ("", opened.trajectory)
-        if own_group and time_of_id(opened.trajectory):
-            return opened  # no other key can have named it before
         group = await self._open(opened, own_group)
         if not access.owns(group.owner):
             message = f"Group {opened.group!r} belongs to another API key. Choose another name."
@@ -67,7 +65,9 @@ class Groups:
                 event = msgspec.structs.replace(
                     event, owner=named.event.owner, group_size=named.event.group_size
                 )
-        event = await self._of_before(event)
+        owner = await self._owner_by_outcome(keys_of(event))
+        if owner is not None:
+            event = msgspec.structs.replace(event, owner=owner)
         ack = await self._log.publish(event, {})
         if ack.duplicate:
             recorded = await self._log.broker.read_last(GroupOpened, **keys_of(event))
@@ -79,29 +79,21 @@ class Groups:
             self._openings.popitem(last=False)
         return event
 
-    async def _of_before(self, event: GroupOpened) -> GroupOpened:
-        """Return the opening with the owner that the group had before ROLLOUTS, which keeps days, forgot it: GROUPS
-        keeps months."""
-        broker, keys = (
-            self._log.broker,
-            {"project": event.project, "model": event.model, "group": event.group},
-        )
+    async def _owner_by_outcome(self, keys: dict[str, Any]) -> str | None:
+        """Return the owner of a group by what became of it. ROLLOUTS, which has its opening, keeps days; GROUPS, which
+        has its outcome, keeps months."""
+        broker = self._log.broker
         recorded: Recorded[GroupScored] | Recorded[GroupDiscarded] | None = await broker.read_last(
             GroupScored, **keys
         ) or await broker.read_last(GroupDiscarded, **keys)
-        return event if recorded is None else msgspec.structs.replace(event, owner=recorded.event.owner)
+        return recorded.event.owner if recorded is not None else None
 
     async def owner(self, model: str, group: str) -> str | None:
         """Return the name of the key that a group belongs to. `None` if the log does not know the group."""
-        broker = self._log.broker
-        keys: dict[str, Any] = {"project": self._log.project, "model": model, "group": group}
-        recorded: Recorded[GroupOpened] | Recorded[GroupScored] | Recorded[GroupDiscarded] | None = (
-            await broker.read_last(GroupOpened, **keys)
-            # Openings are gone first: ROLLOUTS keeps days, GROUPS months.
-            or await broker.read_last(GroupScored, **keys)
-            or await broker.read_last(GroupDiscarded, **keys)
-        )
-        if recorded is not None:
-            return recorded.event.owner
+        keys = {"project": self._log.project, "model": model, "group": group}
+        opened = await self._log.broker.read_last(GroupOpened, **keys)
+        owner = opened.event.owner if opened is not None else await self._owner_by_outcome(keys)
+        if owner is not None:
+            return owner
         opening = await self._log.opening(group)
         return opening.event.owner if opening is not None and opening.event.model == model else None

@@ -15,9 +15,9 @@ from rollout_gateway.capture.registry import Registry
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Call
 from rollout_gateway.http.errors import ApiError, invalid_key, unknown_trajectory
+from rollout_gateway.http.request import Headers
 from rollout_gateway.serving.routing import VersionRouter
 
-Headers = dict[bytes, bytes]
 KeyKind = Literal["optional", "call", "agent", "operator", "trajectory", "completion", "feedback"]
 """The key that a route takes, if keys are configured. `call`: any key but one for feedback only; `agent`: a key that is
 neither for calls only nor for feedback only; `operator`: an operator's; `trajectory`: as `agent`, or the token of the
@@ -127,7 +127,9 @@ class Identity:
         if access.trajectory:
             for name in named.trajectories:
                 _check_own(name, access.trajectory)
-            return await self._own(access.trajectory)
+            # The key that opened it is charged before the calls are read.
+            await self.charge(access.trajectory)
+            return await self._registry.find(access.trajectory)
         model = self._router.name(call.params.model)
         if access.models:
             access.check_model(model)
@@ -138,21 +140,12 @@ class Identity:
             return await self._detector.find(call, model, access.owner)
         return None
 
-    async def _own(self, trajectory: str) -> Trajectory:
-        """The trajectory of a trajectory's key. The key that opened it is charged before the calls are read."""
-        run = self._registry.get(trajectory)
-        if run is None:
-            await self.charge(trajectory)
-            return await self._registry.find(trajectory)
-        self._api_keys.charge(run.opened.owner, run.opened.model)
-        return run
-
     async def _find_or_open(self, named: _NamedRun, call: Call, access: Access) -> Trajectory:
         """The named trajectory. One that does not exist is opened if the call names a group too."""
         try:
             if not access.operator:
                 await self._registry.opening_for(named.trajectory, access)
-            return self._registry.get(named.trajectory) or await self._registry.find(named.trajectory)
+            return await self._registry.find(named.trajectory)
         except ApiError as error:
             if error.code != "trajectory_not_found" or not named.group:
                 raise

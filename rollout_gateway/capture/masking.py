@@ -23,26 +23,16 @@ from rollout_gateway.http.errors import ApiError
 E = TypeVar("E", bound=Event)
 T = TypeVar("T")
 _VALUES = (
-    "task",
-    "text",
-    "role",
-    "name",
-    "source",
-    "scenarios",
-    "rollout",
-    "rewards",
-    "metrics",
-    "tasks",
-    "measures",
-)
+    "task", "text", "role", "name", "source", "scenarios", "rollout", "rewards", "metrics", "tasks", "measures",
+)  # fmt: skip
 _JSON = ("metadata", "request", "response")
 """The numbers of a response are the inference server's, such as times: a pattern of digits would match each."""
 _TOKENS = frozenset(("logprobs", "prompt_logprobs", "prompt_token_ids", "routed_experts", "token_ids"))
 """Fields of a response that hold its tokens, one by one."""
 _PERSON = (("user",), ("safety_identifier",), ("metadata", "user_id"), ("metadata", "subject"))
 """Where a call names the person whose run it is; `journeywork erase` looks there."""
-_ESCAPE = re.compile(r'\\+(?:u((?!d[89a-f])[0-9a-f]{4})|(["/]))', re.IGNORECASE)
-"""A character in JSON in a text, such as the arguments of a tool call."""
+_ESCAPE = re.compile(r'(?<!\\)\\++(?:u((?!d[89a-f])[0-9a-f]{4})|(["/])|[bfnrt])', re.IGNORECASE)
+"""A character in JSON in a text, such as the arguments of a tool call. It looks at each run of backslashes once."""
 _LARGE_BYTES = 32 * 1024
 
 
@@ -122,10 +112,10 @@ class Masks:
                     changed[name] = b"{}"  # what can't be searched is not recorded
                     response = {}
         if isinstance(event, ExchangeRecorded) and changed:
-            for found in _containers([response]):
-                if isinstance(found, dict):
-                    for name in _TOKENS & found.keys():
-                        del found[name]
+            for container in _containers([response]):
+                if isinstance(container, dict):
+                    for name in _TOKENS & container.keys():
+                        del container[name]
             changed |= {
                 "response": msgspec.json.encode(response), "prompt_ids": b"", "sampled_ids": b"", "logprobs": b"",
                 "forced": b"", "experts": b"", "request_hash": "",
@@ -139,26 +129,28 @@ class Masks:
         kinds = (str, int, float) if numbers else (str,)
         places: list[tuple[Any, Any]] = []
         objects: list[tuple[dict[str, Any], str]] = []
-        for found in _containers(document):
-            if isinstance(found, dict):
-                objects += [(found, key) for key in found]
-                places += [(found, key) for key, value in found.items() if isinstance(value, kinds)]
+        for container in _containers(document):
+            if isinstance(container, dict):
+                objects += [(container, key) for key in container]
+                places += [(container, key) for key, value in container.items() if isinstance(value, kinds)]
             else:
-                places += [(found, at) for at, value in enumerate(found) if isinstance(value, kinds)]
-        texts = [str(found[key]) for found, key in places] + [key for _, key in objects]
+                places += [(container, at) for at, value in enumerate(container) if isinstance(value, kinds)]
+        texts = [str(container[key]) for container, key in places] + [key for _, key in objects]
         masked = self._replaced(texts)
-        for (found, key), text, new in zip(places, texts, masked, strict=False):
+        for (container, key), text, new in zip(places, texts, masked, strict=False):
             if new != text:
-                found[key] = new
-        for (found, key), new in zip(objects, masked[len(places) :], strict=True):
+                container[key] = new
+        for (container, key), new in zip(objects, masked[len(places) :], strict=True):
             if new != key:
-                found[new] = found.pop(key)
+                container[new] = container.pop(key)
         return masked != texts
 
     def _replaced(self, texts: list[str]) -> list[str]:
         masked = _replaced(texts, self._masks)
         escaped = [
-            (i, plain) for i, text in enumerate(texts) if "\\" in text and (plain := _unescaped(text)) != text
+            (i, plain)
+            for i, text in enumerate(masked)
+            if "\\" in text and (plain := _unescaped(text)) != text
         ]
         plains = [plain for _, plain in escaped]
         for (i, plain), new in zip(escaped, _replaced(plains, self._masks), strict=True):
@@ -171,23 +163,25 @@ def _replaced(texts: list[str], masks: Sequence[tuple[str, str]]) -> list[str]:
     import pyarrow as pa  # a gateway without masks does not load it
     from pyarrow import compute
 
-    found = pa.array(texts, pa.large_string())
+    column = pa.array(texts, pa.large_string())
     for pattern, replacement in masks:
-        found = compute.replace_substring_regex(found, pattern=pattern, replacement=replacement)
-    return [str(text) for text in found.to_pylist()]
+        column = compute.replace_substring_regex(column, pattern=pattern, replacement=replacement)
+    return [str(text) for text in column.to_pylist()]
 
 
 def _unescaped(text: str) -> str:
-    return _ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else found[2], text)
+    """Return a text in which escapes of JSON are the characters that they stand for, and those of line breaks, tabs and
+    the like are spaces."""
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else match[2] or " ", text)
 
 
 def _containers(document: list[Any]) -> list[Any]:
     """Return all lists and objects of decoded JSON, however deeply they are nested."""
-    found: list[Any] = [document]
-    for container in found:  # grows meanwhile
+    containers: list[Any] = [document]
+    for container in containers:  # grows meanwhile
         values = container.values() if isinstance(container, dict) else container
-        found += [value for value in values if isinstance(value, list | dict)]
-    return found
+        containers += [value for value in values if isinstance(value, list | dict)]
+    return containers
 
 
 async def _beside(size: int, work: Callable[..., T], *args: Any) -> T:

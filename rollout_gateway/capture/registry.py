@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any
 
@@ -136,16 +136,23 @@ class Registry:
             raise unknown_trajectory(trajectory)
         return opened
 
-    async def exchange_of(self, answer: str, access: Access) -> ExchangeRecorded | None:
-        """The complete exchange of an answer, by its id. `None` if there is none, or the caller may not use its run."""
-        trajectory = trajectory_of(answer)
-        if trajectory is None or access.trajectory not in ("", trajectory):
-            return None
-        try:
-            run = await self.find_to_read(trajectory)
-        except ApiError:
-            return None
-        return await run.exchange_of(answer) if access.trajectory or access.owns(run.opened.owner) else None
+    async def exchanges_of(self, answers: Iterable[str], access: Access) -> dict[str, ExchangeRecorded]:
+        """The complete exchanges of answers, by the answers' ids. Left out are those that the log does not hold, and
+        those of runs that the caller may not use. Each run is read once at most, and none after one that lacks an
+        answer: a request that names thousands of runs costs no more than its first wrong one."""
+        of_run: defaultdict[str, list[str]] = defaultdict(list)
+        for answer in answers:
+            trajectory = trajectory_of(answer)
+            if trajectory is not None and access.trajectory in ("", trajectory):
+                of_run[trajectory].append(answer)
+        out: dict[str, ExchangeRecorded] = {}
+        for trajectory, wanted in of_run.items():
+            run = self._known.get(trajectory) or await self._read_opening(trajectory)
+            if run is not None and (access.trajectory or access.owns(run.opened.owner)):
+                out |= await run.exchanges_of(wanted)
+            if not out.keys() >= set(wanted):
+                break
+        return out
 
     async def describe(self, trajectory: str) -> tuple[TrajectoryOpened, TrajectoryCompleted | None, int]:
         """How a trajectory was opened and completed, and how many exchange events it has.
@@ -232,21 +239,25 @@ class Registry:
         access: Access | None = None,
         *,
         paced: bool = True,
+        named: bool = True,
     ) -> Trajectory:
         """Open a trajectory: publish `event` and keep the trajectory in memory. A client's retry, which opens it in the
         same way, returns the trajectory that is open already. `access`: of the key `event.owner`; `None`: an agent's.
-        `paced`: whether a new group has to wait while too many are untrained.
+        `paced`: whether a new group has to wait while too many are untrained. `named`: whether a client chose the id,
+        which then may have been used before.
 
         Raises an `ApiError`: 409 if the id belongs to a completed trajectory or to one that was opened differently, or
         the group to another key, 410 if the id belonged to a trajectory that expired, 429 if too many groups are
         untrained."""
         event = await self.log.masks.apply(event)
-        await self.log.check_new(event)
+        if named:
+            await self.log.check_new(event)
         if paced and self.pacing is not None:
             group = event.group or event.trajectory
             paced_s = await self.pacing.admit(event.model, group, event.split, event.owner)
             event = msgspec.structs.replace(event, paced_s=paced_s)
-        event = await self.groups.join(event, access or Access(event.owner))
+        if named or event.group not in ("", event.trajectory):
+            event = await self.groups.join(event, access or Access(event.owner))
         traceparent = traceparent or trace.traceparent(self.project, event.trajectory)
         ack = await self.log.publish(event, {"traceparent": traceparent})
         if not ack.duplicate:
@@ -359,13 +370,14 @@ async def _completed(run: Trajectory, body: Completion, inferred: bool) -> Traje
     if missing := calls.not_whole:
         # Calls that can't be read can't be trained. That is a failure of infrastructure, which never becomes a reward.
         outcome, metrics = "no_result", {**metrics, NOT_RECORDED: float(missing)}
+    metadata = msgspec.json.decode(opened.metadata or b"{}", type=dict[str, Any])
     completed = TrajectoryCompleted(
         **{name: getattr(opened, name) for name in _COPIED},
         outcome=outcome,
         reward=body.reward,
         rewards=body.rewards,
         metrics=metrics,
-        metadata=msgspec.json.encode(body.metadata),
+        metadata=msgspec.json.encode(metadata | body.metadata),
         exchanges=calls.exchanges,
         first_step=max(calls.first_step, 0),
         last_step=max(calls.last_step, 0),

@@ -45,9 +45,13 @@ class RunLog:
         return ack
 
     def note(self, event: Event, seq: int) -> None:
-        """Note that the log holds `event` at `seq`: it was published or read."""
-        if self._newest is None or seq > self._newest[0]:
+        """Note that the log holds `event` at `seq`: it was published or read. After a reconnection `check_end` checks
+        what was noted before it, so nothing replaces that: a log that lost its end may have grown past it."""
+        if self._newest is None or (self._is_checked() and seq > self._newest[0]):
             self._newest = seq, event
+
+    def _is_checked(self) -> bool:
+        return self._checked_reconnects == int(self.broker.client.stats["reconnects"])
 
     async def check_end(self) -> None:
         """After a reconnection, check that the log still holds what this process knows. If it lost its end, as in
@@ -55,7 +59,7 @@ class RunLog:
 
         Raises `LogShrankError`."""
         reconnects = int(self.broker.client.stats["reconnects"])
-        if self._newest is not None and self._checked_reconnects != reconnects:
+        if self._newest is not None and not self._is_checked():
             if not await after_catching_up(partial(self._holds, *self._newest)):
                 self._shrank.set()
                 end = (await self.broker.stream_info(STREAM)).state.last_seq
@@ -93,11 +97,9 @@ class RunLog:
     async def check_new(self, opened: TrajectoryOpened) -> None:
         """Raise a 410 `ApiError` if an expired trajectory had the id of one that is about to be opened.
 
-        An id with its date is checked by the date. Any other may be used again once the log holds nothing of the
-        expired trajectory: what it still held would belong to both."""
+        It may be used again once the log holds nothing of the expired trajectory: what it still held would belong to
+        both."""
         self.check_age(opened.trajectory)
-        if time_of_id(opened.trajectory):
-            return
         try:
             keys = {"project": self.project, "trajectory": opened.trajectory}
             has_calls = await self.broker.read_last(ExchangeRecorded, **keys) is not None

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
@@ -26,17 +25,6 @@ from rollout_gateway.http.errors import ApiError, already_completed
 log = get_logger("rollout_gateway.capture.trajectory")
 
 _REMEMBERED_CALLS = 8
-
-
-class Recordable(Protocol):
-    """A call that can be recorded."""
-
-    @property
-    def traceparent(self) -> str:
-        """W3C trace context of the call; empty for that of the trajectory."""
-
-    def events(self, seq: int) -> list[ExchangeRecorded]:
-        """The events of the call, one for each choice, under the sequence number `seq`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,7 +45,7 @@ class RecordedCalls:
     calls_us: int = 0
     """Microseconds that the calls took, added up."""
     recent: OrderedDict[str, list[int]] = field(default_factory=OrderedDict)
-    """Stream sequences of the events of the last few complete calls, by request hash."""
+    """Stream sequences of the events of the last few complete calls, by request hash, the newest last."""
     replies: dict[tuple[str, int], int] | None = None
     """Stream sequences of the complete exchanges by the reply's id and the choice, in a run whose answers carry
     references. `None` in any other run."""
@@ -77,6 +65,7 @@ class RecordedCalls:
         if event.request_hash and event.status == "complete":
             if event.choice == 0:
                 self.recent[event.request_hash] = [stream_seq]
+                self.recent.move_to_end(event.request_hash)
                 if len(self.recent) > _REMEMBERED_CALLS:
                     self.recent.popitem(last=False)
             elif event.request_hash in self.recent:
@@ -102,7 +91,7 @@ class Trajectory:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a call is recorded."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while no call is in flight."""
+    """Set when the last call in flight ends, cleared when one begins."""
 
     def __post_init__(self) -> None:
         self.recorded.replies = {} if self.opened.references else None
@@ -148,19 +137,21 @@ class Trajectory:
 
     # -- recording -----------------------------------------------------------------------------------------------
 
-    async def record(self, call: Recordable) -> int:
+    async def record(self, events_of: Callable[[int], list[ExchangeRecorded]], traceparent: str = "") -> int:
         """Publish a call under the next free sequence number, and return that number.
 
-        Safe beside other calls of the trajectory, on this replica and on others. Raises `BrokerError` if the log does
-        not take the call, and a 409 `ApiError` if another gateway process completed the trajectory."""
+        `events_of` returns the events of the call, one for each choice, under a sequence number. `traceparent`: W3C
+        trace context of the call; empty for that of the trajectory. Safe beside other calls of the trajectory, on this
+        replica and on others. Raises `BrokerError` if the log does not take the call, and a 409 `ApiError` if another
+        gateway process completed the trajectory."""
         async with self.lock:
-            masked = [await self.log.masks.apply(event) for event in call.events(self.recorded.next_seq)]
+            masked = [await self.log.masks.apply(event) for event in events_of(self.recorded.next_seq)]
             while True:
                 if self.completed:
                     raise already_completed(self.id, "this call was not recorded")
                 await self.log.check_end()
                 events = [msgspec.structs.replace(event, seq=self.recorded.next_seq) for event in masked]
-                if await self._publish_all(events, call.traceparent or self.traceparent):
+                if await self._publish_all(events, traceparent or self.traceparent):
                     return events[0].seq
 
     async def _publish_all(self, events: list[ExchangeRecorded], traceparent: str) -> bool:
@@ -194,9 +185,8 @@ class Trajectory:
         before = known.next_seq, known.last_stream_seq
         await self.read_calls()
         if (known.next_seq, known.last_stream_seq) == before:
-            await (
-                self.log.check_end()
-            )  # nothing new was read, so `recorded` may hold messages that the log lost
+            # Nothing new was read, so `recorded` may hold messages that the log lost.
+            await self.log.check_end()
             raise BrokerError(
                 f"call {event.seq} of trajectory {self.id!r} can't be recorded: {STREAM} refuses it because of "
                 f"message {ack.seq}, which is gone now; has the stream's retention been changed?"
@@ -230,12 +220,10 @@ class Trajectory:
                 into.last_stream_seq = page.last
             more = page.more
 
-    async def refresh(self) -> bool:
-        """Read what other replicas recorded. Returns whether there was anything."""
+    async def refresh(self) -> None:
+        """Read what other replicas recorded."""
         async with self.lock:
-            before = self.recorded.exchanges, self.recorded.next_seq
             await self.read_calls()
-            return (self.recorded.exchanges, self.recorded.next_seq) != before
 
     # -- reading calls -------------------------------------------------------------------------------------------
 
@@ -256,7 +244,8 @@ class Trajectory:
         return None
 
     async def place_of(self, reply: str, choice: int) -> int | None:
-        """The stream sequence of the complete exchange that a reference names, or `None`. As `referenced`."""
+        """The stream sequence of the complete exchange that a reference names, or `None`. The run must have
+        been opened with `references`."""
         assert self.recorded.replies is not None
         if (reply, choice) not in self.recorded.replies:
             await self.refresh()  # another replica may have answered
@@ -273,18 +262,23 @@ class Trajectory:
         except HistoryGoneError:
             return None
 
-    async def exchange_of(self, reply: str, *, complete: bool = True) -> ExchangeRecorded | None:
-        """The exchange whose answer has the id `reply`, in any of its names, or `None`. `complete`: only if the answer
-        was complete. Reads the whole run if it is not a recent one."""
-        reply = unwrapped(reply)
+    async def exchanges_of(
+        self, replies: Iterable[str], *, complete: bool = True
+    ) -> dict[str, ExchangeRecorded]:
+        """The exchanges whose answers have these ids, by id. An id may have the prefix of any API (`unwrapped`).
+        `complete`: only if the answer was complete. Reads the whole run, once, if one of them is not a recent one."""
+        left, out = defaultdict[str, list[str]](list), dict[str, ExchangeRecorded]()
+        for reply in replies:
+            left[unwrapped(reply)].append(reply)
         for request_hash in reversed(self.recorded.recent):
-            call = await self.recorded_call(request_hash)
-            if call and unwrapped(_reply_id(call[0])) == reply:
-                return call[0]
-        async for event in self.log.calls(self.id):
-            if unwrapped(_reply_id(event)) == reply and (event.status == "complete" or not complete):
-                return event
-        return None
+            call = await self.recorded_call(request_hash) if left else []
+            if call:
+                out |= dict.fromkeys(left.pop(unwrapped(_reply_id(call[0])), ()), call[0])
+        if left:
+            async for event in self.log.calls(self.id):
+                if event.status == "complete" or not complete:
+                    out |= dict.fromkeys(left.pop(unwrapped(_reply_id(event)), ()), event)
+        return out
 
 
 class _ReplyId(msgspec.Struct):

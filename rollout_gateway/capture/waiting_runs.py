@@ -123,9 +123,8 @@ class WaitingRuns:
                 return out
             history, token = message.subject.split(".")[-2:]
             waiting = await self.find(f"{history}.{token}")
-            if waiting is None and not token.endswith(
-                _BRANCH
-            ):  # another branch of the run may be anywhere else
+            # Another branch of the run may be anywhere else.
+            if waiting is None and not token.endswith(_BRANCH):
                 waiting = await self.find(f"*.{token}")
             if waiting is not None:
                 quote = msgspec.msgpack.decode(message.payload, type=Quote)

@@ -20,7 +20,7 @@ Raw = msgspec.Raw
 Fields = dict[str, msgspec.Raw]
 
 _fields_decoder = msgspec.json.Decoder(Fields)
-_ids_decoder = msgspec.json.Decoder(list[int])
+_ids_decoder = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]])
 _encode = msgspec.json.Encoder().encode
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -30,6 +30,7 @@ _encode = msgspec.json.Encoder().encode
 _fields_decoder = msgspec.json.Decoder(Fields)
 choices_decoder = msgspec.json.Decoder(list[Fields])
 _bytes_decoder = msgspec.json.Decoder(bytes | None)
+_index_decoder = msgspec.json.Decoder(int)
 _NULL = Raw(b"null")
 _TRUE = Raw(b"true")
 _SAMPLED_ONLY = {CHAT: _TRUE, COMPLETIONS: Raw(b"0")}
@@ -41,6 +42,8 @@ _ADDED_TO_CHOICE = ("token_ids", "prompt_token_ids", "routed_experts")
 
 class _ChatParams(RequestParams, kw_only=True):
     messages: Raw
+    logprobs: bool | None = None
+    """vLLM takes numbers too and reads 0 as false; the record would lack its logprobs."""
     top_logprobs: Logprobs | None = None
 
 
@@ -65,9 +68,8 @@ _logprobs_decoder = msgspec.json.Decoder(_Logprobs | None)
 def read_chat(body: bytes) -> Call:
     """Decode a request of `/v1/chat/completions`. Raises a 400 `ApiError` if it is invalid."""
     fields, params = read_fields(body, _ChatParams)
-    if (
-        params.top_logprobs and not params.logprobs
-    ):  # vLLM would accept it, since the gateway asks for logprobs
+    # vLLM would accept it, since the gateway asks for logprobs.
+    if params.top_logprobs and not params.logprobs:
         message = "top_logprobs needs logprobs to be true."
         raise ApiError(400, "invalid_body", message, param="top_logprobs")
     return Call(body, fields, params, CHAT, params.n or 1)
@@ -116,7 +118,7 @@ def read_answer(body: bytes, call: Call) -> Answer:
     for position, choice in enumerate(choices_decoder.decode(fields["choices"])):
         ids = pack_ids(choice.get("token_ids"))
         sampled = SampledChoice(
-            index=int(bytes(choice["index"])) if "index" in choice else position,
+            index=_index_decoder.decode(choice["index"]) if "index" in choice else position,
             ids=ids,
             logprobs=pack_logprobs(choice.get("logprobs"))[-len(ids) :] if ids else b"",
             experts=_bytes_decoder.decode(choice.get("routed_experts", _NULL)) or b"",
@@ -147,7 +149,8 @@ def clean_choice(choice: Fields, params: RequestParams) -> None:
 
 
 def pack_logprobs(raw: Raw | None) -> bytes:
-    """Pack a choice's `logprobs` as little-endian float32, one for each token. Missing ones and null are empty."""
+    """Pack a choice's `logprobs` as little-endian float32, one for each token. The bytes are empty if the field is
+    missing or null."""
     logprobs = _logprobs_decoder.decode(raw) if raw is not None else None
     if logprobs is None:
         return b""

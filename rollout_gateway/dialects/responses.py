@@ -336,10 +336,16 @@ def _mark_incomplete(item: dict[str, Any]) -> None:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+    """Convert a chat completion's usage. The API wants every number: 0 where vLLM does not tell it, as cached tokens
+    without `--enable-prompt-tokens-details` and reasoning tokens without a reasoning parser."""
+
+    def detail(part: str, name: str) -> int:
+        return (usage.get(f"{part}_tokens_details") or {}).get(name) or 0
+
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": detail("prompt", "cached_tokens")},
         "output_tokens": usage.get("completion_tokens", 0),
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": detail("completion", "reasoning_tokens")},
         "total_tokens": usage["total_tokens"],
     }

@@ -14,12 +14,10 @@ from rollout_gateway.http.errors import ApiError
 
 CUSTOM_INPUT = "input"
 """The only argument of a tool of type `custom`, which takes a text."""
-HOSTED = frozenset(
-    (
-        "web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "computer_use",
-        "computer_use_preview", "local_shell", "shell", "apply_patch", "mcp", "tool_search", "computer",
-    )
-)  # fmt: skip
+HOSTED = frozenset((
+    "web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "computer_use",
+    "computer_use_preview", "local_shell", "shell", "apply_patch", "mcp", "tool_search", "computer",
+))  # fmt: skip
 """Types of tools that OpenAI runs itself or defines by name only. The gateway can neither run them nor show their
 schema to the model, so it leaves them out, as vLLM does."""
 
@@ -235,16 +233,23 @@ def add_item(messages: list[dict[str, Any]], item: InputItem) -> None:
 
 
 def add_reasoning(messages: list[dict[str, Any]], text: str) -> None:
-    """Begin a message of the assistant with its reasoning. The model's chat template decides whether it is shown."""
-    if text:
+    """Begin a message of the assistant with its reasoning, or add to what reasoning began before it. The model's chat
+    template decides whether it is shown."""
+    if text and messages and _awaits_answer(messages[-1]):
+        messages[-1]["reasoning"] = "\n\n".join(filter(None, (messages[-1].get("reasoning"), text)))
+    elif text:
         messages.append({"role": "assistant", "content": None, "reasoning": text})
+
+
+def _awaits_answer(message: dict[str, Any]) -> bool:
+    """Whether a message is reasoning of the assistant that neither text nor a tool call followed yet."""
+    return message["role"] == "assistant" and message.get("content") is None and "tool_calls" not in message
 
 
 def add_text(messages: list[dict[str, Any]], content: str | list[dict[str, Any]]) -> None:
     """Add text of the assistant, to the message that its reasoning began if there is one."""
-    last = messages[-1] if messages else {}
-    if last.get("role") == "assistant" and last["content"] is None and "tool_calls" not in last:
-        last["content"] = content
+    if messages and _awaits_answer(messages[-1]):
+        messages[-1]["content"] = content
     else:
         messages.append({"role": "assistant", "content": content})
 

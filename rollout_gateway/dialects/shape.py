@@ -38,12 +38,9 @@ class _Function(Struct):
     arguments: str | dict[str, Any] = ""
 
 
-class _ToolCall(Struct):
-    function: _Function
-    type: Literal["function"] = "function"
-
-
 class _Tool(Struct):
+    """A tool, or a call of one."""
+
     function: _Function
     type: Literal["function"] = "function"
 
@@ -51,7 +48,7 @@ class _Tool(Struct):
 class _Message(Struct):
     role: str
     content: str | list[_Part] | None = None
-    tool_calls: list[_ToolCall] | None = None
+    tool_calls: list[_Tool] | None = None
 
 
 class _Call(Struct):

@@ -3,8 +3,7 @@
 | module | what lives there |
 | --- | --- |
 | `server` | runs the server: `run_server` |
-| `connection` | one client's connection: order of answers, deadlines |
-| `pool` | all connections together: limits, and which connection makes room |
+| `connection` | clients' connections: order of answers, deadlines; their limits together, and which one makes room |
 | `parser` | from bytes to requests |
 | `request` | one request and its answer |
 | `cancellation` | early end of a request's work |

@@ -19,6 +19,10 @@ _T = TypeVar("_T")
 _MAX_DEPTH = 200
 """Lists and objects within each other. What is on the log is decoded again by judge, trainer and others, in deeper
 calls of their own than the gateway's, and Python bounds calls and nesting together."""
+_MAX_VALUES = 1_000_000
+"""Values in lists and objects. A value of two bytes takes a hundred once it is decoded."""
+_TEXTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+"""Without the optional quote, a text that is never closed would be searched again from each quote in it."""
 _NO_BRACKETS = bytes(set(range(256)).difference(b'[]{}"'))
 _ALIKE = bytes.maketrans(b"{}", b"[]")
 _BRACKETS_IN_TEXT = re.compile(rb'"[^"]*"')
@@ -31,6 +35,9 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
     """Decode `body` as `kind`. Raises a 400 `ApiError` that says what is wrong, and names the field in `param` if one
     is."""
     try:
+        if _has_too_many_values(body):
+            message = f"The body holds too many values: at most {_MAX_VALUES:,}. Send less in a request."
+            raise ApiError(413, "body_too_large", message)
         body.decode()  # also what `msgspec.Raw` skips has to be valid UTF-8
         read = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -50,6 +57,23 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
     if _is_deep(body):
         raise _too_deep()
     return read
+
+
+def _has_too_many_values(body: bytes) -> bool:
+    """Whether a body has more than `_MAX_VALUES` commas, lists and objects outside its texts. It need not be valid, and
+    stops to count as soon as it has."""
+    if _signs(body, 0, len(body)) <= _MAX_VALUES:
+        return False
+    values = end = 0
+    for number, text in enumerate(_TEXTS.finditer(body)):
+        values, end = values + _signs(body, end, text.start()), text.end()
+        if max(values, number // 2) > _MAX_VALUES:  # a value has at most two texts, its name and itself
+            return True
+    return values + _signs(body, end, len(body)) > _MAX_VALUES
+
+
+def _signs(body: bytes, start: int, end: int) -> int:
+    return sum(body.count(sign, start, end) for sign in (b",", b"[", b"{"))
 
 
 def _is_deep(body: bytes) -> bool:

@@ -1,16 +1,17 @@
-"""One client's connection: reads requests, has them answered one at a time, and enforces deadlines."""
+"""Clients' connections: each reads requests, has them answered one at a time, and enforces deadlines; all of a server
+have limits together."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from typing import cast
 
+from pipeline.config import HttpConfig
 from pipeline.telemetry.logs import get_logger
-from rollout_gateway.http.errors import ApiError, ClientGoneError
+from rollout_gateway.http.errors import ApiError, ClientGoneError, internal_error
 from rollout_gateway.http.parser import RequestParser
-from rollout_gateway.http.pool import ConnectionPool
 from rollout_gateway.http.request import Request, ignore_flow
 
 log = get_logger("rollout_gateway.http.server")
@@ -32,22 +33,19 @@ Admit = Callable[[Request], None]
 """Decides by a request's head whether it is refused. Raises `ApiError` if it is."""
 
 
-def _internal_error() -> ApiError:
-    return ApiError(500, "internal_error", "Internal error. The gateway's log has the details.")
-
-
 class Connection(asyncio.Protocol):
     """One client's connection."""
 
-    def __init__(self, pool: ConnectionPool[Connection], handler: Handler, admit: Admit) -> None:
+    def __init__(self, pool: ConnectionPool, handler: Handler, admit: Admit) -> None:
         self._pool, self._handler, self._admit = pool, handler, admit
         self._loop = asyncio.get_running_loop()
         self.transport = cast(asyncio.Transport, None)  # until `connection_made`
-        self.writable: asyncio.Event | None = None
         self.ignoring = False
         """Further input is thrown away."""
         self.buffered = 0
+        """Bytes of its incomplete body that are counted in `ConnectionPool.buffered`."""
         self.owner = ""
+        """The name of the API key that sends that body."""
         self._parser = RequestParser(self)
         self._active: Request | None = None
         """The request that is being answered."""
@@ -86,7 +84,6 @@ class Connection(asyncio.Protocol):
         self._queued.clear()
         self._unparsed.clear()
         self._parser.reset()
-        self._set_writable()
         active, self._active = self._active, None
         if active is not None:
             active.gone = True
@@ -94,19 +91,12 @@ class Connection(asyncio.Protocol):
             active.on_flow = ignore_flow
 
     def pause_writing(self) -> None:
-        self.writable = asyncio.Event()
         if self._active is not None:
             self._active.on_flow(True)
 
     def resume_writing(self) -> None:
-        self._set_writable()
         if self._active is not None:
             self._active.on_flow(False)
-
-    def _set_writable(self) -> None:
-        writable, self.writable = self.writable, None
-        if writable is not None:
-            writable.set()
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self._loop.time()
@@ -145,7 +135,7 @@ class Connection(asyncio.Protocol):
             request.refusal = error
         except Exception as error:  # noqa: BLE001 - a supervision edge, as in `_handle`
             log.error("a request failed", target=request.target[:200], exc=error)
-            request.refusal = _internal_error()
+            request.refusal = internal_error()
         if request.refusal is not None:
             request.max_body = min(request.max_body, _DISCARD_LIMIT)
         self.owner = request.owner
@@ -179,6 +169,7 @@ class Connection(asyncio.Protocol):
             request.answer(error.status, error.body(), error.headers)
 
     def reject_body(self) -> None:
+        """Refuse the request whose body is being read."""
         message = (
             "All requests that are being sent together exceed gateway.http.max_buffered_bytes. Try again."
         )
@@ -199,7 +190,7 @@ class Connection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001 - a supervision edge: a request's fault does not end the service
             log.error("a request failed", target=request.target[:200], exc=error)
             if not request.started:
-                request.answer(500, _internal_error().body())
+                request.answer(500, internal_error().body())
         finally:
             task = asyncio.current_task()
             assert task is not None
@@ -247,6 +238,7 @@ class Connection(asyncio.Protocol):
     # -- deadlines
 
     def abort(self) -> None:
+        """Close the connection at once and ignore further input."""
         self.ignoring = True
         self.transport.abort()
 
@@ -278,3 +270,69 @@ class Connection(asyncio.Protocol):
             allowed = f"{limits.body_timeout_s:g} s plus one second per {_BODY_RATE} bytes"
             message = f"The body did not arrive within {allowed}."
             self.reject(ApiError(408, "request_timeout", message))
+
+
+class ConnectionPool:
+    """The connections of one server by state (idle, reading a request, or answering one), and the limits that hold for
+    all of them together."""
+
+    def __init__(self, limits: HttpConfig) -> None:
+        self.limits = limits
+        self.connections: set[Connection] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        """The handlers that run."""
+        self.closing = False
+        """The server stops: every connection ends with its next answer."""
+        self.buffered = 0
+        """Bytes of all incomplete bodies."""
+        self._idle: dict[Connection, None] = {}
+        """Connections without a request, longest idle first."""
+        self._reading: dict[Connection, None] = {}
+        """Connections with an incomplete request, oldest first."""
+
+    def add(self, connection: Connection) -> bool:
+        """Add a new connection. At the limit, close the longest idle connection for it, or else the one that has been
+        reading a request longest. Returns false if all connections are being answered."""
+        if len(self.connections) >= self.limits.max_connections:
+            oldest = next(iter(self._idle), None) or next(iter(self._reading), None)
+            if oldest is None:
+                return False
+            self.remove(oldest)
+            oldest.abort()
+        self.connections.add(connection)
+        self._idle[connection] = None
+        return True
+
+    def remove(self, connection: Connection) -> None:
+        self.connections.discard(connection)
+        self.set_answering(connection)
+
+    def set_idle(self, connection: Connection) -> None:
+        self._idle[connection] = None
+
+    def set_reading(self, connection: Connection) -> None:
+        self._idle.pop(connection, None)
+        self._reading[connection] = None
+
+    def set_answering(self, connection: Connection) -> None:
+        self._idle.pop(connection, None)
+        self._reading.pop(connection, None)
+
+    def count_body(self, connection: Connection, size: int) -> None:
+        """Count `size` bytes for the incomplete body of `connection`. While all incomplete bodies together exceed
+        `limits.max_buffered_bytes`, refuse the newest request of the owner whose bodies are the largest together: an
+        owner that fills the limit with bodies that never end holds up itself."""
+        self.buffered += size - connection.buffered
+        connection.buffered = size
+        for _ in range(len(self._reading)):
+            if self.buffered <= self.limits.max_buffered_bytes:
+                return
+            sums: Counter[str] = Counter()
+            newest: dict[str, Connection] = {}
+            for reading in self._reading:
+                if reading.buffered:
+                    sums[reading.owner] += reading.buffered
+                    newest[reading.owner] = reading
+            if not sums:
+                return
+            newest[sums.most_common(1)[0][0]].reject_body()

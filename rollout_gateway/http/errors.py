@@ -96,3 +96,8 @@ def timed_out() -> ApiError:
 def bad_answer(path: str, error: Exception) -> ApiError:
     """The inference server answered a request to `path` with status 200 and a body that can't be decoded."""
     return ApiError(502, "bad_upstream", f"The inference server's answer to {path} can't be read: {error}.")
+
+
+def internal_error() -> ApiError:
+    """An unexpected exception, which was logged."""
+    return ApiError(500, "internal_error", "Internal error. The gateway's log has the details.")

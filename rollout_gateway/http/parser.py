@@ -10,8 +10,11 @@ from typing import Protocol, cast
 
 import httptools
 
-from rollout_gateway.http.errors import ApiError
+from pipeline.telemetry.logs import get_logger
+from rollout_gateway.http.errors import ApiError, internal_error
 from rollout_gateway.http.request import Request
+
+log = get_logger("rollout_gateway.http.server")
 
 _HEAD_LIMIT = 65536
 """Bytes of a request's URL and headers, and of trailers or chunk extensions before the next byte of a body."""
@@ -88,7 +91,10 @@ class RequestParser:
                 if not self._receiver.ignoring and self._resume(data):
                     continue
             except httptools.HttpParserError as error:
-                if str(error) == "Invalid HTTP version":
+                if isinstance(error, httptools.HttpParserCallbackError):  # not the client's fault
+                    log.error("a request failed", exc=error.__context__ or error)
+                    self._receiver.reject(internal_error())
+                elif str(error) == "Invalid HTTP version":
                     self._reject_version()
                 else:
                     self._reject(400, "bad_http", "The request is not valid HTTP/1.1.")
@@ -144,7 +150,9 @@ class RequestParser:
         headers, name = self.request.headers, name.lower()
         if name in headers and name in _UNIQUE:
             self._repeated = name
-        headers[name] = value
+        headers[name] = value.rstrip(
+            b" \t"
+        )  # what RFC 9112 takes off; httptools takes off only what stands before it
         self._head_size += len(name) + len(value) + 4  # colon, space and line end
 
     def on_headers_complete(self) -> None:

@@ -30,8 +30,6 @@ class Channel(Protocol):
     """The connection that a request came on, as its answer needs it."""
 
     transport: asyncio.Transport
-    writable: asyncio.Event | None
-    """Set once a slow client has taken most of what was written. `None` while it is fast enough."""
 
     @property
     def closing(self) -> bool:
@@ -127,11 +125,6 @@ class Request:
             if self.chunked:
                 self._channel.transport.write(b"0\r\n\r\n")
             self._channel.answered(self)
-
-    async def drain(self) -> None:
-        """Wait until a slow client has taken most of what was written."""
-        if self._channel.writable is not None:
-            await self._channel.writable.wait()
 
     def _begin(self) -> None:
         self.started = True

@@ -12,31 +12,46 @@ requests too, with `Request.refusal`, and answers them in the format of its API.
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
+import msgspec
 
-from pipeline.config import HttpConfig
+from pipeline.config import ConfigError, HttpConfig
 from pipeline.telemetry.logs import get_logger
-from rollout_gateway.http.connection import Admit, Connection, Handler
-from rollout_gateway.http.pool import ConnectionPool
-from rollout_gateway.http.request import Request
+from rollout_gateway.http.connection import Admit, Connection, ConnectionPool, Handler
 
 log = get_logger("rollout_gateway.http.server")
 
 _CHECK_S = 1.0
+_OTHER_FILES = 128
+"""File descriptors that the process needs for anything but connections."""
 _CUT_OFF_S = 10.0
 """How long a call that was cut off may take to be recorded and answered."""
 
 
-def _admit_all(_: Request) -> None:
-    """Refuse no request."""
+def checked_limits(config: HttpConfig) -> HttpConfig:
+    """Raise the process's limit of open files to its hard limit, and lower `max_connections` to what that allows.
 
-
-def _nothing() -> None:
-    """There is nothing to cut off."""
+    A client's connection may need another one to an inference server. Raises `ConfigError` if one body may be larger
+    than all bodies together."""
+    if config.max_buffered_bytes < config.max_body_bytes:
+        raise ConfigError(
+            f"gateway.http.max_buffered_bytes ({config.max_buffered_bytes}) is less than "
+            f"gateway.http.max_body_bytes ({config.max_body_bytes}): raise the first or lower the second"
+        )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    possible = max(1, (soft - _OTHER_FILES) // 2)
+    if soft == resource.RLIM_INFINITY or possible >= config.max_connections:
+        return config
+    log.warning("fewer connections than gateway.http.max_connections", connections=possible, open_files=soft)
+    return msgspec.structs.replace(config, max_connections=possible)
 
 
 async def _check_deadlines(connections: set[Connection], limits: HttpConfig) -> None:
@@ -75,16 +90,16 @@ async def run_server(
     limits: HttpConfig,
     *,
     grace_s: float,
-    admit: Admit = _admit_all,
-    cut_off: Callable[[], None] = _nothing,
-) -> AsyncIterator[ConnectionPool[Connection]]:
+    admit: Admit,
+    cut_off: Callable[[], None],
+) -> AsyncIterator[ConnectionPool]:
     """Answer requests on `listener` with `handler` while the block runs.
 
     When the block is left, running handlers have `grace_s` seconds to end. Then `cut_off` is called, which has to end
     them. Meanwhile new requests still reach the handler. A body larger than `limits.max_body_bytes` is not read:
     `Request.too_large` is set. Yields the server's connections."""
     loop = asyncio.get_running_loop()
-    pool: ConnectionPool[Connection] = ConnectionPool(limits)
+    pool = ConnectionPool(limits)
 
     def connect() -> Connection:
         return Connection(pool, handler, admit)

@@ -22,26 +22,23 @@ _TIMEOUT_CHECK_S = 0.25
 _CONNECT_S = 10.0
 _HEADS = 64
 """Request heads (method and path) that are cached for each server."""
+_MAX_IDLE = 1024
+"""Connections to one server that are kept for further requests."""
 
 
 class UpstreamReply:
     """A reply whose head has come. Read it to its end, or `close` it."""
 
     def __init__(self, connection: UpstreamConnection, release: Callable[[UpstreamConnection], None]) -> None:
-        self._connection: UpstreamConnection | None = connection
-        self._release = release
-        self._paused = False
+        self._connection, self._release = connection, release
+        self._open, self._paused = True, False
         self.status = connection.status
-        self.headers = connection.headers
 
     async def read(self) -> bytes:
         """Return the whole body. Raises `UpstreamError`."""
-        connection = self._connection
-        if connection is None:
-            return b""
         try:
-            await connection.wait_done()
-            return connection.take()
+            await self._connection.wait_done()
+            return self._connection.take()
         finally:
             self.close()
 
@@ -49,8 +46,6 @@ class UpstreamReply:
         """Give the body to `sink` as it arrives, until its end. Where a chunk begins, `cutter` may first consume whole
         chunks. Raises `UpstreamError`, and what `sink` or `cutter` raises."""
         connection = self._connection
-        if connection is None:
-            return
         try:
             if data := connection.take():
                 sink(data)
@@ -62,7 +57,7 @@ class UpstreamReply:
     def flow(self, pause: bool) -> None:
         """Pause or resume reading from the server."""
         connection = self._connection
-        if connection is None or pause == self._paused:
+        if not self._open or pause == self._paused:
             return
         self._paused = pause
         if connection.closed or connection.transport.is_closing():
@@ -74,17 +69,16 @@ class UpstreamReply:
 
     def close(self) -> None:
         """Release the connection. An incomplete reply is broken off, which tells the server to stop."""
-        connection = self._connection
-        if connection is not None:
+        if self._open:
             self.flow(pause=False)
-            self._connection = None
-            self._release(connection)
+            self._open = False
+            self._release(self._connection)
 
 
 class Upstream:
     """One server and the connections to it."""
 
-    def __init__(self, url: str, *, api_key: str = "", max_idle: int = 1024) -> None:
+    def __init__(self, url: str, *, api_key: str = "") -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no http(s) URL")
@@ -96,7 +90,6 @@ class Upstream:
         self._host_header = parts.netloc.rpartition("@")[2].encode()
         self._authorization = f"Authorization: Bearer {api_key}\r\n".encode() if api_key else b""
         self._heads: dict[tuple[str, str], bytes] = {}
-        self._max_idle = max_idle
         self._idle: deque[UpstreamConnection] = deque()
         self._all: set[UpstreamConnection] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -189,7 +182,7 @@ class Upstream:
         usable = (
             connection.done and connection.keep_alive and not connection.closed and connection.error is None
         )
-        if usable and len(self._idle) < self._max_idle:
+        if usable and len(self._idle) < _MAX_IDLE:
             connection.answered = False
             self._idle.append(connection)
         else:

@@ -46,7 +46,6 @@ class UpstreamConnection(asyncio.Protocol):
     def reset(self) -> None:
         """Prepare for the next request."""
         self.status = 0
-        self.headers: list[tuple[bytes, bytes]] = []
         self.sink: Sink | None = None
         """Takes the body as it arrives."""
         self.cutter: Cutter | None = None
@@ -108,9 +107,6 @@ class UpstreamConnection(asyncio.Protocol):
 
     # -- httptools callbacks
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
-
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
         self.head_done = True
@@ -127,7 +123,6 @@ class UpstreamConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self.status < 200:  # an interim reply, such as 100 Continue
             self.head_done = False
-            self.headers.clear()
             return
         self.done, self._at_chunk = True, False
         self.keep_alive = self._parser.should_keep_alive()  # the parser forgets it after this

@@ -74,26 +74,13 @@ async def next_logprobs(server: Upstream, model: str) -> list[dict[str, float]]:
     return [c.logprobs.top_logprobs[0] for c in choices]
 
 
-class Probe:
-    """Measures how much a version's logprobs differ from those of its base model. The base model's are requested once
-    per server process."""
+async def max_logprob_difference(server: Upstream, base: list[dict[str, float]], version: str) -> float:
+    """Return the largest absolute difference, after the probe prompts, between a token's logprob under `version` and
+    under the base version, whose `next_logprobs` are `base`; 0 if the adapter changes nothing.
 
-    def __init__(self) -> None:
-        self._base: dict[tuple[str, str, str], list[dict[str, float]]] = {}
-        """Logprobs of base versions after the probe prompts, by server URL, process and version."""
-
-    async def max_logprob_difference(
-        self, server: Upstream, server_start: str, base: str, version: str
-    ) -> float:
-        """Return the largest absolute difference, after the probe prompts, between a token's logprob under `version`
-        and under the base version `base`; 0 if the adapter changes nothing.
-
-        `server_start` identifies the server's process. Raises `AdapterError`, `UpstreamError`."""
-        key = server.url, server_start, base
-        if key not in self._base:
-            self._base[key] = await next_logprobs(server, base)
-        adapted = await next_logprobs(server, version)
-        return max(_difference(a, b) for a, b in zip(self._base[key], adapted, strict=True))
+    Raises `AdapterError`, `UpstreamError`."""
+    adapted = await next_logprobs(server, version)
+    return max(_difference(a, b) for a, b in zip(base, adapted, strict=True))
 
 
 def _difference(a: dict[str, float], b: dict[str, float]) -> float:

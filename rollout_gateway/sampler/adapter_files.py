@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import re
 import shutil
 import tarfile
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -20,6 +24,10 @@ from pipeline.streams import ADAPTERS_BUCKET
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("rollout_gateway.sampler.adapter_files")
+
+_ADAPTER = re.compile(r"(?P<name>.+@[0-9]+-[0-9a-f]{16})(\.part)?|unused-.+\.deleted")
+"""Names of the folders of this module: of an adapter, complete or not, or of adapters that are being deleted. What a
+user keeps beside them is not deleted."""
 
 
 class AdapterError(Exception):
@@ -38,6 +46,8 @@ class AdapterFiles:
     def __init__(self, folder: Path, broker: Broker) -> None:
         self.folder, self._broker = folder.resolve(), broker
         self._locks: dict[str, asyncio.Lock] = {}
+        self._inherited = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
+        """Names of the folders that earlier agents left."""
 
     def path(self, version: str, sha256: str) -> Path:
         """Return the folder of an adapter, whether or not it exists."""
@@ -71,10 +81,29 @@ class AdapterFiles:
             await anyio.to_thread.run_sync(_unpack, data, path)
             return path
 
-    def delete(self, path: str) -> None:
-        """Delete the files of an adapter. A path outside of this folder is ignored."""
-        if Path(path).parent == self.folder:
-            shutil.rmtree(path, ignore_errors=True)
+    async def delete_unused(self, used: Iterable[str], *, inherited: bool) -> None:
+        """Delete the adapters whose folders are not in `used`. Those of earlier agents are deleted only with
+        `inherited`: a server that this agent has not reached yet may have loaded them."""
+        names = {Path(path).name for path in used}
+        unused = [
+            path
+            for path in (self.folder.iterdir() if self.folder.is_dir() else ())
+            if (adapter := _ADAPTER.fullmatch(path.name)) is not None
+            and adapter["name"] not in names
+            and (inherited or path.name not in self._inherited)
+        ]
+        if not unused:
+            return
+        try:
+            # Moved at once, so that `ensure` finds an adapter whole or not at all.
+            gone = Path(tempfile.mkdtemp(dir=self.folder, prefix="unused-", suffix=".deleted"))
+            for path in unused:
+                with suppress(FileNotFoundError):  # another deletion was first
+                    path.rename(gone / path.name)
+        except OSError as error:
+            log.warning("adapters that no server uses were not deleted", error=str(error))
+            return
+        await anyio.to_thread.run_sync(partial(shutil.rmtree, gone, ignore_errors=True))
 
 
 def _unchanged(folder: Path, files: Mapping[str, str]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 import anyio
@@ -23,13 +23,14 @@ from pipeline.events import PolicyLoaded, PolicyUnloaded, now_us
 from pipeline.log import key_value
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.names import InvalidNameError, parse_version, version_name
+from pipeline.streams import replica_name, sampler_key
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.upstream import Upstream, UpstreamError
 from rollout_gateway.sampler import adapter_api
 from rollout_gateway.sampler.adapter_files import AdapterError, AdapterFiles
 from rollout_gateway.sampler.gateway_records import GatewayRecords
 from rollout_gateway.serving import server_state
-from rollout_gateway.serving.fleet_records import SamplerRecord, replica_name, sampler_key
+from rollout_gateway.serving.fleet_records import SamplerRecord
 from rollout_gateway.serving.policies import Checkpoint, Policies
 
 log = get_logger("rollout_gateway.sampler.controller")
@@ -65,7 +66,6 @@ class SamplerContext:
     policies: Policies
     gateways: GatewayRecords
     files: AdapterFiles
-    probe: adapter_api.Probe
     api_key: str = ""
     """API key of the inference servers; empty if they need none."""
 
@@ -74,24 +74,32 @@ class ServerController:
     """Controls one inference server."""
 
     def __init__(
-        self, context: SamplerContext, url: str, advertised: str, release_files: Callable[[str], None]
+        self, context: SamplerContext, url: str, advertised: str, delete_unused: Callable[[], Awaitable[None]]
     ) -> None:
         """`url`: the URL by which this process reaches the server; `advertised`: the URL by which gateways do.
-        `release_files` is called with the folder of each adapter that was unloaded."""
+        `delete_unused`: deletes the adapters on the disk that are not in `folders` of any controller."""
         self._context, self._config, self._policies = context, context.config, context.policies
         self._server = Upstream(url, api_key=context.api_key)
-        self._advertised, self._release_files = advertised, release_files
+        self._advertised, self._delete_unused = advertised, delete_unused
         self.name = replica_name(advertised)
         """Name of the server. Gateways use the same name."""
         self._key = sampler_key(context.config.project, self.name)
         self._up = False
         self._complete = False
         """Whether the server has loaded all adapters that were wanted when it started. It is not registered before."""
-        self._server_start = ""
+        self.server_start = ""
+        """When the server's process started; empty until this agent has reached the server."""
+        self._base_logprobs: dict[str, list[dict[str, float]]] = {}
+        """Of base versions, after the prompts of the probe. They are asked for once per process of the server."""
         self._checked = 0.0
         """Time of the last health check, by `time.monotonic`."""
         self.loaded: dict[str, str] = {}
         """Folders of the loaded adapters, by version."""
+        self._found: set[str] = set()  # folders that the server had loaded when it was reached, until adopted
+        self._newest_folder = ""
+        """Folder of the adapter that was or is loaded or checked last."""
+        self._has_unused = True
+        """Whether adapters that are no longer loaded may lie on the disk."""
         self._loaded_seq = 0
         """Sequence of this agent's last `policy.loaded`."""
         self._unloading: dict[str, int] = {}
@@ -103,6 +111,11 @@ class ServerController:
         self._writing = anyio.Lock()
         self.wake = anyio.Event()
         """Set to make `run` load and unload versions now."""
+
+    @property
+    def folders(self) -> set[str]:
+        """Folders of the adapters that the server has loaded or loads now."""
+        return {*self.loaded.values(), *self._found, self._newest_folder}
 
     async def run(self) -> None:
         """Control the server until cancelled, then remove its record."""
@@ -128,6 +141,9 @@ class ServerController:
                 self._complete = self._complete or done
                 if self._complete:
                     await self._register()
+                if done and self._has_unused:
+                    self._has_unused = False
+                    await self._delete_unused()
                 pause_s = settings.health_interval_s if done else _RETRY_S
             except (UpstreamError, msgspec.DecodeError) as error:
                 if self._up:
@@ -151,11 +167,11 @@ class ServerController:
         """Write the server's record if it has changed."""
         record = SamplerRecord(
             url=self._advertised, models=(*self._policies.models, *self._policies.branches),
-            server_start=self._server_start, refused=self._refusals(),
+            server_start=self.server_start, refused=self._refusals(),
         )  # fmt: skip
         if record != self._record:
             if self._record is None:
-                log.info("inference server registered", replica=self.name, server_start=self._server_start)
+                log.info("inference server registered", replica=self.name, server_start=self.server_start)
             self._record = record
             await self._write()
 
@@ -199,8 +215,7 @@ class ServerController:
         await server_state.check_health(self._server)
         folders = await server_state.loaded_adapters(self._server)
         self._checked = time.monotonic()
-        # A restarted server has lost its adapters. If none was loaded, only the metrics show a restart; reading them
-        # costs the server more, so they are read only then.
+        # A restarted server has lost its adapters. If none was loaded, only the metrics, which cost more, show it.
         if not self.loaded or not self.loaded.keys() <= folders.keys():
             await self._handshake()
 
@@ -213,16 +228,18 @@ class ServerController:
         folders = await server_state.loaded_adapters(self._server)
         lost = self.loaded.keys() - folders.keys()
         if not server_start:  # no metrics: only the loss of its adapters shows a restart
-            server_start = self._server_start if self._server_start and not lost else f"{time.time():.3f}"
-        if server_start != self._server_start:
+            server_start = self.server_start if self.server_start and not lost else f"{time.time():.3f}"
+        if server_start != self.server_start:
             names = [version_name(model, 0) for model in self._policies.models]
             await server_state.check_base_names(self._server, self.name, names)
-            if self._server_start:
+            if self.server_start:
                 log.warning("inference server restarted", replica=self.name, server_start=server_start)
             self._complete = False
+            self._base_logprobs.clear()
             self.loaded.clear()
             self._unloading.clear()
-        self._server_start, self._checked = server_start, time.monotonic()
+        self._found = set(folders.values())  # none of them is deleted before it is adopted
+        self.server_start, self._checked = server_start, time.monotonic()
         for version in lost & self.loaded.keys():
             log.warning("the inference server lost an adapter", replica=self.name, version=version)
             # Until the log says so, gateways that notice it send the server no calls.
@@ -232,6 +249,7 @@ class ServerController:
         for version, folder in folders.items():
             if version not in self.loaded:
                 await self._adopt(version, folder)
+        self._found.clear()
         self._up = True
 
     async def _adopt(self, version: str, folder: str) -> None:
@@ -245,11 +263,11 @@ class ServerController:
             return
         checkpoint = self._policies.checkpoint(version)
         if checkpoint is not None and self._context.files.is_published(checkpoint.event, folder):
-            if version in self._policies.loaded(
-                self.name, self._server_start
-            ):  # it was probed: its `policy.loaded` is on the log
+            # It was probed: its `policy.loaded` is on the log.
+            if version in self._policies.loaded(self.name, self.server_start):
                 self.loaded[version] = folder
                 return
+            self._newest_folder = folder
             try:
                 with _as_adapter_error(version):
                     await self._verify(checkpoint, folder, now_us())
@@ -309,31 +327,27 @@ class ServerController:
         wanted, gateways = self.wanted(), self._context.gateways
         while len(self.loaded) >= self._config.vllm.max_loras:
             if not self._unloading:
+                # Names may resolve to versions that were loaded since the records were written.
                 if not gateways.have_applied(max(self._loaded_seq, self._policies.loads_seq)):
-                    return (
-                        False  # names may resolve to versions that were loaded since the records were written
-                    )
+                    return False
                 keep = {*wanted, *gateways.serving()}
                 unused = [v for v in self.loaded if v not in keep and not gateways.in_use(self.name, v)]
                 if not unused:
                     return False
-                await self._begin_unloading(min(unused, key=lambda v: parse_version(v)[1]))
+                oldest = min(unused, key=lambda v: parse_version(v)[1])
+                self._unloading[oldest] = await self._publish_unloaded(oldest)
             for version in list(self._unloading):
                 if not await self._unload_released(version):
                     return False
         return True
 
-    async def _begin_unloading(self, version: str) -> None:
-        """Tell gateways to send no further calls for the version to this server."""
-        if version not in self._unloading:
-            self._unloading[version] = await self._publish_unloaded(version)
-
     async def _publish_unloaded(self, version: str) -> int:
-        """Publish `policy.unloaded`; return its sequence."""
+        """Publish `policy.unloaded`, which tells gateways to send no further calls for the version to this server.
+        Return its sequence."""
         # Retention reads this event too: it deletes no adapter from the object store while a server holds it.
         event = PolicyUnloaded(
             project=self._config.project, model=parse_version(version)[0], version=version, replica=self.name,
-            server_start=self._server_start,
+            server_start=self.server_start,
         )  # fmt: skip
         return (await self._context.broker.publish(event)).seq
 
@@ -343,19 +357,17 @@ class ServerController:
         if not self._context.gateways.is_released(self.name, version, self._unloading[version]):
             return False
         await adapter_api.unload(self._server, version)
-        folder = self.loaded.pop(version)
-        del self._unloading[version]
+        del self.loaded[version], self._unloading[version]
         log.info("adapter unloaded", version=version, replica=self.name)
-        await anyio.to_thread.run_sync(self._release_files, folder)
         return True
 
     async def _load(self, checkpoint: Checkpoint) -> None:
         started_at = now_us()
         event, version = checkpoint.event, checkpoint.event.version
+        files, self._has_unused = self._context.files, True
+        self._newest_folder = str(files.path(version, event.adapter_sha256))
         with _as_adapter_error(version):
-            folder = await self._context.files.ensure(
-                version, event.adapter, event.adapter_sha256, event.files
-            )
+            folder = await files.ensure(version, event.adapter, event.adapter_sha256, event.files)
             await adapter_api.load(self._server, version, str(folder))
         try:
             with _as_adapter_error(version):
@@ -370,26 +382,19 @@ class ServerController:
         Raises `AdapterError`, `UpstreamError`, `BrokerError`."""
         version = checkpoint.event.version
         model, step = parse_version(version)
-        delta = await self._context.probe.max_logprob_difference(
-            self._server, self._server_start, checkpoint.base, version
-        )
+        base = checkpoint.base
+        if base not in self._base_logprobs:
+            self._base_logprobs[base] = await adapter_api.next_logprobs(self._server, base)
+        delta = await adapter_api.max_logprob_difference(self._server, self._base_logprobs[base], version)
         if delta == 0.0:
             message = "the adapter changes nothing: its logprobs equal those of the base model"
             raise AdapterError(message, permanent=True)
         event = PolicyLoaded(
-            project=self._config.project,
-            model=model,
-            step=step,
-            version=version,
-            replica=self.name,
-            adapter_sha256=checkpoint.event.adapter_sha256,
-            probe_delta=delta,
-            load_s=(now_us() - started_at) / 1e6,
-            started_at=started_at,
-            server_start=self._server_start,
-        )
-        headers = {"traceparent": checkpoint.traceparent} if checkpoint.traceparent else {}
+            project=self._config.project, model=model, step=step, version=version, replica=self.name,
+            adapter_sha256=checkpoint.event.adapter_sha256, probe_delta=delta, load_s=(now_us() - started_at) / 1e6,
+            started_at=started_at, server_start=self.server_start,
+        )  # fmt: skip
         crash.point("sampler.adapter_loaded")
-        self._loaded_seq = (await self._context.broker.publish(event, headers)).seq
+        self._loaded_seq = (await self._context.broker.publish(event)).seq
         self.loaded[version] = folder
         log.info("adapter loaded", version=version, replica=self.name, delta=delta, load_s=event.load_s)

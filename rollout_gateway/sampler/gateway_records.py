@@ -9,8 +9,9 @@ import msgspec
 from pipeline import streams
 from pipeline.log import key_value
 from pipeline.log.stream_reader import StreamReader
+from pipeline.streams import gateway_key
 from pipeline.telemetry.logs import get_logger
-from rollout_gateway.serving.fleet_records import GatewayRecord, gateway_key
+from rollout_gateway.serving.fleet_records import GatewayRecord
 
 log = get_logger("rollout_gateway.sampler.gateway_records")
 

@@ -5,8 +5,6 @@ One process writes and renews each record. A record expires `sampler.ttl_s` afte
 
 from __future__ import annotations
 
-from urllib.parse import quote
-
 import msgspec
 
 
@@ -37,27 +35,3 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Versions that calls wait for because no server holds them."""
     in_flight: dict[str, tuple[str, ...]] = {}
     """For each replica, the versions that calls are using now."""
-
-
-def replica_name(url: str) -> str:
-    """Return the name of the inference server at `url`, which is the host and port of the URL."""
-    return url.partition("://")[2].rstrip("/")
-
-
-def sampler_key(project: str, replica: str) -> str:
-    """Return the key of a server's record. `*` as `replica` matches all."""
-    return f"sampler.{_token(project)}.{_token(replica)}"
-
-
-def gateway_key(project: str, gateway: str) -> str:
-    """Return the key of a gateway's record. `*` as `gateway` matches all."""
-    return f"gateway.{_token(project)}.{_token(gateway)}"
-
-
-def _token(name: str) -> str:
-    """Escape the characters in `name` that NATS clients refuse in a key."""
-    return (
-        name
-        if name == "*"
-        else quote(name, safe="").replace(".", "%2E").replace("~", "%7E").replace("%", "=")
-    )

@@ -20,10 +20,11 @@ from pipeline.config import Config
 from pipeline.events import Event, PolicyLoaded, PolicyUnloaded
 from pipeline.log import key_value
 from pipeline.log.broker import Broker, BrokerError
+from pipeline.streams import gateway_key, sampler_key
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.upstream import UpstreamError
 from rollout_gateway.serving import server_state
-from rollout_gateway.serving.fleet_records import GatewayRecord, SamplerRecord, gateway_key, sampler_key
+from rollout_gateway.serving.fleet_records import GatewayRecord, SamplerRecord
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet, Replica
 from rollout_gateway.serving.routing import VersionRouter
@@ -78,14 +79,11 @@ class Membership:
     def policies_changed(self, event: Event) -> None:
         """Update the replicas after `policies` has applied `event`."""
         for replica in self._fleet.replicas:
-            self._read_loads(replica)
-            if (
-                isinstance(event, PolicyLoaded | PolicyUnloaded)
-                and event.replica == replica.name
-                and not replica.up
-            ):
-                replica.check_now.set()  # check it now: it may have loaded again the adapters that it had lost
+            replica.loaded = self._policies.loaded(replica.name, replica.server_start)
         if isinstance(event, PolicyLoaded | PolicyUnloaded):
+            for replica in self._fleet.replicas:
+                if replica.name == event.replica and not replica.up:
+                    replica.check_now.set()  # it may have loaded again the adapters that it had lost
             self._fleet.use_changed.set()  # the agents wait until this gateway's record shows the event
         self._changed()
 
@@ -113,7 +111,7 @@ class Membership:
         restarted = replica.server_start != record.server_start
         replica.server_start, replica.models = record.server_start, record.models
         replica.refused = dict(record.refused)
-        self._read_loads(replica)
+        replica.loaded = self._policies.loaded(replica.name, record.server_start)
         self._policies.refused = self._fleet.refused()
         if registered is None:
             log.info("replica joined", replica=replica.name, server_start=record.server_start)
@@ -135,9 +133,6 @@ class Membership:
             scope.cancel()
             self._fleet.remove(replica)
             self._policies.refused = self._fleet.refused()
-
-    def _read_loads(self, replica: Replica) -> None:
-        replica.loaded = self._policies.loaded(replica.name, replica.server_start)
 
     async def _check(self, replica: Replica, scope: anyio.CancelScope) -> None:
         """Check a replica's health until `scope` is cancelled."""
@@ -196,9 +191,10 @@ class Membership:
     def _record(self) -> GatewayRecord:
         fleet, now = self._fleet, time.monotonic()
         fleet.wanted = {v: at for v, at in fleet.wanted.items() if now - at < _WANTED_S}
+        fleet.reported = {r.name: tuple(r.in_flight) for r in fleet.replicas if r.in_flight}
         return GatewayRecord(
             policy_seq=self._policies.next_seq - 1,
             serving=self._router.serving(),
             wanted=tuple(sorted(fleet.wanted, key=lambda v: -fleet.wanted[v])),
-            in_flight={r.name: tuple(r.in_flight) for r in fleet.replicas if r.in_flight},
+            in_flight=fleet.reported,
         )

@@ -86,9 +86,8 @@ class Pacing:
         Returns the seconds between the group's first refusal by this process and its admission; 0 for its further
         trajectories. Raises a 429 `ApiError` if too many groups are ahead, and `BrokerError` if the log does not
         answer."""
-        if (
-            not self._limit or split != "train" or model not in self._models
-        ):  # a branch's runs are not trained
+        # A branch's runs are not trained.
+        if not self._limit or split != "train" or model not in self._models:
             return 0.0
         state = self._models[model]
         while not self._is_ahead(state, group):
@@ -173,7 +172,8 @@ class Pacing:
             await self._read(model, state)
             for group in list(state.groups):
                 for discarded in await broker.read(GroupDiscarded, project=project, model=model, group=group):
-                    state.end(group, discarded.place.at)
+                    if _ends(discarded.event):
+                        state.end(group, discarded.place.at)
 
     async def follow(self) -> None:
         """Follow discards, and stop counting their groups. Never returns."""
@@ -182,4 +182,10 @@ class Pacing:
         )
         async for recorded in discarded:
             self._next_seq = recorded.seq + 1
-            self.done(recorded.event.model, (recorded.event.group,), recorded.place.at)
+            if _ends(recorded.event):
+                self.done(recorded.event.model, (recorded.event.group,), recorded.place.at)
+
+
+def _ends(discarded: GroupDiscarded) -> bool:
+    """Whether a group does not wait for the trainer any more: `late` is about one run that came after its group."""
+    return (discarded.branch, discarded.split) == ("main", "train") and discarded.reason != "late"

@@ -46,8 +46,6 @@ class Checkpoint:
     """With the names of a branch's model and version under which they are served."""
     base: str
     """Name of the base version."""
-    traceparent: str = ""
-    """W3C `traceparent` of the training step; empty if there is none."""
 
 
 @dataclass(eq=False)
@@ -85,33 +83,6 @@ class ModelState:
         return (version for _, version in reversed(self._in_order))
 
 
-class LoadedAdapters:
-    """The adapters that each inference server has loaded, according to `policy.loaded` and `policy.unloaded` events."""
-
-    def __init__(self) -> None:
-        self._loaded: dict[str, tuple[str, dict[str, str]]] = {}
-        """For each replica, the start time of its process and the SHA-256 of the loaded adapters by version."""
-
-    def apply(self, event: PolicyLoaded | PolicyUnloaded) -> None:
-        """Apply an event. Events must be applied in the order of the log."""
-        server_start, loaded = self._loaded.get(event.replica, ("", {}))
-        if isinstance(event, PolicyLoaded):
-            if server_start != event.server_start:
-                loaded = {}  # a restarted server has nothing loaded
-            self._loaded[event.replica] = event.server_start, {**loaded, event.version: event.adapter_sha256}
-        elif server_start == event.server_start:
-            loaded.pop(event.version, None)
-
-    def anywhere(self) -> set[tuple[str, str]]:
-        """Return the versions that any server has loaded, each with the SHA-256 of its adapter."""
-        return {item for _, loaded in self._loaded.values() for item in loaded.items()}
-
-    def loaded_by(self, replica: str, server_start: str) -> dict[str, str]:
-        """Return the SHA-256 by version of the adapters that a server process has loaded."""
-        process, loaded = self._loaded.get(replica, ("", {}))
-        return loaded if process == server_start else {}
-
-
 class Policies:
     """The models, kept up to date by `follow`."""
 
@@ -126,8 +97,10 @@ class Policies:
         """Checkpoints without a valid signature that are not reported yet, each with the reason."""
         self.models = {name: ModelState(name) for name in models}
         self.branches: dict[str, ModelState] = {}
-        """What was trained on other branches, by the name under which it is served."""
-        self.loads = LoadedAdapters()
+        """What was trained on other branches, by the name under which it is served. Each has a version at least."""
+        self._loaded: dict[str, tuple[str, dict[str, str]]] = {}
+        """For each replica, the start time of its process and the SHA-256 of the loaded adapters by version, according
+        to `policy.loaded` and `policy.unloaded` events."""
         self.loads_seq = 0
         """Sequence of the last `policy.loaded` or `policy.unloaded` event that was applied."""
         self.next_seq = 1
@@ -169,12 +142,14 @@ class Policies:
 
     def loaded(self, replica: str, server_start: str) -> dict[str, str]:
         """Return the SHA-256 by version of the published adapters that a server process has loaded."""
-        loads = self.loads.loaded_by(replica, server_start)
-        return {version: sha256 for version, sha256 in loads.items() if self.published(version, sha256)}
+        process, loaded = self._loaded.get(replica, ("", {}))
+        if process != server_start:
+            return {}
+        return {version: sha256 for version, sha256 in loaded.items() if self.published(version, sha256)}
 
     def newest(self, model: str, refused: Container[str] | None = None) -> str:
-        """Return the newest version that is not refused; the base version if there is none. `model`: that of a branch
-        too.
+        """Return the newest version of a model that is not refused; the base version if there is none. Of a branch,
+        which has no base version, the newest version: give no `refused`.
 
         `refused`: versions to skip instead of `self.refused`."""
         refused, state = self.refused if refused is None else refused, self.state(model)
@@ -185,7 +160,7 @@ class Policies:
 
     def newest_loaded(self, model: str) -> str:
         """Return the newest version of the model that any server has loaded; empty if there is none."""
-        loaded = {version for version, sha256 in self.loads.anywhere() if self.published(version, sha256)}
+        loaded = {v for replica, (process, _) in self._loaded.items() for v in self.loaded(replica, process)}
         return next((version for version in self.models[model].newest_first() if version in loaded), "")
 
     def versions(self, model: str) -> list[str]:
@@ -208,7 +183,7 @@ class Policies:
         if not isinstance(event, _FOLLOWED) or self.state(event.model) is None:
             return False
         if isinstance(event, PolicyLoaded | PolicyUnloaded):
-            self.loads.apply(event)
+            self._apply_load(event)
             self.loads_seq = recorded.seq
             return True
         if event.model not in self.models:
@@ -226,7 +201,7 @@ class Policies:
         if isinstance(event, PolicyRetired):
             (self.retired.discard if event.withdrawn else self.retired.add)(version)
             return False
-        model = self.state(name) or self.branches.setdefault(name, ModelState(name))
+        model = self.state(name) or ModelState(name)
         before = model.checkpoints.get(version)
         if before is not None and before.event.adapter_sha256 == event.adapter_sha256:
             return False
@@ -234,9 +209,19 @@ class Policies:
             self._unsigned.append((recorded, objection))
             return False
         served = msgspec.structs.replace(event, model=name, version=version)
-        base, traceparent = version_name(event.model, 0), recorded.headers.get("traceparent", "")
-        model.add(Checkpoint(served, base, traceparent))
+        model.add(Checkpoint(served, version_name(event.model, 0)))
+        if name not in self.models:
+            self.branches[name] = model
         return True
+
+    def _apply_load(self, event: PolicyLoaded | PolicyUnloaded) -> None:
+        process, loaded = self._loaded.get(event.replica, ("", {}))
+        if isinstance(event, PolicyLoaded):
+            if process != event.server_start:
+                loaded = {}  # a restarted server has nothing loaded
+            self._loaded[event.replica] = event.server_start, {**loaded, event.version: event.adapter_sha256}
+        elif process == event.server_start:
+            loaded.pop(event.version, None)
 
     async def rebuild(self, broker: Broker) -> None:
         """Read and apply the stream up to its present end."""

@@ -7,8 +7,9 @@ decision is published, so no call waits for the load.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -79,6 +80,8 @@ class Promotion:
     _policies: Policies
     _fleet: Fleet
     _router: VersionRouter
+    _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a decision is published."""
 
     async def decide(self, model: str, action: Action, decision: Decision, owner: str = "") -> dict[str, Any]:
         """Check a decision about `model`, load its versions, and publish it. `owner`: the name of the caller's API key.
@@ -92,38 +95,33 @@ class Promotion:
             raise unknown_model(model, list(self._policies.models))
         if decision.request:
             check_name(decision.request)
-        version, other, percent, evidence = "", "", 100.0, ""
-        if isinstance(decision, VersionDecision):
-            version, evidence = decision.version, decision.evidence
-        if isinstance(decision, SplitDecision):
-            other, percent = decision.other, decision.percent
-        if action == "rollback":
-            version, other, percent = await self._before_last_decision(model, decision.request)
-        if other:
-            await self._load(model, other, "other")
-        if version:
-            await self._load(model, version, "version")
-        event = PolicyPromoted(
-            project=self._project,
-            model=model,
-            version=version,
-            action=action,
-            other=other,
-            percent=percent,
-            by=owner or decision.by,
-            reason=decision.reason,
-            request=decision.request or new_id("d"),
-            evidence=evidence,
-        )
+        by = {"by": owner or decision.by, "request": decision.request or new_id("d")}
+        fields: dict[str, Any] = {"version": "", **msgspec.structs.asdict(decision), **by}
+        going_back = action == "rollback"
+        before = await self._before_last_decision(model, decision.request) if going_back else {}
+        while True:
+            event = PolicyPromoted(project=self._project, model=model, action=action, **fields | before)
+            for param, version in (("other", event.other), ("version", event.version)):
+                if version:
+                    await self._load(model, version, param)
+            async with self._publishing:
+                loaded = before
+                # Another decision may have been made while the version was loaded.
+                before = await self._before_last_decision(model, decision.request) if going_back else {}
+                if before == loaded:
+                    await self._publish(event)
+                    break
+        version = self._router.current(model)
+        return {"model": model, "action": action, "version": version, "other": event.other or None}
+
+    async def _publish(self, event: PolicyPromoted) -> None:
         ack = await publish_once(self._broker, event, "request")
         if not ack.duplicate:
             # Apply it here at once; other gateways read it from the log.
-            self._policies.models[model].decide(event, ack.seq)
+            self._policies.models[event.model].decide(event, ack.seq)
             self._fleet.changed()
-        version = self._router.current(model)
-        return {"model": model, "action": action, "version": version, "other": other or None}
 
-    async def _before_last_decision(self, model: str, request: str) -> tuple[str, str, float]:
+    async def _before_last_decision(self, model: str, request: str) -> dict[str, Any]:
         """Return `version`, `other` and `percent` of the decision before the last one that stands: the newest version
         (empty) if it was the first. A repeated `request` gets what it got before. Raises a 409 `ApiError` without a
         decision."""
@@ -131,15 +129,14 @@ class Promotion:
         decisions = [r.event for r in recorded]
         for event in decisions:
             if request and event.request == request:
-                return event.version, event.other, event.percent
+                return _routing(event)
         standing = standing_decisions(decisions)
         if not standing:
             message = (
                 f"No decision about {model} is left to take back. To serve an older version, promote it."
             )
             raise ApiError(409, "no_decision", message)
-        before = standing[-2] if len(standing) > 1 else None
-        return (before.version, before.other, before.percent) if before else ("", "", 100.0)
+        return _routing(standing[-2]) if len(standing) > 1 else {}
 
     async def _load(self, model: str, version: str, param: str) -> None:
         """Wait until enough replicas hold `version`. `param`: the field of the request that names it, for a 404
@@ -156,3 +153,7 @@ class Promotion:
                 f"{version} is not yet loaded on enough servers (gateway.replicas.serving_share). Try again."
             )
             raise ApiError(503, "loading", message, retry_after_s=1)
+
+
+def _routing(event: PolicyPromoted) -> dict[str, Any]:
+    return {"version": event.version, "other": event.other, "percent": event.percent}

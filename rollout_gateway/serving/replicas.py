@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.names import is_base_version
+from pipeline.streams import replica_name
 from rollout_gateway.http.errors import ApiError, stopping
 from rollout_gateway.http.upstream import Upstream
-from rollout_gateway.serving.fleet_records import replica_name
 
 
 class Replica:
@@ -69,10 +69,6 @@ class Replica:
         self.suspected = True
         self.check_now.set()
 
-    def leave(self) -> None:
-        """Stop sending calls, because the server's record is gone."""
-        self.up = self.ready = self.suspected = False
-
     def score(self, conversation: bytes) -> bytes:
         """Return the score of this replica for a conversation, by rendezvous hashing. The replica with the highest
         score serves the conversation. All gateways compute the same score; other replicas do not change it."""
@@ -92,8 +88,9 @@ class Lease:
         in_flight[self.version] -= 1
         if in_flight[self.version] <= 0:
             del in_flight[self.version]
-            if not self.replica.holds(self.version):
-                self.fleet.use_changed.set()  # its sampler agent waits for this to unload the version
+            reported = self.version in self.fleet.reported.get(self.replica.name, ())
+            if reported or not self.replica.holds(self.version):
+                self.fleet.use_changed.set()  # its sampler agent may wait for this to unload the version
 
 
 class Fleet:
@@ -111,6 +108,8 @@ class Fleet:
         by `time.monotonic`."""
         self.use_changed = asyncio.Event()
         """Set to make `Membership` write this gateway's record now."""
+        self.reported: dict[str, tuple[str, ...]] = {}
+        """By replica, the versions that calls used according to the record that was written last."""
         self.closing = False
         self._changed = asyncio.Event()
 
@@ -127,7 +126,7 @@ class Fleet:
 
     def remove(self, replica: Replica) -> None:
         """Send no further call to `replica`. Calls in flight continue."""
-        replica.leave()
+        replica.up = replica.ready = replica.suspected = False
         self.replicas = [r for r in self.replicas if r is not replica]
         departed = (*self._departed, replica)
         self._departed = [r for r in departed if r.load]
@@ -148,10 +147,6 @@ class Fleet:
 
     def ready(self) -> list[Replica]:
         return [r for r in self.replicas if r.ready]
-
-    def change(self) -> asyncio.Event:
-        """Return the event that `changed` sets next."""
-        return self._changed
 
     def changed(self) -> None:
         """Wake the tasks that wait for a replica or a version."""

@@ -70,7 +70,9 @@ class VersionRouter:
             if not is_version(version) or self.name(version) != opening.model:
                 raise unknown_model(version, self._policies.names(opening.model))
         elif model in self._policies.models:
-            version = self.current(model, opening.trajectory if opening else "")
+            promoted = self._policies.models[model].promoted
+            run = opening.trajectory if opening else ""
+            version = _version_in_split(promoted, run) if promoted else self.current(model)
         else:
             version = self._policies.newest(model, ()) if model in self._policies.branches else model
         if version in self._policies.refused:
@@ -78,14 +80,13 @@ class VersionRouter:
             raise ApiError(409, "version_refused", message, param="model")
         return version
 
-    def current(self, model: str, trajectory: str = "") -> str:
-        """Return the version that the model name `model` resolves to, and remember it as reached if no decision named
-        it: the name does not fall back to an older version later.
-
-        In an A/B split, the same `trajectory` id always gets the same version."""
+    def current(self, model: str) -> str:
+        """Return the version that the model name `model` resolves to, of an A/B split the one that the decision calls
+        `version`. Remember it as reached if no decision named it: the name does not fall back to an older version
+        later."""
         state = self._policies.models[model]
         if state.promoted is not None:
-            return _version_in_split(state.promoted, trajectory)
+            return state.promoted.version
         for version in state.newest_first():
             if version in self._policies.refused:
                 continue
@@ -104,6 +105,7 @@ class VersionRouter:
 
 
 def _version_in_split(promoted: PolicyPromoted, trajectory: str) -> str:
+    """In an A/B split, the same `trajectory` id always gets the same version."""
     if not promoted.other:
         return promoted.version
     # The hash keeps each trajectory on one side; raising `percent` only moves trajectories from `other` to `version`.

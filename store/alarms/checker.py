@@ -9,6 +9,7 @@ before it started.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 import anyio
@@ -18,6 +19,7 @@ import msgspec
 import nats.errors
 import nats.js.errors
 
+from pipeline import streams
 from pipeline.config import Config
 from pipeline.events import AlarmChanged, now_us
 from pipeline.log.broker import Broker, BrokerError
@@ -63,6 +65,9 @@ class Checker:
         self._unwritten = UnwrittenEvents(config.alarms.unwritten_share)
         self._absent: dict[Key, int] = {}
         """By raised alarm, the number of checks since its condition was last met."""
+        self._began = time.monotonic()
+        self._starting: dict[str, float] = {}
+        """By inference server that is behind and was without a record, since when, by `time.monotonic`."""
         self._lake, self._shown = open_lake(config), dict[str, list[str]]()
 
     async def run(self) -> None:
@@ -159,7 +164,7 @@ class Checker:
         for key, met in present.items():
             self._absent.pop(key, None)
             self._clearable.add(key)
-            if key not in self._raised:
+            if key not in self._raised and not await self._may_be_starting(met):
                 at = now_us()
                 event = AlarmChanged(
                     project=met.project, alarm=met.alarm, state="raised", model=met.model, about=met.about,
@@ -167,12 +172,33 @@ class Checker:
                     action=BY_NAME[met.alarm].action, since=at, at=at,
                 )  # fmt: skip
                 await self._publish(event)
+        behind = {met.about for met in present.values() if met.alarm == "replica_behind"}
+        self._starting = {replica: at for replica, at in self._starting.items() if replica in behind}
         for key, event in list(self._raised.items()):
             if key in present or key not in self._clearable or key[0] in unknown:
                 continue
             self._absent[key] = self._absent.get(key, 0) + 1
             if self._absent[key] >= _CLEAR_AFTER:
                 await self._publish(msgspec.structs.replace(event, state="cleared", at=now_us()))
+
+    async def _may_be_starting(self, met: Condition) -> bool:
+        """Return whether an inference server is behind because it may still be starting: less than
+        `vllm.start_timeout_s` ago it began with this store, or was found without the record that its sampler agent
+        writes when it holds all versions."""
+        if met.alarm != "replica_behind":
+            return False
+        key = streams.key_subject(streams.FLEET.name, streams.sampler_key(met.project, met.about))
+        try:
+            record = await self._broker.leader_get(
+                streams.key_value_stream(streams.FLEET.name), {"last_by_subj": key}
+            )
+        except BrokerError as error:
+            log.warning("the inference servers could not be read from the log", why=str(error))
+            return True  # the next check asks again
+        now = time.monotonic()
+        if record is None or not record.payload:
+            self._starting.setdefault(met.about, now)
+        return now - self._starting.get(met.about, self._began) < self._config.vllm.start_timeout_s
 
     async def _publish(self, event: AlarmChanged) -> None:
         """Publish a change, unless another store has published one on its subject since this one read the log."""

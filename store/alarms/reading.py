@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import duckdb
 
 from pipeline.config import Config
+from pipeline.streams import replica_name
 from store.alarms.table import PARAMETER, Alarm
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def measured_tables(
          [(fill.name, fill.kind, fill.bytes, fill.limit) for fill in fills if fill.limit]),
         ("unwritten", "consumer VARCHAR, share DOUBLE, detail VARCHAR",
          [(waiting.consumer, waiting.share, waiting.detail) for waiting in unwritten]),
-        ("replicas", "replica VARCHAR", [(url.partition("://")[2].rstrip("/"),) for url in urls]),
+        ("replicas", "replica VARCHAR", [(replica_name(url),) for url in urls]),
         ("parts", "name VARCHAR, weight DOUBLE", parts),
     ):  # fmt: skip
         connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} ({columns})")

@@ -70,13 +70,18 @@ FROM dead WHERE dead_at > $now - to_seconds($window_s) GROUP BY consumer HAVING 
         "replica_behind",
         "Replica behind",
         "An inference server has not loaded the newest version. Calls for it go to the other servers. If too few hold "
-        "it (`gateway.replicas.serving_share`), trajectories are sampled from an older policy.",
+        "it (`gateway.replicas.serving_share`), trajectories are sampled from an older policy. A server that "
+        "starts has `vllm.start_timeout_s`, from the start of the store or from when its sampler agent lost it.",
         "alarms.behind_s",
         """WITH newest AS (
   SELECT project, model, max(step) AS step FROM checkpoints
   WHERE branch = 'main' AND published_at < $now - to_seconds($threshold) GROUP BY ALL
 ), held AS (
-  SELECT project, model, replica, max(step) AS step FROM adapters WHERE replica IS NOT NULL GROUP BY ALL
+  SELECT project, model, replica, max(step) AS step
+  FROM (  -- a process of the server lost what an earlier one had loaded
+    FROM adapters WHERE replica IS NOT NULL
+    QUALIFY server_start = arg_max(server_start, loaded_at) OVER (PARTITION BY project, replica)
+  ) GROUP BY ALL
 )
 SELECT n.project, n.model, r.replica AS about, n.step - coalesce(h.step, 0) AS value,
   format('{} serves {}@{} at most; {}@{} was published', r.replica, n.model, coalesce(h.step, 0), n.model, n.step)
@@ -146,7 +151,7 @@ QUALIFY row_number() OVER (PARTITION BY project, ruler ORDER BY "at" DESC, log_s
     Alarm(
         "judges_disagree",
         "Judges disagree",
-        "The second judge orders the runs of a group otherwise than the judge whose scores are the rewards. At least "
+        "The second judge ranks the runs of a group differently from the judge whose scores are the rewards. At least "
         "one of them is wrong.",
         "judge.second.min_tau",
         """WITH judged AS (
@@ -167,7 +172,7 @@ FROM pairs GROUP BY ALL
 HAVING sum(abs(a)) * sum(abs(b)) > 0 AND count(DISTINCT group_id) >= least($groups, 10) AND value < $threshold""",
         "Read groups on which they differ (page Judge of the dashboard, `journeywork diff --a judge_model=… --b "
         "judge_model=…`), and label them: `journeywork judge eval` says which model agrees with people. A rubric that "
-        "says more makes judges agree.",
+        "is more specific makes judges agree.",
     ),
     Alarm(
         "sampler_mismatch",
@@ -191,13 +196,13 @@ FROM dead WHERE reason = 'sampler_mismatch' AND dead_at > $now - to_seconds($win
         Alarm(
             f"over_{name}_budget",
             f"Budget of {what} used up",
-            f"Learning has cost all that `budget.{setting}` allows. The judge discards groups as `over_budget`, except "
+            f"Learning has reached the limit `budget.{setting}`. The judge discards groups as `over_budget`, except "
             "`budget.keep_share` of them; calls are answered as before.",
             f"budget.{setting}",
             f"""SELECT project, '' AS model, '' AS about, sum({spent})::DOUBLE AS value,
   format('{{:.6g}} of {{:.6g}} {unit} are spent (budget.{setting})', value, $threshold) AS detail
 FROM spending WHERE $threshold > 0 GROUP BY project HAVING value >= $threshold""",
-            "`SELECT * FROM spending` says what each step cost and gained. Set a higher "
+            "`SELECT * FROM spending` shows the cost and the gain of each step. Set a higher "
             f"`budget.{setting}` and start the services again, or leave the policy as it is.",
         )
         for name, setting, what, unit, spent in (
@@ -233,8 +238,8 @@ GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
 SELECT project, model, '' AS about, sum(metrics['hints_unused']) / sum(metrics['hints']) AS value,
   format('no prompt could be made of {{:.0f}}% of the hints of the newest steps', 100 * value) AS detail
 FROM steps WHERE from_last <= $steps AND metrics['hints'] > 0 GROUP BY ALL HAVING value > $threshold""",
-        "The trainer's log has the reason of each: `hint not used`. A hint needs a chat call of the run, with content "
-        "that is text, and a prompt that the trainer's model takes with it.",
+        "The trainer's log has the reason for each hint: `hint not used`. A hint needs a chat call of the run with "
+        "text as content, and a prompt that the trainer's model accepts together with the hint.",
     ),
     Alarm(
         "starvation",
@@ -390,7 +395,7 @@ SELECT project, model, '' AS about, max(metrics['graders_limited']) AS value,
   format('in {{}} of the newest steps feedback of a key was limited; it decided up to {{:.0f}}%',
     count(*) FILTER (metrics['graders_limited'] > 0), 100 * coalesce(max(metrics['grader_share']), 0)) AS detail
 FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING value > $threshold""",
-        "`SELECT given_by, count(*) FROM signals GROUP BY ALL` says whose it is. Revoke a key that is abused "
+        "`SELECT given_by, count(*) FROM signals GROUP BY ALL` shows the key. Revoke a key that is abused "
         "(`journeywork keys revoke`); raise `feedback.max_share` if one program is to report most results.",
     ),
     Alarm(

@@ -26,11 +26,11 @@ from pipeline.calibration import errors, fit
 from pipeline.config import Config, ConfigError, JudgeConfig
 from pipeline.events import JudgeCalibrated
 from pipeline.files import write_whole
-from pipeline.log.broker import Broker, BrokerError
+from pipeline.log.broker import Broker
 from pipeline.running.runs import log_of, run_settings
 from store.datasets.runs import select
-from store.lake.storage import StoreError
 from store.reading import sql
+from store.reading.commands import add_run, exit_status
 
 _RUNS, _GROUPS = 20, 5
 """Least numbers of labelled runs and of their groups."""
@@ -102,12 +102,13 @@ def add_anchors(connection: duckdb.DuckDBPyConnection, config: Config, file: Pat
     """Add the groups whose runs have different labels to a file of anchors, except those that it names. Return how many
     there were to add. Raises `ConfigError` for a file that is none, and if there is no such group."""
     try:
-        lines = file.read_text("utf-8").splitlines() if file.exists() else []
-        known = {json.loads(line).get("id") for line in lines if line.strip()}
+        text = file.read_text("utf-8") if file.exists() else ""
+        lines = [line for line in text.split("\n") if line.strip()]  # no `splitlines`: JSON may hold U+2028
+        known = {json.loads(line).get("id") for line in lines}
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file}: not a file of anchors: {error}") from error
     # The query is a constant, and `select` takes no parameters: the project is put in as a literal.
-    query = _ANCHORS.replace("$project", "'" + config.project.replace("'", "''") + "'")
+    query = _ANCHORS.replace("$project", sql.quoted(config.project))
     groups: dict[str, dict[str, Any]] = {}
     labelled = select(connection, query)
     if not labelled:
@@ -144,35 +145,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--anchors", type=Path, help="file for `judge.anchors.file`: labelled groups are added to it"
     )
-    parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
-    parser.add_argument("--config")
+    add_run(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0 on success, 1 if the log or the store fails, 2 if labels or settings do not allow
-    it."""
+    """Run the command. Return 0, or an error's status (`exit_status`): 2 if the labels do not allow a calibration."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.out is None and args.anchors is None:
         parser.error("name --out, --anchors or both")
-    try:
-        config = run_settings(args.run_dir, args.config)
-        with sql.connect(config) as connection:
-            if args.anchors is not None:
-                added = add_anchors(connection, config, args.anchors)
-                sys.stdout.write(f"{added} groups added to {args.anchors}\n")
-            if args.out is None:
-                return 0
-            event = calibrate(connection, config, args.reward)
-        anyio.run(_publish, config, event)
-        write_whole(args.out, msgspec.json.encode({"scores": event.scores, "labels": event.labels}))
-    except ConfigError as error:
-        sys.stderr.write(f"journeywork: {error}\n")
-        return 2
-    except (StoreError, BrokerError, duckdb.Error, OSError) as error:
-        sys.stderr.write(f"journeywork: {error}\n")
-        return 1
+    return exit_status("calibrate", lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    config = run_settings(args.run_dir, args.config)
+    with sql.connect(config) as connection:
+        if args.anchors is not None:
+            added = add_anchors(connection, config, args.anchors)
+            sys.stdout.write(f"{added} groups added to {args.anchors}\n")
+        if args.out is None:
+            return 0
+        event = calibrate(connection, config, args.reward)
+    anyio.run(_publish, config, event)
+    write_whole(args.out, msgspec.json.encode({"scores": event.scores, "labels": event.labels}))
     sys.stdout.write(
         f"calibration {event.calibration} of {event.reward} from {event.runs} labelled runs: squared error of labels "
         f"{event.error_before:.4g}, with it {event.error_after:.4g} (of groups that were not fitted)\n"

@@ -4,12 +4,12 @@
     journeywork diff --a judge=3f2c… --b judge=91ab… --format json
     journeywork diff --a branch=main --b branch=main,calibration=5e0d…
 
-A side is selected by `branch=`, `judge=` (hash of a judge configuration), `judge_model=` (the scores of that
-model's verdicts instead of the groups' final rewards), or several of them joined by commas; `calibration=` makes the
-rewards again from scores that this calibration is applied to (`journeywork calibrate`), without asking the judge. The
-groups and trajectories that both sides have are compared: advantages whose sign flips and the checkpoints that were
-trained on them, Spearman's rank correlation within groups, groups without variance on each side. With `--calls` it is
-the rewards of single calls that are compared.
+A side is selected by `branch=`, `judge=` (hash of a judge configuration), `judge_model=` (that model's mean scores
+instead of the groups' final rewards; with `rubric=`, the hash of a rubric, if it judged by several), or several of them
+joined by commas; `calibration=` makes the rewards again from scores that this calibration is applied to (`journeywork
+calibrate`), without asking the judge. The groups and trajectories that both sides have are compared: advantages whose
+sign flips and the checkpoints that were trained on them, Spearman's rank correlation within groups, groups without
+variance on each side. With `--calls` it is the rewards of single calls that are compared.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.printing import visible_json
 from pipeline.rewards import combine
 from pipeline.running.runs import run_settings
-from store.lake.storage import StoreError
 from store.reading import sql
+from store.reading.commands import add_run, exit_status
 
-_KEYS = ("branch", "judge", "judge_model", "calibration")
-
+_KEYS = ("branch", "judge", "judge_model", "rubric", "calibration")
+_COLUMNS = {"rubric": "rubric_hash"}
+"""Columns of the views whose names are not those of the keys."""
 
 _OF_CALLS = """trajectory || '/' || "call", value FROM (
     SELECT *, unnest(map_keys(call_rewards)) AS "call", unnest(map_values(call_rewards)) AS value FROM rewards
@@ -53,11 +54,19 @@ def parse_side(text: str) -> dict[str, str]:
     return out
 
 
-Rewards = dict[str, dict[str, float]]
+Group = tuple[str, str, str]
+"""Project, model and id of a group: two models may have groups of one id."""
+Rewards = dict[Group, dict[str, float]]
 """Rewards by group and trajectory, or by group and call."""
 
+_MODEL_SCORES = """
+    SELECT project, model, group_id, trajectory, avg(score), list(DISTINCT (rubric_hash, rubric))
+    FROM verdicts WHERE "call" < 0 AND {conditions}
+    GROUP BY project, model, group_id, branch, judge, trajectory, scored_at ORDER BY scored_at
+"""
+"""A model's mean scores: a judge asks it several times (`judge.passes`)."""
 _SCORES = """
-    SELECT group_id, trajectory, r.components, avg(v.score) AS score, r.scored_at
+    SELECT project, model, group_id, trajectory, r.components, avg(v.score) AS score, r.scored_at
     FROM rewards r JOIN verdicts v USING (project, model, group_id, branch, judge, trajectory)
     WHERE v.rubric_hash = $rubric_hash AND v."call" < 0 AND NOT v.second AND r.outcome = 'scored' AND {conditions}
     GROUP BY ALL ORDER BY r.scored_at
@@ -69,8 +78,10 @@ def calibrated(connection: duckdb.DuckDBPyConnection, side: dict[str, str], conf
     scores, which no calibration has changed, as the judge's part of the reward. Raises `ConfigError` if the history
     does not hold the calibration."""
     where = {key: value for key, value in side.items() if key != "calibration"}
-    if "judge_model" in where:
-        raise ConfigError("calibration= is about rewards, not one model's scores: leave judge_model out")
+    if "judge_model" in where or "rubric" in where:
+        raise ConfigError(
+            "calibration= is about rewards, not one model's scores: leave judge_model and rubric out"
+        )
     row = connection.execute(
         "SELECT reward, rubric_hash, scores, labels FROM group_calibrated WHERE calibration = ?",
         [side["calibration"]],
@@ -85,12 +96,12 @@ def calibrated(connection: duckdb.DuckDBPyConnection, side: dict[str, str], conf
     query = _SCORES.format(conditions=" AND ".join(["true", *(f"r.{key} = ${key}" for key in where)]))
     names = {r.name for r in config.rewards if r.kind != "next_state"}
     out: Rewards = {}
-    for group, trajectory, components, score, _ in connection.execute(
+    for project, model, group, trajectory, components, score, _ in connection.execute(
         query, {"rubric_hash": rubric_hash, **where}
     ).fetchall():
         parts = {part: value for part, value in components.items() if part in names} | {name: fitted(score)}
         reward = combine(config, parts) if config.rewards else parts[name]
-        out.setdefault(group, {})[trajectory] = reward
+        out.setdefault((project, model, group), {})[trajectory] = reward
     return out
 
 
@@ -99,38 +110,51 @@ def rests_on(
 ) -> list[dict[str, Any]]:
     """Return the checkpoints of a branch that were trained on trajectories of `flipped`, with the number of these and
     of all."""
-    pairs = [(group, trajectory) for group, names in flipped.items() for trajectory in names]
+    keys = [(*group, trajectory) for group, names in flipped.items() for trajectory in names]
     rows = connection.execute(
         """
-        WITH flipped AS (SELECT unnest($groups) AS group_id, unnest($names) AS trajectory)
-        SELECT s.model, s.version, count(f.trajectory) AS flipped, count(*) AS trajectories
-        FROM staleness s LEFT JOIN flipped f USING (group_id, trajectory) WHERE s.branch = $branch
-        GROUP BY s.model, s.version, s.step HAVING flipped > 0 ORDER BY s.model, s.step
+        WITH flipped AS (
+          SELECT unnest(?) AS project, unnest(?) AS model, unnest(?) AS group_id, unnest(?) AS trajectory
+        )
+        SELECT s.project, s.version, count(f.trajectory) AS flipped, count(*) AS trajectories
+        FROM staleness s LEFT JOIN flipped f USING (project, model, group_id, trajectory) WHERE s.branch = ?
+        GROUP BY s.project, s.model, s.version, s.step HAVING flipped > 0 ORDER BY s.project, s.model, s.step
         """,
-        {"groups": [g for g, _ in pairs], "names": [t for _, t in pairs], "branch": branch},
+        [*([key[part] for key in keys] for part in range(4)), branch],
     ).fetchall()
-    return [{"version": version, "flipped": n, "trajectories": of} for _, version, n, of in rows]
+    return [
+        {"project": project, "version": version, "flipped": n, "trajectories": of}
+        for project, version, n, of in rows
+    ]
 
 
 def rewards(connection: duckdb.DuckDBPyConnection, side: dict[str, str], *, calls: bool = False) -> Rewards:
     """Return the rewards of scored members, or a judge model's scores, by group and trajectory; `calls`: the rewards of
     their calls, by group and call. `side`: a filter by `parse_side`. If a group was scored several times, the latest
-    counts. Raises `ConfigError` for scores of calls."""
-    conditions = " AND ".join(f"{key} = ?" for key in side)
+    counts. Raises `ConfigError` for scores of calls, and of a model that judged a group by several rubrics."""
     if "calibration" in side:
         raise ConfigError("--calls compares the rewards of calls, which have no calibration")
     if "judge_model" in side and calls:
         raise ConfigError("--calls compares rewards, not one model's scores: leave judge_model out")
+    if "rubric" in side and "judge_model" not in side:
+        raise ConfigError("rubric= selects scores of one model: add judge_model=…")
+    conditions = " AND ".join(f"{_COLUMNS.get(key, key)} = ?" for key in side)
     if "judge_model" in side:
-        source, order = "trajectory, score FROM verdicts", "scored_at, verdict"
-        conditions += ' AND "call" < 0'
+        query = _MODEL_SCORES.format(conditions=conditions)
     else:
-        source, order = _OF_CALLS if calls else "trajectory, reward FROM rewards", "scored_at"
+        source = _OF_CALLS if calls else "trajectory, reward FROM rewards"
         conditions += " AND outcome = 'scored'"
-    query = f"SELECT group_id, {source} WHERE {conditions} ORDER BY {order}"
+        query = f"SELECT project, model, group_id, {source} WHERE {conditions} ORDER BY scored_at"
     out: Rewards = {}
-    for group, trajectory, value in connection.execute(query, list(side.values())).fetchall():
-        out.setdefault(group, {})[trajectory] = value
+    for project, model, group, trajectory, value, *rubrics in connection.execute(
+        query, list(side.values())
+    ).fetchall():
+        if rubrics and len(by_hash := dict(rubrics[0])) > 1:
+            listed = " or ".join(f"rubric={digest} ({name})" for digest, name in sorted(by_hash.items()))
+            raise ConfigError(
+                f"judge_model={side['judge_model']} scored group {group} by several rubrics: add {listed}"
+            )
+        out.setdefault((project, model, group), {})[trajectory] = value
     return out
 
 
@@ -152,42 +176,29 @@ def _has_no_variance(values: npt.NDArray[np.float64]) -> bool:
     return bool(values.max() - values.min() <= REWARD_TOLERANCE)
 
 
-def flips(a: Rewards, b: Rewards) -> Rewards:
-    """Return the trajectories whose advantages have different signs, with the reward on side `b`."""
-    out: Rewards = {}
-    for group in sorted(a.keys() & b.keys()):
-        shared = sorted(a[group].keys() & b[group].keys())
-        if len(shared) < 2:
-            continue
-        opposite = _signs(np.array([a[group][t] for t in shared])) * _signs(
-            np.array([b[group][t] for t in shared])
-        )
-        if changed := {t: b[group][t] for t, sign in zip(shared, opposite, strict=True) if sign < 0}:
-            out[group] = changed
-    return out
-
-
-def compare(a: Rewards, b: Rewards) -> dict[str, Any]:
-    """Compare the trajectories and groups that both sides have. A value is `None` if there is nothing to compare."""
-    groups = trajectories = flat_a = flat_b = gained = lost = 0
+def compare(a: Rewards, b: Rewards) -> tuple[dict[str, Any], Rewards]:
+    """Compare the trajectories and groups that both sides have. Return the figures, of which one is `None` if there is
+    nothing to compare, and the trajectories whose advantages have different signs, with the reward on side `b`."""
+    groups = trajectories = flat_a = flat_b = 0
     correlations: list[float] = []
-    gaps: list[float] = []
+    flipped: Rewards = {}
     for group in sorted(a.keys() & b.keys()):
         shared = sorted(a[group].keys() & b[group].keys())
         if len(shared) < 2:
             continue
         x = np.array([a[group][t] for t in shared])
         y = np.array([b[group][t] for t in shared])
+        x_is_flat, y_is_flat = _has_no_variance(x), _has_no_variance(y)
         groups += 1
         trajectories += len(shared)
-        gaps += np.abs(x - y).tolist()
-        flat_a += _has_no_variance(x)
-        flat_b += _has_no_variance(y)
-        lost += not _has_no_variance(x) and _has_no_variance(y)
-        gained += _has_no_variance(x) and not _has_no_variance(y)
-        if not _has_no_variance(x) and not _has_no_variance(y):
+        flat_a += x_is_flat
+        flat_b += y_is_flat
+        if not x_is_flat and not y_is_flat:
             correlations.append(float(np.corrcoef(_ranks(x), _ranks(y))[0, 1]))
-    changed = sum(map(len, flips(a, b).values()))
+        opposite = _signs(x) * _signs(y) < 0
+        if opposite.any():
+            flipped[group] = {t: b[group][t] for t, turned in zip(shared, opposite, strict=True) if turned}
+    changed = sum(map(len, flipped.values()))
     return {
         "groups": groups,
         "trajectories": trajectories,
@@ -199,10 +210,7 @@ def compare(a: Rewards, b: Rewards) -> dict[str, Any]:
         "rank_correlation_groups": len(correlations),
         "no_variance_share_a": flat_a / groups if groups else None,
         "no_variance_share_b": flat_b / groups if groups else None,
-        "signal_gained": gained,
-        "signal_lost": lost,
-        "mean_abs_difference": float(np.mean(gaps)) if gaps else None,
-    }
+    }, flipped
 
 
 def _shown(value: float | None) -> str:
@@ -218,38 +226,35 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--calls", action="store_true", help="compare the rewards of calls instead of those of runs"
     )
-    parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
-    parser.add_argument("--config")
+    add_run(parser)
     parser.add_argument("--format", default="table", choices=("table", "json"))
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0 on success, 1 if the sides share no group or the store fails, 2 if an argument or
-    setting is wrong."""
+    """Run the command. Return 0, 1 if the sides share no group, or an error's status (`exit_status`)."""
     args = _parser().parse_args(argv)
-    try:
-        config = run_settings(args.run_dir, args.config, sections=("store", "judge"))
-        with sql.connect(config) as connection:
-            first, second = parse_side(args.a), parse_side(args.b)
-            a, b = (
-                calibrated(connection, side, config.judge)
-                if "calibration" in side and not args.calls
-                else rewards(connection, side, calls=args.calls)
-                for side in (first, second)
-            )
-            result = compare(a, b)
-            flipped = {} if args.calls else flips(a, b)
-            checkpoints = rests_on(connection, flipped, first.get("branch", "main"))
-    except (StoreError, duckdb.Error) as error:
-        sys.stderr.write(f"journeywork: {error}\n")
-        return 1
-    except ConfigError as error:
-        sys.stderr.write(f"journeywork: {error}\n")
-        return 2
+    return exit_status("diff", lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    config = run_settings(args.run_dir, args.config, sections=("store", "judge"))
+    with sql.connect(config) as connection:
+        first, second = parse_side(args.a), parse_side(args.b)
+        a, b = (
+            calibrated(connection, side, config.judge)
+            if "calibration" in side and not args.calls
+            else rewards(connection, side, calls=args.calls)
+            for side in (first, second)
+        )
+        result, flipped = compare(a, b)
+        checkpoints = [] if args.calls else rests_on(connection, flipped, first.get("branch", "main"))
     if args.format == "json":
         result |= {
-            "flipped": {group: sorted(names) for group, names in flipped.items()},
+            "flipped": [
+                {"project": project, "model": model, "group_id": group, "trajectories": sorted(names)}
+                for (project, model, group), names in flipped.items()
+            ],
             "checkpoints": checkpoints,
         }
         sys.stdout.write(visible_json(msgspec.json.encode(result).decode()) + "\n")
@@ -257,7 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write("".join(f"{name:<24}{_shown(value)}\n" for name, value in result.items()))
         for row in checkpoints:
             sys.stdout.write(
-                f"{row['version']} was trained on {row['flipped']} of them, of {row['trajectories']} trajectories\n"
+                f"{row['project']}/{row['version']} was trained on {row['flipped']} of them, of {row['trajectories']} "
+                "trajectories\n"
             )
     if not result["groups"]:
         sys.stderr.write("journeywork: the two sides share no group of two trajectories (or calls) or more\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,13 @@ from typing import Any
 from pipeline.config import Config, ConfigError, load
 from pipeline.names import check_name
 from pipeline.running.runs import SETTINGS
+from store.reading.sql import quoted
 
-_JUDGING = ("judge.", "feedback.")
+_JUDGING = ("judge", "feedback")
+_TEACHING = re.compile(
+    r"(models\.\d+\.)?(teacher|trainer\.distill)\b|(models|models\.\d+|(models\.\d+\.)?trainer)$"
+)
+"""Names of the settings that teach, and of the tables that may hold them."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +32,17 @@ class Plan:
     settings: dict[str, Any]
     """What differs, by dotted names."""
     branch: str
-
-    @property
-    def judged(self) -> bool:
-        """Whether its groups have to be judged again."""
-        return any(name.startswith(_JUDGING) for name in self.settings)
+    judged: bool
+    """Whether its groups have to be judged again. The judge also asks the teacher from outside about them."""
 
     @property
     def overrides(self) -> list[str]:
         """Its settings as they are written on a command line."""
-        return [f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in self.settings.items()]
+        return _written(self.settings)
+
+
+def _written(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in settings.items()]
 
 
 def as_flags(overrides: Iterable[str]) -> list[str]:
@@ -68,28 +75,35 @@ def read_question(args: argparse.Namespace, config: Config) -> Question:
     model = args.model or names[0]
     if model not in names:
         raise ConfigError(f"--model {model}: the run has {', '.join(names)}")
-    conditions = ["split = 'train'", f"model = {_quoted(model)}", f"project = {_quoted(config.project)}"]
+    conditions = ["split = 'train'", f"model = {quoted(model)}", f"project = {quoted(config.project)}"]
     for flag, operator in (("since", ">="), ("until", "<")):
         if at := getattr(args, flag):
-            conditions.append(f"decided_at {operator} TIMESTAMP {_quoted(at.isoformat(sep=' '))}")
+            conditions.append(f"decided_at {operator} TIMESTAMP {quoted(at.isoformat(sep=' '))}")
     selection = " AND ".join([*conditions, f"({args.where})"])
     start = f"{config.run_dir}#{args.start}" if args.start and "#" not in args.start else args.start
     settings = read_variants(args.rubric, args.settings, args.overrides)
-    for given in settings.values():
-        if base := next(
-            (name for name in given if name.startswith("models.") and name.endswith(".base")), ""
-        ):
+    judged = {}
+    for name, given in settings.items():
+        variant = load(Path(config.run_dir) / SETTINGS, _written(given))  # a wrong setting says so now
+        if [(m.name, m.base) for m in variant.models] != [(m.name, m.base) for m in config.models]:
             raise ConfigError(
-                f"{base}: a branch is served beside main, by the same server, so it has main's base. For another "
-                "one, `journeywork replay` the groups to a run of its own"
+                f"models: the variant {name} has another model or base. A branch is served beside main, by the same "
+                "server, so it has main's base. For another one, `journeywork replay` the groups to a run of its own"
             )
-        load(Path(config.run_dir) / SETTINGS, Plan("", given, "").overrides)  # a wrong setting says so now
+        judged[name] = _is_judged(given, variant)
     about = [selection, start, {name: _with_contents(given) for name, given in settings.items()}]
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
     plans = tuple(
-        Plan(name, given, check_name(f"what-if-{digest}-{name}")) for name, given in settings.items()
+        Plan(name, given, check_name(f"what-if-{digest}-{name}"), judged[name])
+        for name, given in settings.items()
     )
     return Question(digest, model, names.index(model), selection, start, plans)
+
+
+def _is_judged(settings: Mapping[str, Any], variant: Config) -> bool:
+    """Whether groups have to be judged again with settings, which make `variant` of the run's."""
+    taught = any(variant.trainer_of(model).distill.asks_outside for model in variant.models)
+    return any(name.startswith(_JUDGING) or (taught and _TEACHING.match(name)) for name in settings)
 
 
 def read_variants(
@@ -125,12 +139,13 @@ def read_variants(
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a table by dotted names; a list is one value."""
-    for name, value in tree.items():
+    """Yield the settings of a table by dotted names, as `--set` takes them; a list is one value."""
+    for key, value in tree.items():
+        name = f'{above}"{key}"' if "." in key else f"{above}{key}"
         if isinstance(value, dict):
-            yield from _flat(value, f"{above}{name}.")
+            yield from _flat(value, f"{name}.")
         else:
-            yield f"{above}{name}", value
+            yield name, value
 
 
 def _with_contents(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +160,3 @@ def _is_file(text: str) -> bool:
         return Path(text).is_file()
     except OSError:
         return False
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"

@@ -24,14 +24,14 @@ import pyarrow as pa
 
 from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import Event, GroupScored, TrajectoryCompleted, now_us
-from pipeline.log.broker import Broker, BrokerError
+from pipeline.log.broker import Broker
 from pipeline.log.subjects import keys_of
 from pipeline.names import check_name
 from pipeline.running.runs import log_of, run_settings
 from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry import logs
-from store.lake.storage import StoreError
 from store.reading import rebuild, sql
+from store.reading.commands import add_run, exit_status
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class StoredGroup:
 
 
 def select_groups(
-    connection: duckdb.DuckDBPyConnection, where: str = "true", source: str = "main", limit: int = 0
+    connection: duckdb.DuckDBPyConnection, where: str = "true", source: str = "main"
 ) -> list[StoredGroup]:
-    """Return the scored groups of branch `source`, oldest first. `where`: SQL over the view `groups`. `limit`: maximum
-    number of groups; 0 for all. Raises `duckdb.Error` if `where` is not valid SQL."""
+    """Return the scored groups of branch `source`, oldest first. `where`: SQL over the view `groups`. Raises
+    `duckdb.Error` if `where` is not valid SQL."""
     query = f"""
         SELECT * FROM group_scored WHERE branch = $branch AND (project, log_seq, "group") IN (
           SELECT (project, stream_seq, group_id) FROM groups WHERE status = 'scored' AND ({where})
         )
-        ORDER BY log_seq LIMIT {limit or "ALL"}
+        ORDER BY log_seq
     """  # noqa: S608 - `where` is SQL on purpose; the connection holds nothing but views
     table: pa.Table = connection.sql(query, params={"branch": source}).to_arrow_table()
     rows = zip(rebuild.events(GroupScored, table), table["log_seq"].to_pylist(), strict=True)
@@ -59,16 +59,23 @@ def select_groups(
 
 
 def on_branch(stored: StoredGroup, branch: str, ends: Mapping[str, int]) -> GroupScored:
-    """Return the group as an event of `branch`. `ends`: by trajectory, the present sequence of its
-    `rollout.completed`."""
+    """Return the group as an event of `branch`, whose verdicts cost nothing: they were paid for once. `ends`: by
+    trajectory, the present sequence of its `rollout.completed`."""
     group = stored.group
     origin = group.origin or f"{group.branch}/{stored.seq}"
     members = tuple(
         msgspec.structs.replace(m, completed_seq=ends.get(m.trajectory, m.completed_seq))
         for m in group.members
     )
+    verdicts = tuple(msgspec.structs.replace(v, cost_usd=0.0) for v in group.verdicts)
     return msgspec.structs.replace(
-        group, branch=branch, origin=origin, offline=True, closed_by="replay", members=members
+        group,
+        branch=branch,
+        origin=origin,
+        offline=True,
+        closed_by="replay",
+        members=members,
+        verdicts=verdicts,
     )
 
 
@@ -125,14 +132,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="journeywork replay", description="Publish groups of the history on a branch."
     )
     parser.add_argument("--branch", required=True, help="name of the branch; not main")
-    parser.add_argument(
-        "--run-dir", help="run whose history is replayed; default: the running one, else the newest"
-    )
-    parser.add_argument("--config", help="settings of that run")
+    add_run(parser)
     parser.add_argument("--nats-url", help="log to replay onto; default: the run's own")
     parser.add_argument("--from-branch", default="main")
     parser.add_argument("--where", default="true", help="SQL over the view `groups`")
-    parser.add_argument("--limit", type=int, default=0)
     parser.add_argument(
         "--dry-run", action="store_true", help="print which groups would be replayed, and publish nothing"
     )
@@ -140,33 +143,27 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0 on success, 1 if the store, the log or the query fails, 2 if an argument or a setting
-    is wrong."""
+    """Run the command. Return 0, or an error's status (`exit_status`)."""
     args = _parser().parse_args(argv)
     logs.configure("replay", "ERROR")  # an error is printed as one line
-    try:
-        counts: dict[str, Any] = _main(args)
-    except (StoreError, BrokerError, duckdb.Error) as error:
-        sys.stderr.write(f"journeywork: {error}\n")
-        return 1
-    except (ConfigError, ValueError) as error:
-        sys.stderr.write(f"journeywork: {error}\n")
-        return 2
-    sys.stdout.write(msgspec.json.encode(counts).decode() + "\n")
-    return 0
+    return exit_status("replay", lambda: _run(args))
 
 
-def _main(args: argparse.Namespace) -> dict[str, Any]:
+def _run(args: argparse.Namespace) -> int:
     if check_name(args.branch) == args.from_branch or args.branch == "main":
         raise ConfigError(
             f"--branch {args.branch}: name a branch other than main and the one that is replayed"
         )
     config = run_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats", "store"))
     with sql.connect(config) as connection:
-        groups = select_groups(connection, args.where, args.from_branch, args.limit)
-        if args.dry_run:
-            return {"groups": len(groups), "ids": [stored.group.group for stored in groups]}
-        return anyio.run(replay, log_of(config), connection, groups, args.branch) | {"branch": args.branch}
+        groups = select_groups(connection, args.where, args.from_branch)
+        counts: dict[str, Any] = {"groups": len(groups), "ids": [stored.group.group for stored in groups]}
+        if not args.dry_run:
+            counts = anyio.run(replay, log_of(config), connection, groups, args.branch) | {
+                "branch": args.branch
+            }
+    sys.stdout.write(msgspec.json.encode(counts).decode() + "\n")
+    return 0
 
 
 if __name__ == "__main__":

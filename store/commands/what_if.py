@@ -32,18 +32,18 @@ from urllib.parse import quote
 import anyio
 import duckdb
 
-from pipeline.config import Config, ConfigError
+from pipeline.config import Config
 from pipeline.events import CheckpointPublished, Variant, WhatIfAnswered
-from pipeline.log.broker import Broker, BrokerError
-from pipeline.names import InvalidNameError, branch_model, version_name
+from pipeline.log.broker import Broker
+from pipeline.names import branch_model, version_address, version_name
 from pipeline.printing import visible
 from pipeline.running.gateway_api import KEY_VARIABLE, GatewayApi, GatewayError, connect
 from pipeline.running.runs import SETTINGS, find_run, log_of, run_settings
 from pipeline.running.state import read_state
 from store.commands.question import Plan, Question, as_flags, read_question
 from store.commands.replay import StoredGroup, replay, select_groups
-from store.lake.storage import StoreError
 from store.reading import sql
+from store.reading.commands import exit_status
 
 _SERVICES = "gateway,sampler,store"
 """Beside the log and the inference server."""
@@ -68,10 +68,14 @@ def answer(args: argparse.Namespace, run_dir: Path) -> WhatIfAnswered:
             raise WhatIfError(f"no scored group of {run_dir} is selected by: {question.selection}")
         with serving(config, run_dir, commands):
             config = run_settings(run_dir)
+            gateway = connect(argparse.Namespace(run_dir=str(config.run_dir), url=None, key=None))
+            # What the last step needs is checked before the first one.
+            baseline = args.against or question.model
+            commands.call("eval", baseline, "--dry-run", *_evaluation_flags(args), key=gateway.key)
             anyio.run(_replayed, config, connection, groups, question)
             for plan in question.plans:
                 _train(commands, question, plan)
-            return _compare(args, config, question, len(groups), commands)
+            return _compare(args, config, question, len(groups), commands, gateway)
 
 
 @contextlib.contextmanager
@@ -119,18 +123,21 @@ def _train(commands: Commands, question: Question, plan: Plan) -> None:
 
 
 def _compare(
-    args: argparse.Namespace, config: Config, question: Question, groups: int, commands: Commands
+    args: argparse.Namespace,
+    config: Config,
+    question: Question,
+    groups: int,
+    commands: Commands,
+    gateway: GatewayApi,
 ) -> WhatIfAnswered:
     """Evaluate the branches' last versions beside `main`'s, and publish the answer."""
     published = anyio.run(_checkpoints, config, question.model)
     variants = tuple(_variant(question, plan, published) for plan in question.plans)
     main = max((c.step for c in published if c.branch == "main"), default=0)
     baseline = args.against or version_name(question.model, main)
-    gateway = connect(argparse.Namespace(run_dir=str(config.run_dir), url=None, key=None))
     for variant in variants:
         _until_known(gateway, variant.version)
-    given = {name: getattr(args, name) for name in _EVALUATION}
-    flags = [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
+    flags = _evaluation_flags(args)
     played = json.loads(
         commands.call("eval", baseline, *(v.version for v in variants), "--json", *flags, key=gateway.key)
     )
@@ -144,6 +151,11 @@ def _compare(
             if measure["name"] == "reward":
                 _say(_line(entrant["entrant"], measure))
     return answered
+
+
+def _evaluation_flags(args: argparse.Namespace) -> list[str]:
+    given = {name: getattr(args, name) for name in _EVALUATION}
+    return [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
 
 
 async def _checkpoints(config: Config, model: str) -> list[CheckpointPublished]:
@@ -295,21 +307,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0 on success, 1 if a part of the answer can't be had, 2 if an argument or a setting is
-    wrong."""
+    """Run the command. Return 0, or an error's status (`exit_status`): 1 if a part of the answer can't be had."""
     args = _parser().parse_args(argv)
-    try:
-        run_dir = find_run(args.run_dir).resolve()
-        answered = answer(args, run_dir)
-    except (StoreError, BrokerError, GatewayError, WhatIfError, duckdb.Error) as error:
-        sys.stderr.write(f"journeywork what-if: {error}\n")
-        return 1
-    except (ConfigError, InvalidNameError, OSError) as error:
-        sys.stderr.write(f"journeywork what-if: {error}\n")
-        return 2
+    return exit_status("what-if", lambda: _run(args), GatewayError, WhatIfError)
+
+
+def _run(args: argparse.Namespace) -> int:
+    run_dir = find_run(args.run_dir).resolve()
+    answered = answer(args, run_dir)
     _say(f"the dashboard's page What if has the answer; evaluation {answered.evaluation}")
     for variant in answered.variants:
-        source = f"{run_dir}#{variant.branch}/{version_name(answered.model, int(variant.version.rpartition('@')[2]))}"
+        version = version_name(answered.model, int(variant.version.rpartition("@")[2]))
+        source = f"{run_dir}#{version_address(variant.branch, version)}"
         _say(f"to go on from {variant.version}: journeywork train --run-dir {run_dir} --adopt '{source}'")
     return 0
 

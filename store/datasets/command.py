@@ -14,9 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import duckdb
-
-from pipeline.config import ConfigError
 from pipeline.printing import visible
 from pipeline.running.runs import run_settings
 from store.datasets.folder import Source, files_of, upload, write
@@ -24,6 +21,7 @@ from store.datasets.rows import FORMATS, rows_of
 from store.datasets.runs import select
 from store.lake.storage import StoreError
 from store.reading import sql
+from store.reading.commands import add_run, exit_status
 
 _HUB = "hf://datasets/"
 
@@ -50,41 +48,38 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--test-share", type=_share, default=0.0, help="share of tasks in the split `test`; default 0"
     )
-    parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
-    parser.add_argument("--config")
+    parser.add_argument(
+        "--held-out",
+        action="store_true",
+        help="include held-out runs (split val), which are left out otherwise",
+    )
+    add_run(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0 on success, 1 if there is no row or the store or the hub fails, 2 if an argument, a
-    setting or the query is wrong."""
+    """Run the command. Return 0, or an error's status (`exit_status`): 1 if there is no row."""
     args = _parser().parse_args(argv)
-    try:
-        with sql.connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:
-            runs = select(connection, args.query)
-            bases = connection.execute(
-                "SELECT DISTINCT base_model FROM checkpoints WHERE list_contains($models, model) ORDER BY ALL",
-                {"models": sorted({run.model for run in runs})},
-            ).fetchall()
-        rows, left_out = rows_of(runs, args.kind)
-        if not rows:
-            reasons = (
-                "; ".join(f"{n} × {why}" for why, n in left_out.items() if n)
-                or "the query selects no complete run"
-            )
-            raise StoreError(f"no row of format {args.kind}: {reasons}")
-        source = Source(args.query, args.kind, runs, [base for (base,) in bases], left_out)
-        files = files_of(rows, source, args.test_share)
-        if args.out.startswith(_HUB):
-            upload(files, args.out.removeprefix(_HUB))
-        else:
-            write(files, Path(args.out))
-    except (ConfigError, duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException) as error:
-        sys.stderr.write(f"journeywork: {error}\n")
-        return 2
-    except (StoreError, duckdb.Error, OSError) as error:
-        sys.stderr.write(f"journeywork: {error}\n")
-        return 1
+    return exit_status("dataset", lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    with sql.connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:
+        runs = select(connection, args.query)
+        bases = connection.execute(
+            "SELECT DISTINCT base_model FROM checkpoints WHERE list_contains($models, model) ORDER BY ALL",
+            {"models": sorted({run.model for run in runs})},
+        ).fetchall()
+    rows, left_out = rows_of(runs, args.kind, held_out=args.held_out)
+    if not rows:
+        reasons = "; ".join(f"{n} × {why}" for why, n in left_out.items() if n)
+        raise StoreError(f"no row of format {args.kind}: {reasons or 'the query selects no complete run'}")
+    source = Source(args.query, args.kind, runs, [base for (base,) in bases], left_out)
+    files = files_of(rows, source, args.test_share)
+    if args.out.startswith(_HUB):
+        upload(files, args.out.removeprefix(_HUB))
+    else:
+        write(files, Path(args.out))
     unusable = sum(left_out.values())
     sys.stdout.write(
         visible(f"{len(rows)} rows of {len(runs)} runs in {args.out}; left out: {unusable} (README.md)\n")

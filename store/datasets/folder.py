@@ -18,6 +18,7 @@ from store.datasets.rows import Row
 from store.datasets.runs import Run
 
 SPLITS = ("train", "test")
+_DATA = tuple(f"{split}.{ending}" for split in SPLITS for ending in ("jsonl", "parquet"))
 _NAMED = 20
 """Pairs of near-duplicates that the card names."""
 
@@ -44,12 +45,13 @@ def files_of(rows: Sequence[Row], source: Source, test_share: float) -> dict[str
     """Return the files of a data set by name."""
     columns = dict.fromkeys(name for row in rows for name in row)
     even: list[Row] = [{n: row.get(n, "[]" if n == "tools" else None) for n in columns} for row in rows]
+    schema = pa.Table.from_pylist(even).schema  # of all rows: a split may lack a field of another's messages
     files = {}
     for split in SPLITS:
         if own := [row for row in even if split_of(row["task"], test_share) == split]:
             files[f"{split}.jsonl"] = b"".join(msgspec.json.encode(row) + b"\n" for row in own)
             sink = pa.BufferOutputStream()
-            pq.write_table(pa.Table.from_pylist(own), sink, compression="zstd")
+            pq.write_table(pa.Table.from_pylist(own, schema), sink, compression="zstd")
             files[f"{split}.parquet"] = sink.getvalue().to_pybytes()
     files["README.md"] = _card(rows, source, test_share, files).encode()
     return files
@@ -58,7 +60,7 @@ def files_of(rows: Sequence[Row], source: Source, test_share: float) -> dict[str
 def write(files: Mapping[str, bytes], out: Path) -> None:
     """Write the files; those of an earlier data set with the same names are replaced."""
     out.mkdir(parents=True, exist_ok=True)
-    for name in {f"{split}.{ending}" for split in SPLITS for ending in ("jsonl", "parquet")} - files.keys():
+    for name in {*_DATA} - files.keys():
         (out / name).unlink(missing_ok=True)
     for name, content in files.items():
         write_whole(out / name, content)
@@ -67,7 +69,7 @@ def write(files: Mapping[str, bytes], out: Path) -> None:
 def remove(out: Path) -> None:
     """Delete the files of a data set, and its folder if nothing else is in it; what is gone already stays so. The card
     goes last: an interrupted removal finds the folder again. Raises `OSError`."""
-    for name in (*(f"{split}.{ending}" for split in SPLITS for ending in ("jsonl", "parquet")), "README.md"):
+    for name in (*_DATA, "README.md"):
         (out / name).unlink(missing_ok=True)
     if out.is_dir() and not any(out.iterdir()):
         out.rmdir()
@@ -141,10 +143,12 @@ users wrote to their owners' rights. Check for personal data before you pass the
 
 def _duplicates(rows: Sequence[Row], test_share: float) -> str:
     pairs = near_duplicates([_text(row) for row in rows])
-    across = [p for p in pairs if len({split_of(rows[i]["task"], test_share) for i in p[:2]}) > 1]
+    splits = [split_of(row["task"], test_share) for row in rows]
+    across = [(a, b, overlap) for a, b, overlap in pairs if splits[a] != splits[b]]
+    within = [(a, b, overlap) for a, b, overlap in pairs if splits[a] == splits[b]]
     named = "".join(
         f"- {_name(rows[a])} and {_name(rows[b])}: {overlap:.2f}\n"
-        for a, b, overlap in [*across, *(p for p in pairs if p not in across)][:_NAMED]
+        for a, b, overlap in [*across, *within][:_NAMED]
     )
     return (
         f"{len(pairs):,} pairs share 0.9 of their runs of five words or more, {len(across):,} of them in different "

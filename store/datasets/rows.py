@@ -35,11 +35,15 @@ class RowlessError(ValueError):
     """Why a run gives no row."""
 
 
-def rows_of(runs: Sequence[Run], kind: str) -> tuple[list[Row], Counter[str]]:
-    """Return the rows of a format, and how many runs, pairs or replies gave none, by the reason.
+def rows_of(runs: Sequence[Run], kind: str, *, held_out: bool = False) -> tuple[list[Row], Counter[str]]:
+    """Return the rows of a format, and how many runs, pairs or replies gave none, by the reason. `held_out`: whether
+    runs of the split `val` give rows.
 
     Every row also says its `run` (or `runs`) and `task`."""
     left_out: Counter[str] = Counter()
+    if not held_out:
+        left_out.update("a held-out run (split val)" for run in runs if run.split == "val")
+        runs = [run for run in runs if run.split != "val"]
     if kind != "prompts":
         left_out.update(f"a run with outcome {run.outcome}" for run in runs if run.outcome != "scored")
         runs = [run for run in runs if run.outcome == "scored"]
@@ -71,7 +75,7 @@ def _prompts(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
 def _kto(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
     means = {name: fmean(r.reward or 0.0 for r in members) for name, members in _groups(runs).items()}
     runs = _with_reward(runs, left_out)
-    differ = [run for run in runs if abs((run.reward or 0.0) - means[run.group]) > REWARD_TOLERANCE]
+    differ = [run for run in runs if abs((run.reward or 0.0) - means[run.compared_in]) > REWARD_TOLERANCE]
     if ties := len(runs) - len(differ):
         left_out["a run whose reward is its group's mean"] += ties
     for run, conversation in _conversations(differ, left_out):
@@ -79,7 +83,7 @@ def _kto(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
         for place in filter(None, conversation.sampled):
             yield {
                 "prompt": messages[:place], "completion": [messages[place]],
-                "label": (run.reward or 0.0) > means[run.group],
+                "label": (run.reward or 0.0) > means[run.compared_in],
                 **_tools(conversation), "run": run.trajectory, "task": run.key,
             }  # fmt: skip
 
@@ -90,7 +94,8 @@ def _dpo(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
         pairs = zip(preferred, rejected, strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         replies = [messages[same : same + 1] for messages in (preferred, rejected)]
-        if not same or any(not r or r[0]["role"] != "assistant" for r in replies):
+        sampled = (same in run.conversations[0].sampled for run in (better, worse))
+        if not same or not all(sampled):
             left_out["a pair that does not part in a reply"] += 1
             continue
         yield {
@@ -119,11 +124,11 @@ def _with_reward(runs: Sequence[Run], left_out: Counter[str]) -> list[Run]:
     return scored
 
 
-def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    groups: dict[str, list[Run]] = {}
+def _groups(runs: Sequence[Run]) -> dict[tuple[str, str, str], list[Run]]:
+    groups: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
         if run.reward is not None:
-            groups.setdefault(run.group, []).append(run)
+            groups.setdefault(run.compared_in, []).append(run)
     return groups
 
 

@@ -12,33 +12,37 @@ import msgspec
 from pipeline.config import ConfigError
 from pipeline.conversations import Conversation, build_conversations
 from pipeline.events import ExchangeRecorded
+from store.reading import rebuild
 
 _RUNS = """
     WITH scored AS (
       SELECT project, trajectory, arg_max(reward, scored_at) AS reward FROM rewards
       WHERE branch = 'main' AND outcome = 'scored' GROUP BY ALL
     )
-    SELECT t.project, t.trajectory, t.model, t.group_id, t.task, t.outcome,
+    SELECT t.project, t.trajectory, t.model, t.group_id, t.task, t.split, t.outcome,
       coalesce(s.reward, t.reward) AS reward
     FROM trajectories t LEFT JOIN scored s USING (project, trajectory)
     WHERE t.trajectory IN (SELECT * FROM unnest($names)) AND t.completed_at IS NOT NULL
     ORDER BY t.project, t.trajectory
 """
 _CALLS = """
-    SELECT project, trajectory, seq, choice, request, response, status, side_call, policy_version, step,
-           prompt_tokens, sampled_tokens
-    FROM exchanges WHERE trajectory IN (SELECT * FROM unnest($names)) ORDER BY project, trajectory, seq, choice
+    SELECT * REPLACE ([]::INT[] AS prompt_ids, []::INT[] AS sampled_ids, []::FLOAT[] AS logprobs)
+    FROM rollout_exchange WHERE trajectory IN (SELECT * FROM unnest($names)) ORDER BY project, trajectory, seq, choice
 """
+"""Calls without their tokens, which no row needs."""
 
 
 @dataclass(frozen=True)
 class Run:
     """A run that is complete."""
 
+    project: str
     trajectory: str
     group: str
     task: str
     model: str
+    split: str
+    """`train`, or `val` for a held-out run."""
     outcome: str
     reward: float | None
     """That of its newest verdict on `main`; else the one that its agent reported. A column `reward` of the query
@@ -48,6 +52,11 @@ class Run:
     calls: tuple[bytes, ...]
     """Request and response of each call."""
     conversations: tuple[Conversation, ...]
+
+    @property
+    def compared_in(self) -> tuple[str, str, str]:
+        """The group whose runs it is compared with: project, model and name."""
+        return self.project, self.model, self.group
 
     @property
     def key(self) -> str:
@@ -69,35 +78,30 @@ def select(connection: duckdb.DuckDBPyConnection, query: str) -> list[Run]:
         if reward is not None and rewards.setdefault(name, float(reward)) != float(reward):
             raise ConfigError(f"the query returns two rewards for run {name}: return one")
     names = sorted({row["trajectory"] for row in rows})
-    calls: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for call in _dicts(connection.execute(_CALLS, {"names": names})):
-        calls.setdefault((call["project"], call["trajectory"]), []).append(call)
+    calls: dict[tuple[str, str], list[ExchangeRecorded]] = {}
+    for call in rebuild.events(
+        ExchangeRecorded, connection.sql(_CALLS, params={"names": names}).to_arrow_table()
+    ):
+        calls.setdefault((call.project, call.trajectory), []).append(call)
     return [
         _run(row, calls.get((row["project"], row["trajectory"]), ()), rewards)
         for row in _dicts(connection.execute(_RUNS, {"names": names}))
     ]
 
 
-def _run(row: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], rewards: Mapping[str, float]) -> Run:
-    exchanges = [
-        ExchangeRecorded(
-            project=c["project"], trajectory=c["trajectory"], seq=c["seq"], choice=c["choice"], model=row["model"],
-            policy_version=c["policy_version"], step=c["step"], request=c["request"].encode(),
-            response=c["response"].encode(), prompt_ids=b"", sampled_ids=b"", logprobs=b"", status=c["status"],
-            side_call=c["side_call"],
-        )
-        for c in calls
-    ]  # fmt: skip
+def _run(row: Mapping[str, Any], calls: Sequence[ExchangeRecorded], rewards: Mapping[str, float]) -> Run:
     return Run(
+        project=row["project"],
         trajectory=row["trajectory"],
         group=row["group_id"] or "",
         task=row["task"] or "",
         model=row["model"],
+        split=row["split"],
         outcome=row["outcome"],
         reward=rewards.get(row["trajectory"], row["reward"]),
-        versions=tuple(sorted({e.policy_version for e in exchanges})),
-        calls=tuple(msgspec.msgpack.encode((e.request, e.response)) for e in exchanges),
-        conversations=build_conversations(exchanges)[0],
+        versions=tuple(sorted({e.policy_version for e in calls})),
+        calls=tuple(msgspec.msgpack.encode((e.request, e.response)) for e in calls),
+        conversations=build_conversations(calls)[0],
     )
 
 

@@ -5,8 +5,9 @@
     journeywork erase --subject user-17 --yes --finished    leaves out the runs that are not finished, for another time
     journeywork erase --subject user-17 --check    finds the receipt, and nothing else
 
-Each run that names the person is deleted, whole. Versions that learned from it are listed, with the newest ones that
-never saw it: `journeywork train --adopt` goes on from there. docs/erasure.md says what is not reached.
+Each run that names the person is deleted, whole. Versions that learned from it are listed with their descendants, and
+the newest version that is neither: `journeywork train --adopt` goes on from there. docs/erasure.md says what is not
+reached.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import duckdb
 import msgspec
 
 from pipeline import crash
 from pipeline.config import Config, ConfigError
 from pipeline.events import DataErased
 from pipeline.files import write_whole
-from pipeline.log.broker import Broker, BrokerError
+from pipeline.log.broker import Broker
+from pipeline.names import version_address
 from pipeline.printing import visible
 from pipeline.running.runs import log_of, run_settings
 from pipeline.telemetry import logs
@@ -35,16 +36,16 @@ from store.erasure import on_log
 from store.erasure.in_lake import Rewriter
 from store.erasure.plan import Plan, journal_of, make_plan
 from store.lake.lake import open_lake
-from store.lake.storage import StoreError
 from store.reading import sql
+from store.reading.commands import exit_status
 
 _WRITTEN_S = 60.0
 """How long the store may take to write what the log holds."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0; 1 if the log or the store fails, or `--check` finds something; 2 if an argument is
-    wrong or runs can't be erased yet."""
+    """Run the command. Return 0, 1 if `--check` finds no receipt or something that is left, or an error's status
+    (`exit_status`): 2 if runs can't be erased yet."""
     parser = argparse.ArgumentParser(
         prog="journeywork erase",
         description=inspect.cleandoc(__doc__ or ""),
@@ -70,19 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     args = parser.parse_args(argv)
     logs.configure("erase", "ERROR")  # an error is printed as one line
-    try:
-        if not args.subject:
-            raise ConfigError("--subject names nobody")
-        return anyio.run(_run, args)
-    except ConfigError as error:
-        sys.stderr.write(visible(f"journeywork erase: {error}") + "\n")
-        return 2
-    except (StoreError, BrokerError, duckdb.Error, OSError) as error:
-        sys.stderr.write(visible(f"journeywork erase: {error}") + "\n")
-        return 1
+    return exit_status("erase", lambda: anyio.run(_run, args))
 
 
 async def _run(args: argparse.Namespace) -> int:
+    if not args.subject:
+        raise ConfigError("--subject names nobody")
     config = run_settings(args.run_dir)
     async with Broker.connect(log_of(config), name="erase", provision=False) as broker:
         await _until_written(broker)
@@ -109,7 +103,7 @@ async def _until_written(broker: Broker) -> None:
     while await broker.lag("store-"):
         if anyio.current_time() > deadline:
             raise ConfigError("the store has not written what the log holds: start it, and try again")
-        await anyio.sleep(0.5)  # a consumer's lag comes without a word
+        await anyio.sleep(0.5)  # the server does not tell when a consumer's lag changes
 
 
 def _plan(config: Config, args: argparse.Namespace) -> Plan:
@@ -144,7 +138,8 @@ async def _erase(config: Config, broker: Broker, plan: Plan, rewriter: Rewriter,
             continue  # the base model: a new project begins with it
         sys.stdout.write(
             visible(
-                f"to go on from the version before: journeywork train --adopt '{config.run_dir}#main/{clean}'\n"
+                "to go on from a version without them: journeywork train --adopt "
+                f"'{config.run_dir}#{version_address('main', clean)}'\n"
             )
         )
 
@@ -188,8 +183,17 @@ def _summary(plan: Plan) -> str:
     lines += [f"  lake {tag}: {count} rows" for tag, count in sorted(plan.rows.items())]
     lines += [f"  data set {folder}" for folder in plan.folders]
     if plan.learned:
-        lines.append(f"  versions that learned from them and stay: {', '.join(plan.learned)}")
-    lines += [f"  newest version of {model} that never saw them: {v}" for model, v in plan.clean.items()]
+        lines.append(
+            f"  versions that learned from them, or descend from one that did, and stay: {', '.join(plan.learned)}"
+        )
+    lines += [
+        f"  newest version of {model} that descends from none of these: {v}"
+        for model, v in plan.clean.items()
+    ]
+    lines += [
+        f"  this history doesn't know what {v} learned from: it was made from {s}"
+        for v, s in plan.outside.items()
+    ]
     return "\n".join(lines) + "\n"
 
 

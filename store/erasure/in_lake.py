@@ -44,9 +44,7 @@ class Rewriter:
         """Return by table the number of rows that `erase` would change."""
         counts: dict[str, int] = {}
         for table in self._lake.tables():
-            files = table.files()
-            rows = sum(len(self._rows(table, name)) for name in files.names) if files is not None else 0
-            if rows:
+            if rows := sum(len(self._rows(table, name)) for name in table.files().names):
                 counts[table.tag] = rows
         return counts
 
@@ -55,8 +53,10 @@ class Rewriter:
         for table in self._lake.tables():
             # A table object of its own: its commits are checked against the snapshot that this one read.
             own, replaced = EventTable(self._lake.storage, table.tag), set[str]()
-            while self._replace(own, replaced) and self._delete_left(own, replaced):
+            self._replace(own, replaced)
+            while self._delete_left(own, replaced):
                 time.sleep(_LOOK_AGAIN_S)
+                self._replace(own, replaced)
 
     def _delete_left(self, table: EventTable, replaced: set[str]) -> bool:
         """Delete the files in a table's folder that are not part of the table and hold rows of the plan. A young one
@@ -64,13 +64,10 @@ class Rewriter:
         folder = fs.FileSelector(f"{table.storage.root}/{table.tag}", allow_not_found=True)
         # Before the snapshot: what another process commits between the two is then part of the table.
         there = table.storage.files.get_file_info(folder)
-        files = table.files()
-        young = False
-        if files is None:
-            return False
+        names, young = table.files().names, False
         for info in there:
             name = info.base_name
-            if not name.endswith(".parquet") or name in files.names:
+            if not name.endswith(".parquet") or name in names:
                 continue
             try:
                 reached = self._rows(table, name)
@@ -82,17 +79,9 @@ class Rewriter:
                 table.storage.files.delete_file(table.storage.key(table.tag, name))
         return young
 
-    def _replace(self, table: EventTable, replaced: set[str]) -> bool:
-        """Replace the files of a table's newest version, and add their names to `replaced`. Returns true, or tries
-        again if another process has merged some of the files meanwhile."""
-        while not self._replace_once(table, replaced):
-            pass
-        return True
-
-    def _replace_once(self, table: EventTable, replaced: set[str]) -> bool:
-        """Return false if another process replaced a file first."""
-        files = table.files()
-        for name in files.names if files is not None else ():
+    def _replace(self, table: EventTable, replaced: set[str]) -> None:
+        """Replace the files of a table's newest version, and add their names to `replaced`."""
+        for name in table.files().names:
             if not (reached := self._rows(table, name)):
                 continue
             rows = self._without(table.tag, table.storage.read(table.tag, name), reached)
@@ -103,11 +92,11 @@ class Rewriter:
                 actions.insert(0, add_action_of_rows(new, size, rows))
             try:
                 table.commit(actions)
-            except CommitFailedError:
-                return False
+            except CommitFailedError:  # another process has merged the file: begin with the newest version
+                self._replace(table, replaced)
+                return
             replaced.add(name)
             crash.point("erase.file_replaced")
-        return True
 
     def _rows(self, table: EventTable, name: str) -> list[int]:
         """Return the indices of a file's rows that are to be left out or changed."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import duckdb
 import msgspec
@@ -20,7 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config import Config
-from pipeline.files import write_once
+from pipeline.files import read_json, write_once
+from pipeline.lake_files import S3
 from pipeline.names import new_id
 from store.datasets.folder import SPLITS
 
@@ -64,11 +68,13 @@ WHERE project = $project AND branch = 'main' AND split = 'train'
     UNION ALL SELECT (model, "group") FROM group_discarded WHERE project = $project AND branch = 'main'
   )
 """
-_LEARNED = """
-SELECT DISTINCT branch, model, step, version FROM (
-  SELECT branch, model, step, version, unnest(groups) AS "group" FROM policy_checkpoint WHERE project = $project
-) WHERE (model, "group") IN (SELECT (g.model, g."group") FROM (SELECT unnest($groups) AS g)) ORDER BY ALL
+_VERSIONS = """
+SELECT branch, model, version, parent, coalesce(source, ''), groups FROM policy_checkpoint WHERE project = $project
+ORDER BY branch, model, step
 """
+_ADDRESS = re.compile(r"(?P<lake>.+)#(?:(?:(?P<project>[^/#]+)/)?(?P<branch>[^/#]+)/)?(?P<version>[^/#]+)")
+"""Of a version, as a checkpoint's `source` has it."""
+_DATA_SET = re.compile(r"[a-z]+:sha256:(?P<sha256>[0-9a-f]{64})")
 JOURNAL = "erasures"
 """Folder in the run directory with what unfinished erasures reach."""
 
@@ -87,18 +93,27 @@ class Plan(msgspec.Struct, kw_only=True):
     erasure: str
     digest: str
     runs: list[str] = []
+    """The person's runs that are deleted."""
     left: list[str] = []
     """Runs of the person that are not finished, and stay for the next erasure."""
     groups: list[Group] = []
     untrained: list[tuple[str, str, list[str]]] = []
-    """Model, group and runs of groups that wait for the trainer."""
+    """Model, group and runs of the groups with runs of the person that wait for the trainer."""
     folders: list[str] = []
-    """Data sets in the run directory with rows of these runs."""
+    """Data sets in the run directory with rows of the person's runs."""
     learned: list[str] = []
+    """Versions that were trained on the person's runs, and all that descend from them: `<model>@<step>` on `main`,
+    `<branch>/<model>@<step>` on another branch."""
     clean: dict[str, str] = {}
+    """By model, the newest version of `main` that is not in `learned`; the base version if there is none."""
+    outside: dict[str, str] = {}
+    """By version, written as in `learned`, the lake, adapter or data set outside this history that it was made from."""
     messages: dict[str, int] = {}
+    """By stream, the messages that are deleted."""
     objects: int = 0
+    """Events among these messages that are in the object store."""
     rows: dict[str, int] = {}
+    """By table of the lake, the rows that are deleted; for scored groups, the rows whose texts are deleted."""
     held_up: list[str] = []
     """What has to be done before anything may be deleted, as sentences."""
 
@@ -128,7 +143,7 @@ def make_plan(
     digest = digest_of(config, subject)
     journal = journal_of(config, digest)
     plan = (
-        msgspec.json.decode(journal.read_bytes(), type=Plan)
+        read_json(journal, Plan, "restore it; it lists what an erasure that did not end still has to delete")
         if journal.exists()
         else Plan(erasure=new_id("erasure"), digest=digest)
     )
@@ -143,26 +158,28 @@ def make_plan(
     plan.runs = sorted(runs)
     values["runs"] = plan.runs
     holding = [
-        (_column(connection, _OPEN, values), "runs", "are open: complete them first"),
+        ("runs that are open", _column(connection, _OPEN, values), "complete them first"),
         (
+            "runs that wait for a judge",
             _column(connection, _UNJUDGED, values),
-            "runs",
-            "wait for a judge: erase them when they are scored",
+            "erase them when they are scored",
         ),
     ]
     plan.untrained = [(m, g, t) for m, g, t in connection.execute(_UNTRAINED, values).fetchall()]
     if not untrained:
-        why = (
-            "wait for the trainer: erase them when they are trained, or stop the trainer and add --untrained, which "
-            "discards them"
+        way_out = (
+            "erase them when they are trained, or stop the trainer and add --untrained, which discards them"
         )
-        holding.append(([group for _, group, _ in plan.untrained], "groups", why))
-    plan.held_up = [_reason(names, what, why) for names, what, why in holding if names]
+        holding.append(
+            ("groups that wait for the trainer", [group for _, group, _ in plan.untrained], way_out)
+        )
+    plan.held_up = [_reason(what, names, way_out) for what, names, way_out in holding if names]
     groups = {Group(m, g) for m, g in connection.execute(_GROUPS, values).fetchall()}
     plan.groups = sorted({*plan.groups, *groups}, key=lambda g: (g.model, g.group))
-    if plan.groups:
-        _add_versions(connection, config, plan)
-    plan.folders = sorted({*plan.folders, *(str(f) for f in _data_sets(Path(config.run_dir), runs))})
+    data_sets = list(_data_sets(Path(config.run_dir), runs))
+    plan.folders = sorted({*plan.folders, *(str(found.folder) for found in data_sets if found.reached)})
+    if plan.runs:
+        _add_versions(connection, config, plan, data_sets)
     return plan
 
 
@@ -172,38 +189,87 @@ def _unfinished(
     """Return those of the runs that are open or wait for a judge, or for the trainer unless `untrained`, and the runs
     whose calls they are made of: these tell that they are the person's."""
     values: dict[str, Any] = {"project": config.project, "runs": sorted(runs)}
-    found = {*_column(connection, _OPEN, values), *_column(connection, _UNJUDGED, values)}
+    unfinished = {*_column(connection, _OPEN, values), *_column(connection, _UNJUDGED, values)}
     if not untrained:
-        found.update(*(members for _, _, members in connection.execute(_UNTRAINED, values).fetchall()))
-    while sources := {*_column(connection, _SOURCES, values | {"runs": sorted(found)})} - found:
-        found |= sources
-    return found & runs
+        unfinished.update(*(members for _, _, members in connection.execute(_UNTRAINED, values).fetchall()))
+    while sources := {*_column(connection, _SOURCES, values | {"runs": sorted(unfinished)})} - unfinished:
+        unfinished |= sources
+    return unfinished & runs
 
 
-def _add_versions(connection: duckdb.DuckDBPyConnection, config: Config, plan: Plan) -> None:
-    """Set the versions that learned from the groups, and for each model the last one of `main` before them."""
-    values = {"project": config.project, "groups": [msgspec.structs.asdict(group) for group in plan.groups]}
-    rows = connection.execute(_LEARNED, values).fetchall()
-    plan.learned = [version if branch == "main" else f"{branch}/{version}" for branch, _, _, version in rows]
-    first: dict[str, int] = {}
-    for branch, model, step, _ in rows:
+def _add_versions(
+    connection: duckdb.DuckDBPyConnection, config: Config, plan: Plan, data_sets: list[_DataSet]
+) -> None:
+    """Set the versions that learned from the runs, the newest ones that did not, and what came from outside."""
+    rows = connection.execute(_VERSIONS, {"project": config.project}).fetchall()
+    groups, known = {(g.model, g.group) for g in plan.groups}, {d.sha256: d.trains for d in data_sets}
+    names, main = dict[str, None](), list[tuple[str, str]]()
+    learned, parents = set(plan.learned), list[tuple[str, str]]()
+    for branch, model, version, parent, source, trained in rows:
+        name, data_set = _name(branch, version), _DATA_SET.fullmatch(source)
+        origin = _in_lake(source, config)
+        names[name] = None
         if branch == "main":
-            first[model] = min(step, first.get(model, step))
-    plan.clean = {model: f"{model}@{step - 1}" for model, step in first.items()}
+            main.append((model, version))
+        if any((model, group) in groups for group in trained) or (data_set and known.get(data_set["sha256"])):
+            learned.add(name)
+        if origin or not source or data_set:  # a step on a data set continues its parent
+            parents.append((name, origin or _name(branch, parent)))
+        if source and not origin and not (data_set and data_set["sha256"] in known):
+            plan.outside[name] = source
+    while more := {name for name, parent in parents if parent in learned} - learned:
+        learned |= more
+    plan.learned = [name for name in names if name in learned]
+    affected = sorted({model for model, version in main if version in learned})
+    clean = {model: version for model, version in main if version not in learned}
+    plan.clean = {model: clean.get(model, f"{model}@0") for model in affected}
 
 
-def _data_sets(folder: Path, runs: set[str]) -> Iterator[Path]:
-    """Yield the folders below a run directory that `journeywork dataset` wrote, with rows of these runs."""
+def _name(branch: str, version: str) -> str:
+    return version if branch == "main" else f"{branch}/{version}"
+
+
+def _in_lake(source: str, config: Config) -> str:
+    """Return the version of this history that a checkpoint's `source` names; empty if it names something else."""
+    match = _ADDRESS.fullmatch(source)
+    if match is None or (match["project"] and unquote(match["project"]) != config.project):
+        return ""
+    lake, own = match["lake"], config.store.dir
+    if own.startswith(S3):
+        same = lake.rstrip("/") == own.rstrip("/")
+    else:
+        same = Path(lake).resolve() in (Path(config.run_dir).resolve(), config.path(own).resolve())
+    return _name(unquote(match["branch"] or "main"), unquote(match["version"])) if same else ""
+
+
+@dataclass(frozen=True)
+class _DataSet:
+    """A data set that `journeywork dataset` wrote."""
+
+    folder: Path
+    reached: bool
+    """Whether it has rows of the person's runs."""
+    sha256: str = ""
+    """Of its split `train`, if it has one."""
+    trains: bool = False
+    """Whether this split has such rows."""
+
+
+def _data_sets(folder: Path, runs: set[str]) -> Iterator[_DataSet]:
+    """Yield the data sets below a run directory."""
     for card in folder.rglob("README.md"):
-        for split in SPLITS:
-            file = card.parent / f"{split}.parquet"
-            if (
-                file.is_file()
-                and "journeywork dataset" in card.read_text(errors="replace")
-                and _names(file) & runs
-            ):
-                yield card.parent
-                break
+        files = [file for split in SPLITS if (file := card.parent / f"{split}.parquet").is_file()]
+        if not files or "journeywork dataset" not in card.read_text(errors="replace"):
+            continue
+        reached = {file.stem: bool(_names(file) & runs) for file in files}
+        yield _DataSet(
+            card.parent,
+            any(reached.values()),
+            hashlib.sha256((card.parent / "train.parquet").read_bytes()).hexdigest()
+            if "train" in reached
+            else "",
+            reached.get("train", False),
+        )
 
 
 def _names(file: Path) -> set[str]:
@@ -220,6 +286,6 @@ def _column(connection: duckdb.DuckDBPyConnection, query: str, values: dict[str,
     return [str(row[0]) for row in connection.execute(query, values).fetchall()]
 
 
-def _reason(names: list[str], what: str, why: str) -> str:
+def _reason(what: str, names: list[str], way_out: str) -> str:
     shown = ", ".join(sorted(names)[:10]) + (", …" if len(names) > 10 else "")
-    return f"{len(names)} {what} ({shown}) {why}"
+    return f"{what} ({len(names)}: {shown}): {way_out}"

@@ -19,18 +19,6 @@ from pipeline.sequential import interval
 
 Verdict = Literal["promote", "rollback", "hold", "continue"]
 
-_NUMBERS = (
-    "BIGINT",
-    "BOOLEAN",
-    "DOUBLE",
-    "FLOAT",
-    "HUGEINT",
-    "INTEGER",
-    "SMALLINT",
-    "TINYINT",
-    "UBIGINT",
-    "UINTEGER",
-)
 _RUNS = """
 WITH judged AS (
   SELECT trajectory, arg_min(reward, scored_at) AS judged, epoch_us(min(scored_at)) AS since
@@ -49,13 +37,13 @@ WITH judged AS (
   SELECT trajectory, ended AS moment FROM runs
   UNION SELECT trajectory, greatest(ended, since) FROM judged JOIN runs USING (trajectory)
   UNION SELECT trajectory, greatest(ended, since) FROM said JOIN runs USING (trajectory)
-), told AS (
+), feedback_by AS (
   SELECT trajectory, moment, map(list(name ORDER BY name), list(value ORDER BY name)) AS feedback
   FROM moments JOIN said USING (trajectory) WHERE since <= moment GROUP BY trajectory, moment
 ), known AS (
   SELECT runs.*, moments.moment, judged, feedback FROM runs JOIN moments USING (trajectory)
   LEFT JOIN judged ON judged.trajectory = runs.trajectory AND since <= moment
-  LEFT JOIN told ON told.trajectory = runs.trajectory AND told.moment = moments.moment
+  LEFT JOIN feedback_by ON feedback_by.trajectory = runs.trajectory AND feedback_by.moment = moments.moment
   WHERE moments.moment <= $until
 ), numbers AS (SELECT trajectory, step, moment, {columns} FROM known)
 SELECT step, trajectory, {firsts} FROM numbers GROUP BY trajectory, step
@@ -73,6 +61,10 @@ class Metric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `calls_s`. A run counts once it is not null, with the number that it is then."""
     low: float = 0.0
     high: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ConfigError(f"the range of {self.sql} is from {self.low:g} to {self.high:g}: low < high")
 
 
 class Guard(Metric, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -168,11 +160,10 @@ def gather(
 
 def _columns(connection: duckdb.DuckDBPyConnection) -> str:
     """A sentence that lists what a metric can be made of."""
-    rows = connection.execute("DESCRIBE trajectories").fetchall()
-    numbers = [name for name, kind, *_ in rows if kind in _NUMBERS]
+    columns = ", ".join(connection.view("trajectories").columns)
     return (
-        f"Numbers of a run are {', '.join(numbers)}, judged (the reward that training got), and by name "
-        "metrics['…'], rewards['…'] and feedback['…']."
+        f"A run has {columns}, judged (the reward that training got), and by name metrics['…'], rewards['…'] and "
+        "feedback['…']."
     )
 
 
@@ -183,10 +174,11 @@ def _check(connection: duckdb.DuckDBPyConnection, columns: str, count: int, name
     (text,) = connection.execute("SELECT json_serialize_sql(?)", [f"SELECT {columns}"]).fetchall()[0]
     parsed = msgspec.json.decode(text)
     statements = parsed.get("statements", ())
+    node = statements[0]["node"] if len(statements) == 1 else {}
     if (
-        len(statements) != 1
-        or statements[0]["node"]["from_table"]["type"] != "EMPTY"
-        or len(statements[0]["node"]["select_list"]) != count
+        node.get("type") != "SELECT_NODE"
+        or node["from_table"]["type"] != "EMPTY"
+        or len(node["select_list"]) != count
         or any(word in text for word in ('"SUBQUERY"', '"WINDOW"'))
     ):
         raise ConfigError(

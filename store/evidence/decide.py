@@ -20,13 +20,12 @@ import inspect
 import sys
 import time
 from collections.abc import Sequence
-from typing import TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from pipeline.config import Config, ConfigError
-from pipeline.names import InvalidNameError, new_id, parse_version
+from pipeline.names import new_id, parse_version
 from pipeline.printing import visible
 from pipeline.running.gateway_api import (
     GatewayApi,
@@ -37,10 +36,9 @@ from pipeline.running.gateway_api import (
 )
 from pipeline.running.runs import run_settings
 from store.evidence.comparison import Evidence, Finding, Guard, Metric, Plan, gather
-from store.lake.storage import StoreError
 from store.reading import sql
+from store.reading.commands import exit_status
 
-_M = TypeVar("_M", bound=Metric)
 _SETTLED_S = 30
 """How long the store may take to have an event. What is younger is left for the next look."""
 _RECORDED = """
@@ -57,17 +55,10 @@ class _Begun(msgspec.Struct, frozen=True):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0; 1 if the gateway or the store refuses, or `check` finds a difference; 2 for invalid
-    usage; 3 if `watch` has not decided."""
+    """Run the command. Return 0, 1 if `check` finds a difference, 3 if `watch` has not decided, or an error's status
+    (`exit_status`)."""
     args = _parser().parse_args(argv)
-    try:
-        return int(args.run(args))
-    except (ConfigError, InvalidNameError) as error:
-        sys.stderr.write(f"journeywork decide: {error}\n")
-        return 2
-    except (GatewayError, StoreError) as error:
-        sys.stderr.write(f"journeywork decide: {error}\n")
-        return 1
+    return exit_status("decide", lambda: int(args.run(args)), GatewayError)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -124,16 +115,9 @@ def _guard(text: str) -> Guard:
     if len(parts) < len(names):
         raise ConfigError(form)
     try:
-        guard = msgspec.convert(dict(zip(names, parts, strict=True)), Guard, strict=False)
+        return msgspec.convert(dict(zip(names, parts, strict=True)), Guard, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{form}: {error}") from error
-    return _checked(guard)
-
-
-def _checked(metric: _M) -> _M:
-    if not metric.low < metric.high:
-        raise ConfigError(f"the range of {metric.sql} is from {metric.low:g} to {metric.high:g}: low < high")
-    return metric
 
 
 def _begin(args: argparse.Namespace) -> int:
@@ -142,7 +126,7 @@ def _begin(args: argparse.Namespace) -> int:
     low, high = args.range
     expression = f"{low + high} - ({args.metric})" if args.lower_is_better else args.metric
     plan = Plan(
-        metric=_checked(Metric(sql=expression, low=low, high=high)), guards=tuple(map(_guard, args.guard)),
+        metric=Metric(sql=expression, low=low, high=high), guards=tuple(map(_guard, args.guard)),
         alpha=args.alpha, max_pairs=args.max_pairs, approval=args.approval,
     )  # fmt: skip
     begun = Evidence(

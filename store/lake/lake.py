@@ -57,8 +57,8 @@ class Lake:
         return self.table(tag).append(rows)
 
     def _prepare(self, tag: str) -> None:
-        """Make a table ready for writing, once per process: move commits aside that a power cut truncated, and add the
-        columns that the table lacks."""
+        """Make a table ready for writing, once per lake object: move commits aside that a power cut truncated, and add
+        the columns that the table lacks."""
         with self._preparing:
             if tag in self._prepared:
                 return
@@ -69,8 +69,7 @@ class Lake:
 
     def names(self, tag: str) -> list[str]:
         """Return the names of the files that hold a tag's events now, sorted. Raises `LakeError`."""
-        files = self.table(tag).files()
-        return [] if files is None else sorted(files.names)
+        return sorted(self.table(tag).files().names)
 
 
 def open_lake(config: Config) -> Lake:

@@ -127,8 +127,6 @@ class Maintenance:
         """Return the files of the newest snapshot and the indices of the first small ones to merge; `None` if there are
         too few. Returns `None` too if a newer version of the store has added columns, which a merge would drop."""
         files = table.files()
-        if files is None:
-            return None
         if not covers(columns.arrow_schema(table.tag), table.schema()):
             return None
         run: list[int] = []
@@ -148,11 +146,10 @@ class Maintenance:
         """Remove the files whose newest event is older than `store.keep_days`."""
         limit_us = int((time.time() - self._config.keep_days * _DAY_S) * 1e6)
         files = table.files()
-        old = [] if files is None else np.flatnonzero(files.newest < limit_us).tolist()
-        if not old or files is None:
+        names = [files.names[i] for i in np.flatnonzero(files.newest < limit_us)]
+        if not names:
             return False
-        names = [files.names[i] for i in old]
-        table.remove(names)
+        table.commit([remove_action(name) for name in names])
         log.info(
             "files deleted after keep_days", tag=table.tag, files=names, keep_days=self._config.keep_days
         )

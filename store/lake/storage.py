@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,6 +37,10 @@ _DUCKDB_S3 = "journeywork-s3"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+PASSING = tuple(os.strerror(number) for number in (errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM))
+"""Texts in DuckDB's errors that tell of no damage: the file could not be opened for a reason that can pass."""
+
+
 class StoreError(Exception):
     """Base of the store's errors."""
 
@@ -58,8 +63,6 @@ class Storage(ABC):
     """Storage options for delta-rs."""
     needs_sync = False
     """Whether a power cut may lose writes until `make_durable` has returned."""
-    _damage: tuple[type[Exception], ...] = (pa.ArrowException, OSError)
-    """Errors that reading a damaged file raises."""
 
     def __init__(self, files: fs.FileSystem, root: str) -> None:
         """`root`: path of the lake in the file system `files`."""
@@ -94,8 +97,17 @@ class Storage(ABC):
                 return pq.ParquetFile(file).read(columns=names)
         except FileNotFoundError:
             raise
-        except self._damage as error:
-            raise DamagedFileError(self.url(tag, name), str(error)) from error
+        except (pa.ArrowException, OSError) as error:
+            if not self._is_damage(error, self.key(tag, name)):
+                raise
+            raise DamagedFileError(f"{self.uri(tag)}/{name}", str(error)) from error
+
+    def _is_damage(self, error: Exception, key: str) -> bool:
+        """Return whether the file at `key` is damaged, whose reading raised `error`. Arrow's own errors about its
+        content have no number of the operating system. One of memory tells nothing of the file."""
+        if isinstance(error, MemoryError):
+            return False
+        return not isinstance(error, OSError) or error.errno in (None, errno.EIO)
 
     def holds(self, folder: str, name: str) -> bool:
         """Return whether there is a file of that name. Raises `OSError`."""
@@ -180,8 +192,6 @@ class LocalStorage(Storage):
 class S3Storage(Storage):
     """A prefix of an existing bucket. The constructor raises `ConfigError` if `store.dir` names no bucket."""
 
-    _damage = (pa.ArrowInvalid,)  # not OSError, which a network failure raises too
-
     def __init__(self, config: Config) -> None:
         root = config.store.dir.removeprefix(S3).strip("/")
         if not root:
@@ -215,6 +225,21 @@ class S3Storage(Storage):
                     return path.removeprefix(f"{_DUCKDB_S3}://")
 
             connection.register_filesystem(ForDuckDB(self.files))
+
+    def _is_damage(self, error: Exception, key: str) -> bool:
+        """A failure of the network is an `OSError` without a number too, so the content is read again from memory."""
+        if not isinstance(error, OSError):
+            return super()._is_damage(error, key)
+        try:
+            with self.files.open_input_file(key) as file:
+                content = file.read_buffer()
+        except OSError:
+            return False
+        try:
+            pq.ParquetFile(pa.BufferReader(content)).read()
+        except (pa.ArrowException, OSError):
+            return True
+        return False
 
     def put(self, folder: str, name: str, content: bytes) -> None:
         with self.files.open_output_stream(self.key(folder, name)) as stream:

@@ -14,6 +14,7 @@ The journal of a commit is on the disk, with the files that it names, before `ap
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -23,12 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from deltalake import (
-    CommitProperties,
-    DeltaTable,
-    Transaction,
-    write_deltalake,
-)
+from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
@@ -42,7 +38,6 @@ from store.lake.commits import (
     file_name_of_rows,
     last_checkpoint,
     read_commit,
-    remove_action,
     transaction_id,
 )
 from store.lake.storage import LOG, DamagedFileError, Storage
@@ -100,6 +95,9 @@ class Files:
         )  # fmt: skip
 
 
+_NO_FILES = Files([], *[np.zeros(0, dtype=np.int64)] * 6)
+
+
 class EventTable:
     """The table of one event tag. Several threads may call its methods: one at a time runs.
 
@@ -112,6 +110,8 @@ class EventTable:
         self._lock = threading.RLock()
         self._delta: DeltaTable | None = None
         self._files: Files | None = None
+        self._files_version = -1
+        """Version of the table that `_files` were read from."""
         self._read_at = 0.0
         """When `_delta` was last updated, in seconds since the epoch."""
         self._durable = -1
@@ -121,11 +121,8 @@ class EventTable:
     def snapshot(self) -> DeltaTable | None:
         """Read and return the table's newest version; `None` if nothing was ever committed. Raises `LakeError`."""
         with self._lock:
-            before = self._version()
             self._delta = self._newest()
             self._read_at = time.time()
-            if self._version() != before:
-                self._files = None  # `files` reads them again
             return self._delta
 
     def _version(self) -> int:
@@ -144,13 +141,18 @@ class EventTable:
         except TableNotFoundError:
             return None
 
-    def files(self) -> Files | None:
-        """Return the files of the newest version; `None` if nothing was ever committed. Raises `LakeError`."""
+    def files(self) -> Files:
+        """Return the files of the newest version. Raises `LakeError`."""
         with self._lock:
-            delta = self.snapshot()
-            if delta is not None and self._files is None:
-                self._files = Files.from_delta(delta)
-            return self._files
+            self.snapshot()
+            return self._files_of_snapshot()
+
+    def _files_of_snapshot(self) -> Files:
+        # Maintenance updates `_delta` too, so it may be newer than `_files` though `snapshot` found nothing new.
+        if self._files is None or self._files_version != self._version():
+            self._files = _NO_FILES if self._delta is None else Files.from_delta(self._delta)
+            self._files_version = self._version()
+        return self._files
 
     def schema(self) -> pa.Schema:
         """Return the schema of the last snapshot. One must have been read."""
@@ -183,7 +185,8 @@ class EventTable:
                         0  # another process has committed, so the refusals were conflicts and not a failure
                     )
                 try:
-                    self.commit([add_action_of_rows(written[0], written[1], fresh)], int(_highest(fresh)))
+                    last = int(fresh["log_seq"].to_numpy().max())
+                    self.commit([add_action_of_rows(written[0], written[1], fresh)], last)
                 except CommitFailedError:
                     refused += 1
                     if refused == _MAX_REFUSALS:
@@ -193,14 +196,14 @@ class EventTable:
                     return int(fresh.num_rows)
                 # The process was suspended for so long that its commit may reuse the number of one that was cleaned
                 # up. Read the table from the start and see whether the rows are in it.
-                self._delta = None
+                self._delta = self._files = None
 
     def commit(self, actions: Sequence[AddAction | RemoveAction], last: int | None = None) -> None:
         """Commit actions against the last snapshot. Creates the table if it does not exist.
 
         `last`: the highest sequence of the new rows, to which the tag's transaction is set if that is higher.
         Raises `CommitFailedError` if another process has committed new rows since the snapshot while these actions add
-        some, or removed files while these remove some."""
+        some, or removed files while these remove some; also if these remove a file that the snapshot does not have."""
         with self._lock:
             app_id, read_at = transaction_id(self.tag), self._read_at
             if self._delta is None:
@@ -215,7 +218,12 @@ class EventTable:
                 moved = []
                 if last is not None:
                     moved.append(Transaction(app_id, max(last, self._delta.transaction_version(app_id) or 0)))
-                if any(isinstance(a, RemoveAction) for a in actions):
+                if removed := {a.path for a in actions if isinstance(a, RemoveAction)}:
+                    # delta-rs 1.6 accepts such a removal. If the file was merged, its rows would be there twice.
+                    if gone := removed.difference(self._files_of_snapshot().names):
+                        raise CommitFailedError(
+                            f"{self.tag}: no longer in the table: {', '.join(sorted(gone))}"
+                        )
                     moved.append(Transaction(_REMOVAL_TRANSACTION, self._delta.version() + 1))
                 self._delta.create_write_transaction(
                     list(actions), "append", self._delta.schema(),
@@ -225,12 +233,6 @@ class EventTable:
             self.snapshot()
             self._read_at = read_at
             self.make_durable()
-
-    def remove(self, names: Sequence[str]) -> None:
-        """Remove files from the table. Raises `LakeError`."""
-        with self._lock:
-            self.snapshot()
-            self.commit([remove_action(name) for name in names])
 
     def sync(self) -> None:
         """Read the newest snapshot and make it durable. Raises `LakeError`."""
@@ -262,22 +264,16 @@ class EventTable:
                 delta = self.snapshot()
                 if delta is None or covers(pa.schema(delta.schema()), wanted):
                     return
-                refusal: CommitFailedError | None = None
-                try:
+                with contextlib.suppress(CommitFailedError):  # another process may have done it
                     write_deltalake(
-                        delta,
-                        wanted.empty_table(),
-                        mode="append",
-                        schema_mode="merge",
+                        delta, wanted.empty_table(), mode="append", schema_mode="merge",
                         post_commithook_properties=NO_HOOKS,
-                    )
-                except CommitFailedError as error:  # another process may have done it
-                    refusal = error
+                    )  # fmt: skip
                 self._delta = None
                 self.snapshot()
                 self.make_durable()
-            raise refusal or CommitFailedError(
-                f"{self.tag}: the columns were added, and the table lacks them"
+            raise CommitFailedError(
+                f"{self.tag}: {_MAX_REFUSALS} attempts to add the columns of this version"
             )
 
     # -- rows that files hold ------------------------------------------------------------------------------------------
@@ -306,7 +302,7 @@ class EventTable:
         """Return for each event, by sequence and stream time, whether a file holds it."""
         stored = np.zeros(len(seqs), dtype=bool)
         files = self.files()
-        if files is None or not len(seqs) or not len(files.names):
+        if not len(seqs) or not files.names:
             return stored
         wanted = np.sort(seqs)
         # A file is a candidate if a wanted sequence lies between its first and its last.
@@ -326,10 +322,6 @@ class EventTable:
     def _read_places(self, name: str) -> tuple[Ints, Ints]:
         places = self.storage.read(self.tag, name, ["log_seq", "log_at"])
         return places["log_seq"].to_numpy(), places["log_at"].cast(pa.int64()).to_numpy()
-
-
-def _highest(table: pa.Table) -> int:
-    return int(table["log_seq"].to_numpy().max())
 
 
 def covers(schema: pa.Schema, required: pa.Schema) -> bool:

@@ -30,16 +30,15 @@ class Versions:
     async def copy(self, event: CheckpointPublished) -> None:
         """Copy a version that the lake does not hold. Retries while the disk is full or object storage can't be
         reached."""
-        waiting = self._contents != "none"
-        while waiting:
+        while self._contents != "none":
             try:
                 await self._copy(event)
-                waiting = False
+                return
             except HistoryGoneError as error:
                 log.warning(
                     "version not copied: it can't be forked", version=event.version, reason=str(error)
                 )
-                waiting = False
+                return
             except OSError as error:
                 if not self._storage.is_retryable(error):
                     raise

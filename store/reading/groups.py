@@ -24,7 +24,8 @@ _AT_STEP = "(group_id, branch) IN (SELECT group_id, branch FROM rewards WHERE la
 
 
 def groups(history: History, query: Query) -> dict[str, Any]:
-    """Groups by task, status, reason, split, branch, policy step, and whether their rewards differ; training first."""
+    """Groups, those of training first. `query` may filter them by model, branch, split, status, reason, task, policy
+    step, and whether their rewards differ."""
     step = query.get("step", "").strip()
     if step and as_step(step) is None:
         raise InvalidQueryError(f"step={step[:40]!r}: write the number of a policy step.")
@@ -96,7 +97,8 @@ def _calls(history: History, members: list[str]) -> dict[str, Row]:
 
 
 def _ends(members: list[Row]) -> tuple[str, str]:
-    """The best and the worst scored member; the worst is empty where no member is worse than the best."""
+    """The ids of the runs with the highest and the lowest reward; the second is empty where it is no lower. If no
+    member was scored, the first is that of any member."""
     scored = [row for row in members if row["outcome"] == "scored" and row["reward"] is not None]
     if not scored:
         return (members[0]["trajectory"] if members else ""), ""

@@ -1,4 +1,4 @@
-"""Read access to the store for the pages: one DuckDB in this process, refreshed as files appear."""
+"""The store, read for the dashboard's pages: one DuckDB in this process, refreshed as files appear."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ _REFRESH_S = 2.0
 """A page shows files that are older than this."""
 _MEMORY = "200MB"
 _REUSE = 20
-"""A query that took a second is run again after so many seconds at the earliest, so that pages that refresh
-themselves leave the machine to the run."""
+"""A result is cached for this multiple of the query's duration, so that pages that refresh themselves leave the machine
+to agents and training."""
 _REMEMBERED = 128
 _PARAMETER = re.compile(r"\$(\w+)")
 
 
 class History:
-    """The history of one run. Its methods block and may be called from any thread."""
+    """The history in the store of one installation. Its methods block and may be called from any thread."""
 
     def __init__(self, config: Config) -> None:
-        """Raises `ConfigError` where `store.dir` names no place, `DamagedFileError`. A run without a store is empty."""
+        """Raises `ConfigError` where `store.dir` names no place, `DamagedFileError`. Without a store there, the history
+        is empty."""
         self.config = config
-        self._lake, self._shown = open_lake(config), dict[str, list[str]]()
+        self._lake = open_lake(config)
+        self._files: dict[str, list[str]] = {}
+        """By tag, the files that the views read (`sql.define_views`)."""
         self._spill = tempfile.TemporaryDirectory(prefix="journeywork-ui-")
         self._connection = duckdb.connect(
             config={"memory_limit": _MEMORY, "threads": "2", "temp_directory": self._spill.name}
@@ -41,9 +44,9 @@ class History:
         self._results: dict[tuple[str, str], tuple[list[Row], float]] = {}
         """By query and parameters, the rows and the time until which they are returned again."""
         self._lock = threading.Lock()
-        self._one = threading.Lock()
-        """Held by the query that runs. Three pages over a million runs at once would not fit into the memory. One after
-        the other they are not slower: a query uses all threads."""
+        self._one_query = threading.Lock()
+        """Queries run one after the other. Those of three pages over a million trajectories at once would not fit into
+        the memory, and would not be faster: each uses all threads."""
         self._refreshed_at = -_REFRESH_S
         self._refresh()
 
@@ -66,7 +69,7 @@ class History:
             return self._run(query, used)
 
     def _run(self, query: str, parameters: dict[str, Any]) -> list[Row]:
-        with self._one, self._connection.cursor() as cursor:
+        with self._one_query, self._connection.cursor() as cursor:
             result = cursor.execute(query, parameters)
             names = [column[0] for column in result.description or ()]
             return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
@@ -76,8 +79,8 @@ class History:
         return next(iter(self.rows(query, parameters)), None)
 
     def shared_rows(self, query: str, parameters: Mapping[str, Any] | None = None) -> list[Row]:
-        """Run a query over much of the history as `rows` does, or return its last result if it was read not long ago
-        for the time that it took. The rows must not be changed."""
+        """Run a query over much of the history as `rows` does, or return its cached result (`_REUSE`). The rows must
+        not be changed."""
         used = {name: (parameters or {})[name] for name in sorted(set(_PARAMETER.findall(query)))}
         key = query, repr(used)
         rows, stands_until = self._results.get(key, ([], 0.0))
@@ -96,5 +99,5 @@ class History:
     def _refresh(self) -> None:
         with self._lock:
             if time.monotonic() - self._refreshed_at >= _REFRESH_S:
-                sql.define_views(self._connection, self._lake, self._shown)
+                sql.define_views(self._connection, self._lake, self._files)
                 self._refreshed_at = time.monotonic()

@@ -59,14 +59,6 @@ _METRICS = """
       CASE WHEN count(*) > 1 THEN 1.96 * stddev_samp(m.value) / sqrt(count(*)) END AS half
     FROM each WHERE isfinite(m.value) GROUP BY ALL ORDER BY name, step, split
 """
-_COST = """
-    WITH spent AS (
-      SELECT epoch("at")::BIGINT // $seconds * $seconds AS "at",
-        sum(list_sum([verdict.cost_usd FOR verdict IN verdicts])) AS usd
-      FROM group_scored WHERE model = $model GROUP BY 1
-    )
-    SELECT "at", sum(usd) OVER (ORDER BY "at") AS judge_usd FROM spent ORDER BY "at"
-"""
 _SPENDING = """
     SELECT max(step) AS step, max(total_usd) AS total_usd, max(total_gpu_s) / 3600 AS total_gpu_hours,
       max(total_tokens) AS total_tokens, arg_max(gain, step) FILTER (gain IS NOT NULL) AS gain
@@ -185,15 +177,6 @@ def curves(history: History, query: Query) -> dict[str, Any]:
         "steps": [{**row, "metrics": row["metrics"] or {}} for row in steps],
         "staleness": history.shared_rows(_STALENESS, selection),
         "throughput": history.shared_rows(_THROUGHPUT, selection),
-        "cost": history.shared_rows(_COST, selection),
         "spending": history.shared_rows(_SPENDING, selection),
         "metrics": history.shared_rows(_METRICS, selection),
     }  # fmt: skip
-
-
-def compare(*sides: tuple[History, str]) -> list[dict[str, Any]]:
-    """The curves of two branches, of one run or of two."""
-    return [
-        {**curves(history, {"branch": branch}), "run": str(history.config.run_dir)}
-        for history, branch in sides
-    ]

@@ -18,6 +18,7 @@ E = TypeVar("E", bound=Event)
 
 
 def _value(column: Column, value: Any) -> Any:
+    """Return the value of a column, as Arrow gives it, as the event's field has it."""
     if column.kind in schema.PACKED:
         return np.asarray(value, dtype=schema.PACKED[column.kind]).tobytes()
     if column.kind == "json":
@@ -40,8 +41,8 @@ def _micros(value: datetime) -> int:
 
 
 def events(cls: type[E], table: pa.Table) -> list[E]:
-    """Return the rows of a tag's table as events. A null becomes the field's default: the file is older than the
-    field."""
+    """Return the rows of the table of `cls` as events. A column is null where the file is older than the field: the
+    event then has the field's default."""
     columns = schema.columns(cls)
     rows = table.select([c.name for c in columns]).to_pylist()
     return [

@@ -28,10 +28,12 @@ from pipeline.events import schema
 from pipeline.running.runs import run_settings
 from store.lake import columns
 from store.lake.lake import Lake, lake_in, open_lake
-from store.lake.storage import DamagedFileError, StoreError
+from store.lake.storage import PASSING, DamagedFileError, StoreError
+from store.reading.commands import add_run, exit_status
 from store.reading.views import VIEWS
 
-_CELL_WIDTH = 60
+TERMINAL_CELL = 60
+"""Characters of a cell on a terminal."""
 _UNLIMITED = 2**31 - 1
 _LONG = ("varchar", "blob", "list", "array", "struct", "map")
 """Types whose values are cut: DuckDB prints a long value on many lines."""
@@ -88,10 +90,12 @@ def _define(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: 
             connection.execute(f"CREATE OR REPLACE VIEW {table_name(tag)} AS {rows}")
         except (duckdb.IOException, duckdb.InvalidInputException, FileNotFoundError) as error:
             damaged = next((name for name in names if name in str(error)), None)
-            if damaged is None:
+            if damaged is None or any(reason in str(error) for reason in PASSING):
                 raise
             if damaged in (names := lake.names(tag)):
-                raise DamagedFileError(lake.storage.url(tag, damaged), str(error).splitlines()[0]) from error
+                raise DamagedFileError(
+                    f"{lake.storage.uri(tag)}/{damaged}", str(error).splitlines()[0]
+                ) from error
         else:
             return names
 
@@ -132,7 +136,7 @@ def _rows(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: Se
 
     A column that the files hold with its type is read as it is: DuckDB's optimizer then knows its statistics. Behind a
     union or a cast it does not, and it reads whole tables to find a few rows."""
-    files = ", ".join(_quoted(lake.storage.url(tag, name)) for name in names)
+    files = ", ".join(quoted(lake.storage.url(tag, name)) for name in names)
     read = f"FROM read_parquet([{files}], union_by_name = true)"
     stored = _types(connection, read)
     selected = []
@@ -151,7 +155,8 @@ def _types(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, str]:
     return {row[0]: row[1] for row in connection.execute(f"DESCRIBE {query}").fetchall()}
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text as SQL."""
     return "'" + text.replace("'", "''") + "'"
 
 
@@ -159,20 +164,21 @@ def _quoted(text: str) -> str:
 
 
 def write_result(result: duckdb.DuckDBPyRelation | None, form: str, out: Any) -> None:
-    """Write a result to the binary file `out` as `table` or `json` (one array)."""
+    """Write a result to the binary file `out` as `table` or `json` (one array). On a terminal, cells are cut."""
     if result is None:
         return
     if form == "table":
-        out.write(table_text(result).encode())
+        out.write(table_text(result, TERMINAL_CELL if out.isatty() else None).encode())
         return
     records = [dict(zip(result.columns, row, strict=True)) for row in result.fetchall()]
     out.write(b"[" + b",\n ".join(msgspec.json.encode(r, enc_hook=str) for r in records) + b"]\n")
 
 
-def table_text(result: duckdb.DuckDBPyRelation) -> str:
-    """The result as DuckDB prints it, with all rows and columns. Each cell is one line of at most 60 characters."""
+def table_text(result: duckdb.DuckDBPyRelation, cell: int | None) -> str:
+    """The result as DuckDB prints it, with all rows and columns. Each cell is one line, of at most `cell`
+    characters."""
     cells = ", ".join(
-        _one_line(i, name) if kind.id in _LONG else f"#{i}"
+        _one_line(i, name, cell) if kind.id in _LONG else f"#{i}"
         for i, (name, kind) in enumerate(zip(result.columns, result.types, strict=True), 1)
     )
     text = io.StringIO()
@@ -183,34 +189,28 @@ def table_text(result: duckdb.DuckDBPyRelation) -> str:
     return text.getvalue().rstrip() + "\n"
 
 
-def _one_line(column: int, name: str) -> str:
+def _one_line(column: int, name: str, cell: int | None) -> str:
     text = f"replace(#{column}::VARCHAR, chr(10), '⏎')"
-    shortened = f"CASE WHEN length({text}) > {_CELL_WIDTH} THEN left({text}, {_CELL_WIDTH - 1}) || '…' ELSE {text} END"
-    return shortened + ' AS "' + name.replace('"', '""') + '"'
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="journeywork sql", description="SQL over the history of a run.")
-    parser.add_argument("query", help="SQL; the views are in docs/store.md")
-    parser.add_argument("--run-dir", help="run to ask; default: the running one under runs/, else the newest")
-    parser.add_argument("--config", help="settings of the run to ask")
-    parser.add_argument("--format", default="table", choices=("table", "json"))
-    return parser.parse_args(argv)
+    if cell is not None:
+        text = f"CASE WHEN length({text}) > {cell} THEN left({text}, {cell - 1}) || '…' ELSE {text} END"
+    return text + ' AS "' + name.replace('"', '""') + '"'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0 on success, and 1, with an error on stderr, if the query or the store fails."""
-    args = parse_args(argv)
-    try:
-        with connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:
-            if not duckdb.extract_statements(args.query):
-                raise ConfigError(
-                    'the query is empty: name a view, such as "FROM trajectories" (docs/store.md)'
-                )
-            write_result(connection.sql(args.query), args.format, sys.stdout.buffer)
-    except (StoreError, ConfigError, duckdb.Error) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+    """Run the command. Return 0, or an error's status (`exit_status`)."""
+    parser = argparse.ArgumentParser(prog="journeywork sql", description="SQL over the history of a run.")
+    parser.add_argument("query", help="SQL; the views are in docs/store.md")
+    add_run(parser)
+    parser.add_argument("--format", default="table", choices=("table", "json"))
+    args = parser.parse_args(argv)
+    return exit_status("sql", lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    with connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:
+        if not duckdb.extract_statements(args.query):
+            raise ConfigError('the query is empty: name a view, such as "FROM trajectories" (docs/store.md)')
+        write_result(connection.sql(args.query), args.format, sys.stdout.buffer)
     sys.stdout.flush()
     return 0
 

@@ -59,7 +59,7 @@ NAMES = {
     "on_policy_logprob_diff": "Logprobs: trainer against sampler", "learning_rate": "Learning rate",
     "train": "training", "val": "held-out", "no_result": "no result", "too_small": "too few members",
     "late": "came too late", "unscored": "not scored", "no_variance": "equal rewards", "stale": "too old",
-    "history_gone": "calls no longer on the log", "over_budget": "over the budget",
+    "no_tokens": "no token to train", "history_gone": "calls no longer on the log", "over_budget": "over the budget",
     "validation": "held-out, never trained", "repeated": "trained before", "too_large": "too long for memory",
     "incomplete": "its batch lacks groups",
     "side_call": "a call beside the task", "cancelled": "the agent went away before the reply was complete",

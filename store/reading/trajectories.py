@@ -23,9 +23,10 @@ _COLUMNS = {
 _CHOICES = {"outcome": ("scored", "no_result", "masked", "open"), "split": ("train", "val")}
 _SIBLINGS = """
     SELECT trajectory FROM (
-      SELECT trajectory, attempt FROM rollout_opened WHERE "group" = $group
-      UNION ALL SELECT trajectory, attempt FROM rollout_completed WHERE "group" = $group
-    ) GROUP BY trajectory ORDER BY min(attempt), trajectory
+      SELECT project, model, "group", trajectory, attempt FROM rollout_opened
+      UNION ALL SELECT project, model, "group", trajectory, attempt FROM rollout_completed
+    ) WHERE project = $project AND model = $model AND "group" = $group
+    GROUP BY trajectory ORDER BY min(attempt), trajectory
 """
 _TEXT = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
 CALLS = 20
@@ -68,7 +69,8 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
         "SELECT max(seq) AS last, count(*) AS calls FROM exchanges WHERE trajectory = $trajectory", selection
     )
     group = run["group_id"] or name  # a run without a group is one of its own
-    siblings = [row["trajectory"] for row in history.rows(_SIBLINGS, {"group": group})]
+    of_group = {"project": run["project"], "model": run["model"], "group": group}
+    siblings = [row["trajectory"] for row in history.rows(_SIBLINGS, of_group)]
     place = siblings.index(name) if name in siblings else 0
     return {
         "trajectory": name, "run": run, "metadata": chat.parsed(run["metadata"]),
@@ -89,8 +91,9 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
             {**selection, "group": group},
         ),
         "trained_in": history.rows(
-            "SELECT version, branch FROM checkpoints WHERE list_contains(groups, $group) ORDER BY step",
-            {"group": group},
+            """SELECT version, branch FROM checkpoints
+               WHERE project = $project AND model = $model AND list_contains(groups, $group) ORDER BY step""",
+            of_group,
         ),
         "decoded": decode is not str,
     }  # fmt: skip
@@ -128,7 +131,10 @@ def _untrained(history: History, call: Row) -> Untrained:
 def _sampling_defaults(history: History, model: str) -> Defaults:
     """What vLLM takes for settings that a request does not name, where the base model is a folder of this machine."""
     file = _file_of_base(history, model, "generation_config.json")
-    return msgspec.json.decode(file.read_bytes(), type=Defaults, strict=False) if file else NO_DEFAULTS
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Defaults, strict=False) if file else NO_DEFAULTS
+    except msgspec.MsgspecError:
+        return NO_DEFAULTS
 
 
 def _file_of_base(history: History, model: str, name: str) -> Path | None:

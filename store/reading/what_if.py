@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.names import version_address
 from store.reading.history import History, Row
 from store.reading.lists import Query, listed, numbered, one_of
 
@@ -45,5 +46,5 @@ def _variant(model: str, variant: Row) -> Row:
         **variant,
         "settings": msgspec.json.decode(variant["settings"]),
         "of_branch": version,
-        "source": f"{variant['branch']}/{version}",
+        "source": version_address(variant["branch"], version),
     }

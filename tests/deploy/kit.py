@@ -20,20 +20,30 @@ OVERLAYS = sorted(p.name for p in (KUBERNETES / "overlays").iterdir())
 Object = dict[str, Any]
 
 
-def prepare(overlay: Path) -> None:
-    """`python deploy/kubernetes/prepare.py OVERLAY`"""
+def prepare(overlay: Path, refused: bool = False) -> str:
+    """`python deploy/kubernetes/prepare.py OVERLAY`; returns its errors."""
     argv = [sys.executable, str(KUBERNETES / "prepare.py"), str(overlay)]
     done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == refused, done.stderr
+    return done.stderr
 
 
-def prepared(folder: Path, overlay: str, change: Callable[[str], str] = str) -> Path:
-    """A copy of `overlay` in `folder`, with keys of its own. `change` makes its settings of those in the tree."""
+def changed(folder: Path, overlay: str, change: Callable[[str], str] = str, more: str = "") -> Path:
+    """A copy of `overlay` in `folder`. `change` makes its settings of those in the tree; `more`: further lines of its
+    kustomization."""
     shutil.copytree(KUBERNETES, folder, ignore=shutil.ignore_patterns("prepared"))
-    settings = folder / "overlays" / overlay / "journeywork.toml"
+    copy = folder / "overlays" / overlay
+    settings, kustomization = copy / "journeywork.toml", copy / "kustomization.yaml"
     settings.write_text(change(settings.read_text("utf-8")))
-    prepare(folder / "overlays" / overlay)
-    return folder / "overlays" / overlay
+    kustomization.write_text(kustomization.read_text("utf-8") + more)
+    return copy
+
+
+def prepared(folder: Path, overlay: str, change: Callable[[str], str] = str, more: str = "") -> Path:
+    """The copy that `changed` makes, with keys of its own."""
+    copy = changed(folder, overlay, change, more)
+    prepare(copy)
+    return copy
 
 
 def render(overlay: Path) -> list[Object]:

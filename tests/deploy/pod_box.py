@@ -2,29 +2,30 @@
 environment, user and read-only file system, and the pod's network and name.
 
 A pod is a network namespace on a bridge that all share, with the cluster's names in `/etc/hosts`. A container that ends
-is started again, and its probes are asked as the node asks them."""
+is started again, and its probes are asked as the node asks them. Python programs of containers are forked from warm
+processes (`tests.kits.warm_sandbox`)."""
 
 from __future__ import annotations
 
+import getpass
 import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from tests.compose_box import UID, Network
+from tests.compose_box import UID, Network, terminate_inside
 from tests.deploy.kit import ROOT, Object, content, pods
+from tests.kits.warm_sandbox import PLACE, WarmPrograms
 
 VENV = Path(sys.prefix).resolve()
+_COMPILED = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
 _RESTARTS = 5
-_BIN = "/etc/journeywork-bin"
-"""For the command `journeywork` of this checkout: the environment's own may be of another one."""
 _OF_NODE = ("proc", "dev", "etc", "runs", "models", "tmp")
 
 
@@ -74,10 +75,7 @@ class Cluster:
                 for pod, address in self.net.addresses.items()
             )
         )
-        (self.folder / "bin").mkdir()
-        command = self.folder / "bin" / "journeywork"
-        command.write_text(f"#!{VENV}/bin/python\nfrom pipeline.__main__ import main\n\nmain()\n")
-        command.chmod(0o755)
+        self.programs = WarmPrograms(self.folder / "bin")
         for pod, template in templates.items():
             volumes = self._volumes(pod, template["spec"])
             grace_s = template["spec"].get("terminationGracePeriodSeconds", 30)
@@ -149,20 +147,17 @@ class Cluster:
                     else ["--ro-bind-try", str(entry)]
                 )
                 argv += [*link, str(entry)]
-        argv += [
-            "--ro-bind",
-            str(self.folder / "hosts"),
-            "/etc/hosts",
-            "--ro-bind",
-            str(self.folder / "bin"),
-            _BIN,
-        ]
+        argv += ["--ro-bind", str(self.folder / "hosts"), "/etc/hosts", *self.programs.mount]
         for mount in container.spec["volumeMounts"]:
             path, writable = container.volumes[mount["name"]]
             argv += ["--bind" if writable else "--ro-bind", str(path), mount["mountPath"]]
         # In the image this checkout is what is installed, and its environment is /opt/venv. Both may lie in /tmp.
-        argv += ["--ro-bind", str(ROOT), str(ROOT), "--ro-bind", str(VENV), str(VENV), "--remount-ro", "/"]
-        env = {"PATH": f"{_BIN}:{VENV}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+        argv += ["--ro-bind", str(ROOT), str(ROOT), "--ro-bind", str(VENV), str(VENV)]
+        # What torch compiles for vLLM, as all vLLMs of this machine share it.
+        _COMPILED.mkdir(exist_ok=True)
+        argv += ["--bind", *2 * [str(_COMPILED)], "--setenv", "TORCHINDUCTOR_CACHE_DIR", str(_COMPILED)]
+        argv += ["--remount-ro", "/"]
+        env = {"PATH": f"{PLACE}:{VENV}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
         for variable in container.spec.get("env", ()):
             env[variable["name"]] = self._value(container, variable)
         for source in container.spec.get("envFrom", ()):
@@ -224,17 +219,17 @@ class Cluster:
                     f"{container.name}:\n{self.log(container.name)[-3000:]}"
                 )
             assert time.monotonic() < deadline, f"{name} is not ready:\n{self.log(name)[-3000:]}"
-            time.sleep(0.2)  # a node's probe has a period, too
+            time.sleep(1)  # a node's probe has a period, too
 
-    def stop(self, name: str) -> int:
-        """SIGTERM to the container's first process, as a node sends it; its exit code."""
-        process = self.containers[name].process
-        assert process is not None
-        for inner in psutil.Process(process.pid).children(recursive=True):
-            parent = inner.parent()
-            if inner.name() != "bwrap" and parent is not None and parent.name() == "bwrap":
-                inner.terminate()
-        return process.wait(timeout=self.containers[name].grace_s)
+    def stop(self, names: Sequence[str]) -> dict[str, int]:
+        """SIGTERM to the first process of each container, as nodes send it; their exit codes."""
+        processes = {
+            name: process for name in names if (process := self.containers[name].process) is not None
+        }
+        for process in processes.values():
+            terminate_inside(process)
+        # No node waits longer.
+        return {name: p.wait(timeout=self.containers[name].grace_s) for name, p in processes.items()}
 
     # -- the log -------------------------------------------------------------------------------------------------------
 
@@ -265,6 +260,7 @@ class Cluster:
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()
+        self.programs.close()
         self.net.close()
 
 

@@ -36,12 +36,16 @@ exec "$@"
 _SCONTROL = "#!/bin/bash\nprintf '%s\\n' n1 n2 n3\n"
 _RUNS = _STUB + '[ "$1" = provision ] || exec sleep 300\n'
 """A server of a node: runs until the job ends."""
+_CURL = """#!/bin/bash
+until grep -q "^journeywork exec" "$CALLS" && grep -q "^journeywork up" "$CALLS"; do sleep 0.02; done
+"""
+"""The gateway answers when both servers of the first node run."""
 
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Path:
     """Slurm's programs and Journeywork's, which note how they are called."""
-    programs = {"srun": _SRUN, "scontrol": _SCONTROL, "curl": _STUB}
+    programs = {"srun": _SRUN, "scontrol": _SCONTROL, "curl": _CURL}
     for name, text in {
         **programs,
         "submit/.venv/bin/journeywork": _RUNS,

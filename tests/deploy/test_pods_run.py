@@ -57,10 +57,8 @@ def settings_for_this_machine(text: str) -> str:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    overlay = prepared(tmp_path / "deploy", "small", settings_for_this_machine)
-    kustomization = overlay / "kustomization.yaml"
     parts = "components: [../../components/several-trainers, ../../components/telemetry]\n"
-    kustomization.write_text(kustomization.read_text() + parts)
+    overlay = prepared(tmp_path / "deploy", "small", settings_for_this_machine, parts)
     # The secret that docs/install.md makes by hand.
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
     backend = {"kind": "Secret", "metadata": {"name": "telemetry-backend"}, "stringData": endpoint}
@@ -128,7 +126,6 @@ def test_every_container_starts_its_probes_answer_and_a_call_is_served(cluster: 
     assert cluster.run_in("judge", ["sh", "-c", "echo > /usr/x"]).returncode != 0
 
     # Stopped, everything ends within its pod's time, and as it should: 0, but the trainer's Job must not be complete.
-    for name in reversed([n for n in cluster.containers if n != "provision"]):
-        code = cluster.stop(name)
+    for name, code in cluster.stop([n for n in cluster.containers if n != "provision"]).items():
         good = code != 0 if name.startswith("trainer") else code in (0, 143) if name == "vllm" else code == 0
         assert good, (name, code, cluster.log(name)[-2000:])

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from examples.common.running import ROOT, rows
+from examples.common.history import rows
+from examples.tictactoe.game import CELLS
+from tests.conftest import InferenceDouble
+from tests.examples.test_two_steps import UNCHECKED, run
 
 
 @pytest.mark.slow
-@pytest.mark.vllm
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_results_that_come_late_by_an_answers_id_train_each_game_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    small = {"steps": 2, "games": 16, "delay": 2, "eval-games": 40, "concurrency": 4, "seconds": 200}
+    # The double plays at random. Of 24 games some end otherwise than by an illegal move.
+    small = {"steps": 2, "games": 24, "delay": 1, "eval-games": 20, "concurrency": 8, "seconds": 900}
     flags = [part for name, value in small.items() for part in (f"--{name}", str(value))]
-    subprocess.run(
-        [sys.executable, "-m", "examples.tictactoe.job", *flags, "--run-dir", str(run_dir)],
-        check=True,
-        cwd=ROOT,
-    )
+    double = InferenceDouble(tmp_path, args=("--words", *CELLS))
+    double.start()
+    try:
+        run(
+            "examples.tictactoe.job", *flags, *UNCHECKED, "--set", "gateway.detection.idle_s=2",
+            "--run-dir", str(run_dir), "--vllm-url", double.url,
+        )  # fmt: skip
+    finally:
+        double.stop()
     report = json.loads((run_dir / "report.json").read_text())
     assert (report["steps"], report["failed_requests"], report["results"]["refused"]) == (2, 0, 0)
-    assert report["results"]["taken"] >= 32
+    assert report["results"]["taken"] >= 48
     (counts,) = rows(
         run_dir,
         "SELECT (SELECT count(DISTINCT group_id) FROM lineage) AS trained, "
         "(SELECT count(*) FROM signals) AS signals, (SELECT count(DISTINCT given_by) FROM signals) AS keys",
     )
-    assert counts == {"trained": 32, "signals": report["results"]["taken"], "keys": 1}
+    assert counts == {"trained": 48, "signals": report["results"]["taken"], "keys": 1}

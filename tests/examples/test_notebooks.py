@@ -29,7 +29,7 @@ def run(name: str, cwd: Path, monkeypatch: pytest.MonkeyPatch, **env: str) -> li
     }.items():
         monkeypatch.setenv(key, value)
     notebook = nbformat.read(FOLDER / name, as_version=4)
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(cwd)}}).execute()
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(cwd)}}).execute()
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from examples.common.running import ROOT, rows
+from examples.common.history import rows
+from examples.common.running import ROOT
 from examples.mcp_rl.shop import ITEMS
 from examples.support.desk import ACTIONS, MOODS
 from tests.conftest import InferenceDouble
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 EXAMPLES: dict[str, list[str]] = {
     "mcp_rl": [
@@ -32,8 +33,15 @@ EXAMPLES: dict[str, list[str]] = {
 }
 """For each example, the words that the double answers with: with arbitrary ones, all rewards would be equal."""
 SMALL = ["--steps", "2", "--held-out", "4", "--set", "trainer.groups_per_step=2"]
-UNCHECKED = ["--set", "trainer.logprob_bound=1e9", "--set", "trainer.check_share=0.0", "--set", "ui.port=0"]
-"""The double's logprobs are not the model's. Two tests at once do not want one port for their dashboards."""
+UNCHECKED = [
+    "--set",
+    "trainer.logprob_bound=1e9",
+    "--set",
+    "trainer.check_share=0.0",
+    "--set",
+    "ui.enabled=false",
+]
+"""The double's logprobs are not the model's. Nobody looks at the dashboard."""
 SHORT = ["--end-every", "2"]
 """Short replies of the double: a run whose prompt outgrows the model's length fails."""
 

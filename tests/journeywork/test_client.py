@@ -15,12 +15,10 @@ import pytest
 import journeywork.client as client_module
 import journeywork.transport as transport_module
 from journeywork import AsyncJourneywork, GatewayUnavailableError, Journeywork, JourneyworkError
-from tests.rollout_gateway.conftest import GatewayProcess, gateway, start_gateway
+from tests.rollout_gateway.conftest import GatewayProcess
 from tests.rollout_gateway.kit import ASK
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
-
-__all__ = ["gateway", "start_gateway"]  # fixtures
+pytestmark = pytest.mark.anyio
 
 
 async def test_a_run_from_open_to_complete(gateway: GatewayProcess) -> None:
@@ -85,6 +83,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def sleep(seconds: float) -> None:
         made.append(seconds)
 
+    monkeypatch.setattr(transport_module.Backoff, "_warned", {})
     monkeypatch.setattr(transport_module, "time", SimpleNamespace(monotonic=lambda: sum(made)))
     monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=made.append))
     monkeypatch.setattr(client_module, "anyio", SimpleNamespace(sleep=sleep))
@@ -115,10 +114,11 @@ async def test_an_unreachable_gateway_is_told_while_the_client_waits(
     def refuse(_: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("connection refused")
 
-    with blocking(refuse, 20) as jw, pytest.raises(GatewayUnavailableError):
+    with blocking(refuse, 20) as jw, pytest.raises(GatewayUnavailableError) as caught:
         jw.policies()
-    (told,) = caplog.messages
-    assert "the gateway http://one can't be reached (connection refused); trying for" in told
+    told = "the gateway http://one can't be reached (connection refused): check this address, and that the gateway runs"
+    assert caplog.messages == [f"{told}; trying for 20 s more"]
+    assert str(caught.value) == f"gave up after 20 s; last problem: {told}"
     with pytest.raises(GatewayUnavailableError):
         await asked(refuse, 80)
     assert len(caplog.messages) == 1 + 3
@@ -136,6 +136,15 @@ async def test_retry_after_is_honoured_and_the_last_problem_is_told(pauses: list
     with pytest.raises(GatewayUnavailableError, match=message):
         await asked(overloaded, 10)
     assert pauses[:2] == [7.0, 3.0]
+
+
+def test_the_last_pause_ends_with_the_wait(pauses: list[float]) -> None:
+    with (
+        blocking(lambda _: httpx.Response(503), 0.5) as jw,
+        pytest.raises(GatewayUnavailableError, match=r"gave up after 0\.5 s"),
+    ):
+        jw.policies()
+    assert pauses == pytest.approx([0.1, 0.2, 0.2])
 
 
 def test_a_group_waits_for_the_trainer_longer_than_for_a_gateway(pauses: list[float]) -> None:

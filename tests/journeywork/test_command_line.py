@@ -60,5 +60,9 @@ def test_the_gateway_of_the_run_that_runs_comes_before_newer_runs(
     parser = argparse.ArgumentParser()
     add_gateway(parser)
     assert gateway_of(parser.parse_args([])) == "http://running:1"
+    monkeypatch.setenv("JOURNEYWORK_URL", "")
+    assert gateway_of(parser.parse_args([])) == "http://running:1"
+    monkeypatch.setenv("JOURNEYWORK_URL", "http://set:1")
+    assert gateway_of(parser.parse_args([])) == "http://set:1"
     assert gateway_of(parser.parse_args(["--run-dir", "runs/ended"])) == "http://ended:1"
     assert gateway_of(parser.parse_args(["--url", "http://given:1"])) == "http://given:1"

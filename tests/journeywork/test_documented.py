@@ -16,11 +16,10 @@ import openai
 import pytest
 
 import journeywork
-from tests.rollout_gateway.conftest import GatewayProcess, gateway, start_gateway
+from tests.kits.clients import closed_after_test
+from tests.rollout_gateway.conftest import GatewayProcess
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
-
-__all__ = ["gateway", "start_gateway"]  # fixtures
+pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/sdk.md")
@@ -73,9 +72,9 @@ async def run(code: str, scope: dict[str, Any]) -> None:
 
 
 async def close_clients(scope: dict[str, Any]) -> None:
-    """Close the clients that a snippet left open: collected later, their sockets fail the test that runs then."""
+    """Close the other clients that a snippet left open: collected later, their sockets fail the test that runs then."""
     for client in scope.values():
-        if isinstance(client, openai.OpenAI | journeywork.Journeywork):
+        if isinstance(client, journeywork.Journeywork):
             client.close()
         elif isinstance(client, openai.AsyncOpenAI):
             await client.close()
@@ -85,7 +84,11 @@ async def close_clients(scope: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.slow
-async def test_the_snippets_of_a_page_run(page: str, gateway: GatewayProcess) -> None:
+async def test_the_snippets_of_a_page_run(
+    page: str, gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = openai.OpenAI
+    monkeypatch.setattr(openai, "OpenAI", lambda **options: closed_after_test(make(**options)))
     found = [adapted(text, gateway.url) for text in snippets(page)]
     assert found
     assert not any("8700" in text or "support" in text for text in found)

@@ -16,20 +16,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from journeywork import AsyncJourneywork, Journeywork, JourneyworkError, langfuse_scores
-from journeywork.feedback_file import main
+from journeywork.feedback_file import _options, main
 from journeywork.trajectory import Trajectory, answer_id
 from pipeline.config import NatsConfig
 from tests.rollout_gateway.api.test_feedback import signals
-from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, gateway, start_front, start_gateway
+from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, start_front
 from tests.rollout_gateway.kit import ASK, key_config
 
 pytestmark = [pytest.mark.anyio]
 
-__all__ = ["gateway", "start_front", "start_gateway"]  # fixtures
+__all__ = ["start_front"]  # a fixture
 
 
-@pytest.mark.inference
-async def test_agents_reward_their_calls(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
+async def test_agents_reward_their_calls(gateway: GatewayProcess) -> None:
     """In a coroutine, in a plain function that `gather` calls, and in blocking code."""
 
     def blocking(run: Trajectory, task: int) -> float:
@@ -56,7 +55,7 @@ async def test_agents_reward_their_calls(gateway: GatewayProcess, nats_config: N
             (group,) = await client.gather("tictactoe", [1], rollout, group_size=1)
             assert not group.exceptions
         await anyio.to_thread.run_sync(by_hand)
-        given = await signals(nats_config)
+        given = await signals(gateway.config.nats)
         assert [(s.call, s.value, s.text) for s in given] == [(0, 0.5, "")] * 3 + [(-1, None, "of the run")]
         later = await client.feedback(trajectory=given[0].trajectory, thumb="down", key="k")
         assert later["signals"][0]["run"] == "completed"
@@ -64,7 +63,7 @@ async def test_agents_reward_their_calls(gateway: GatewayProcess, nats_config: N
         with pytest.raises(JourneyworkError, match="other contents") as refused:
             await client.feedback(trajectory=given[0].trajectory, thumb="up", key="k")
         assert (refused.value.status, refused.value.code) == (409, "request_exists")
-    assert len(await signals(nats_config)) == 7
+    assert len(await signals(gateway.config.nats)) == 7
 
 
 def test_what_is_no_answer_is_refused() -> None:
@@ -233,3 +232,10 @@ def test_peoples_scores_in_langfuse_are_rows(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("LANGFUSE_SECRET_KEY")
     with pytest.raises(ValueError, match="set LANGFUSE_BASE_URL"):
         next(langfuse_scores.rows(7))
+
+
+def test_a_call_of_a_file_is_a_whole_number() -> None:
+    assert _options({"trajectory": "t", "call": 2.0})["answer"] == 2
+    for call in (2.7, float("inf")):
+        with pytest.raises(ValueError, match=f"`call` is {call}: write the number of a call"):
+            _options({"trajectory": "t", "call": call})

@@ -9,6 +9,7 @@ import pytest
 
 from journeywork import forking
 from journeywork.forking import ForkError, settings_of, version_to_fork
+from pipeline import cli
 from pipeline.config import load
 from tests.journeywork.art.test_copies import add_version
 
@@ -55,6 +56,32 @@ def test_the_arguments_are_settings_that_up_takes_and_later_ones_win(
     assert (config.trainer.lora.rank, config.trainer.lora.alpha) == (4, 8.0)
 
 
+def test_names_with_a_slash_are_escaped(tmp_path: Path) -> None:
+    add_version(tmp_path, "p/1", "org/m", 3)
+    add_version(tmp_path, "p/1", "other", 4)
+    for names in ("org%2Fm", "p%2F1/main/org%2Fm@3"):
+        settings = settings_of(f"{tmp_path}#{names}")
+        assert (settings["project"], settings["models.0.name"]) == ("p/1", "org/m")
+        assert settings["models.0.start"] == f"{tmp_path}#p%2F1/main/org%2Fm@3"
+    with pytest.raises(ForkError, match=r"several models .* p%2F1/main/org%2Fm, p%2F1/main/other"):
+        settings_of(str(tmp_path))
+    with pytest.raises(ForkError, match=r"a slash within a name as %2F"):
+        settings_of(f"{tmp_path}#p/1/main/org/m@3")
+
+
+def test_the_source_may_stand_after_options_of_up(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[str] = []
+    monkeypatch.setattr(forking.os, "execv", lambda _, command: became.extend(command))
+    options = ["--set", "a=b", "--services", "store", "--dry-run", "--set", "c=d"]
+    forking.main([*options, f"{run}#m@2", "--run-dir", str(run / "fork")])
+    assert became[-7:] == ["--dry-run", "--services", "store", "--set", "a=b", "--set", "c=d"]
+    assert f'models.0.start="{run / "store"}#p.1/main/m@2"' in became
+    (commands,) = cli._parser()._subparsers._group_actions  # type: ignore[union-attr]
+    of_up = commands.choices["up"]._actions  # type: ignore[index, call-overload]
+    with_value = {option for a in of_up if a.nargs is None for option in a.option_strings}
+    assert with_value - {"--run-dir"} == {*forking._OF_UP}
+
+
 def test_a_peft_folder_is_a_source(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4, "base_model_name_or_path": "b"}')
     assert settings_of(str(tmp_path)) == {
@@ -69,6 +96,22 @@ def test_a_fork_of_an_adapter_on_experts_has_one_too(tmp_path: Path) -> None:
     adapter = '{"r": 2, "lora_alpha": 4, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}'
     (tmp_path / "adapter_config.json").write_text(adapter)
     assert settings_of(str(tmp_path))["trainer.lora.experts"] is True
+
+
+def test_a_damaged_configuration_of_an_adapter_is_named(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r"')
+    with pytest.raises(ForkError, match=r"adapter_config\.json is no configuration of PEFT: Expecting"):
+        settings_of(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [('{"lora_alpha": 4}', "has no 'r'"), ("{}", "has no 'r'"), ("[7]", "no configuration of PEFT")],
+)
+def test_a_configuration_of_another_adapter_is_named(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ForkError, match=rf"adapter_config\.json .*{why}"):
+        settings_of(str(tmp_path))
 
 
 def test_what_cannot_be_forked_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import math
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -35,7 +37,7 @@ async def stub() -> AsyncIterator[StubGateway]:
 
 
 @pytest.mark.slow
-async def test_a_thousand_runs_keep_64_in_flight_and_outlive_a_restart() -> None:
+async def test_many_runs_keep_64_in_flight_and_outlive_a_restart() -> None:
     stub, running, most, halfway, back = StubGateway(), 0, 0, anyio.Event(), anyio.Event()
     finished = 0
 
@@ -45,11 +47,11 @@ async def test_a_thousand_runs_keep_64_in_flight_and_outlive_a_restart() -> None
         most = max(most, running)
         if most >= 64:
             full.set()
-        with anyio.move_on_after(5):
+        with anyio.move_on_after(60):
             await full.wait()  # nobody goes on before 64 are in flight
         running -= 1
         finished += 1
-        if finished == 500:
+        if finished == 100:
             halfway.set()
             await back.wait()
         return float(task)
@@ -66,16 +68,16 @@ async def test_a_thousand_runs_keep_64_in_flight_and_outlive_a_restart() -> None
 
         ended = anyio.Event()
         tg.start_soon(serve_twice)
-        groups = await client.gather("m", range(125), rollout, group_size=8, concurrency=64, progress=False)
+        groups = await client.gather("m", range(32), rollout, group_size=8, concurrency=64, progress=False)
         ended.set()
     assert most == 64
-    assert len(groups) == 125
-    assert [g.rewards for g in groups] == [[float(n)] * 8 for n in range(125)]
+    assert len(groups) == 32
+    assert [g.rewards for g in groups] == [[float(n)] * 8 for n in range(32)]
     assert not any(g.exceptions for g in groups)
-    assert len(stub.opened) == len(stub.completed) == 1000
+    assert len(stub.opened) == len(stub.completed) == 256
     assert all(body["outcome"] == "scored" for body in stub.completed.values())
     assert sorted(b["attempt"] for b in stub.opened.values() if b["group"] == groups[3].name) == list(
-        range(8)
+        range(1, 9)
     )
 
 
@@ -94,7 +96,10 @@ async def test_an_exception_is_kept_and_its_run_has_no_result(stub: StubGateway)
     assert all(b == {"outcome": "no_result"} for b in lost)
 
 
-@pytest.mark.parametrize(("allowed", "said"), [(0.0, "allows 0"), (0.02, "allows 2"), (3, "allows 3")])
+@pytest.mark.parametrize(
+    ("allowed", "said"),
+    [(0.0, "allows 0"), (0.02, "allows 2"), (3, "allows 3"), (0.29, "allows 29")],
+)
 async def test_too_many_exceptions_end_it_and_complete_what_was_open(
     stub: StubGateway, allowed: float, said: str
 ) -> None:
@@ -107,7 +112,7 @@ async def test_too_many_exceptions_end_it_and_complete_what_was_open(
     async with AsyncJourneywork(stub.url) as client:
         with pytest.raises(TooManyExceptionsError, match=said) as error:
             await client.gather(
-                "m", range(100), rollout, group_size=1, concurrency=50, max_exceptions=allowed, progress=False
+                "m", range(100), rollout, group_size=1, concurrency=80, max_exceptions=allowed, progress=False
             )
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     assert stub.opened.keys() == stub.completed.keys()
@@ -166,6 +171,83 @@ async def test_an_assignment_to_a_field_that_runs_do_not_have_fails(stub: StubGa
 
 
 @pytest.mark.parametrize("plain", [True, False])
+async def test_a_rollout_that_is_cancelled_by_itself_is_a_failure_of_its_own(
+    stub: StubGateway, plain: bool
+) -> None:
+    async def awaits_what_is_cancelled(run: Trajectory, task: int) -> float:
+        if task == 1:
+            lost: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+            lost.cancel()
+            return await lost
+        return 1.0
+
+    def runs_it(run: Trajectory, task: int) -> float:
+        return asyncio.run(awaits_what_is_cancelled(run, task))
+
+    rollout: Any = runs_it if plain else awaits_what_is_cancelled
+    async with AsyncJourneywork(stub.url) as client:
+        groups = await client.gather("m", range(3), rollout, group_size=2, max_exceptions=2, progress=False)
+    assert [g.rewards for g in groups] == [[1.0, 1.0], [], [1.0, 1.0]]
+    assert [t.outcome for t in groups[1].trajectories] == ["no_result"] * 2
+    assert {str(error).partition(":")[0] for error in groups[1].exceptions} == {"the rollout was cancelled"}
+
+
+async def test_a_rollout_that_cancels_its_own_task_is_said_to_have_ended_the_others(
+    stub: StubGateway,
+) -> None:
+    async def rollout(run: Trajectory, task: int) -> float:
+        current = asyncio.current_task()
+        assert current is not None
+        current.cancel()
+        await anyio.sleep(0)
+        return 1.0
+
+    async with AsyncJourneywork(stub.url) as client:
+        with pytest.raises(RuntimeError, match="a rollout cancelled the task that plays it"):
+            await client.gather("m", [1], rollout, group_size=2, progress=False)
+    assert {b["outcome"] for b in stub.completed.values()} == {"no_result"}
+
+
+@pytest.mark.parametrize("natively", [True, False])
+async def test_a_gathering_that_is_cancelled_ends_as_such(stub: StubGateway, natively: bool) -> None:
+    playing = asyncio.Event()
+
+    async def rollout(run: Trajectory, task: int) -> float:
+        playing.set()
+        await anyio.sleep_forever()
+        return 1.0
+
+    async def gather() -> None:
+        async with AsyncJourneywork(stub.url) as client:
+            await client.gather("m", [1], rollout, group_size=2, progress=False)
+
+    if natively:
+        gathering = asyncio.create_task(gather())
+        await playing.wait()
+        gathering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gathering
+    else:
+        async with anyio.create_task_group() as running:
+            running.start_soon(gather)
+            await playing.wait()
+            running.cancel_scope.cancel()
+    assert stub.opened.keys() == stub.completed.keys()
+    assert {b["outcome"] for b in stub.completed.values()} == {"no_result"}
+
+
+async def test_feedback_after_a_plain_rollout_that_raised_is_given_as_in_a_coroutine(
+    stub: StubGateway,
+) -> None:
+    def rollout(run: Trajectory, task: int) -> float:
+        raise ZeroDivisionError("no luck")
+
+    async with AsyncJourneywork(stub.url) as client:
+        (group,) = await client.gather("m", [1], rollout, group_size=1, max_exceptions=1, progress=False)
+        assert group.trajectories[0]._give == client.feedback
+
+
+@pytest.mark.parametrize("plain", [True, False])
 async def test_a_rollout_that_exits_ends_itself_only(stub: StubGateway, plain: bool) -> None:
     def exits(run: Trajectory, task: int) -> float:
         sys.exit(3)
@@ -175,7 +257,9 @@ async def test_a_rollout_that_exits_ends_itself_only(stub: StubGateway, plain: b
 
     rollout = exits if plain else exits_too
     async with AsyncJourneywork(stub.url) as client:
-        (group,) = await client.gather("m", [1], rollout, group_size=1, max_exceptions=5, progress=False)
+        (group,) = await client.gather(
+            "m", [1], rollout, group_size=1, max_exceptions=math.inf, progress=False
+        )
     assert [str(error) for error in group.exceptions] == ["the rollout called sys.exit(3)"]
 
 
@@ -309,8 +393,13 @@ async def test_a_reward_that_never_arrived_is_no_reward_of_its_group(stub: StubG
         (group,) = await client.gather(
             "m", [1], lambda run, task: 1.0, group_size=2, max_exceptions=2, progress=False
         )
-    assert group.rewards == []
-    assert [type(e) for e in group.exceptions] == [GatewayUnavailableError] * 2
+        assert group.rewards == group.scored == []
+        assert [type(e) for e in group.exceptions] == [GatewayUnavailableError] * 2
+        stub.away = False
+        for run in group.trajectories:
+            await client.complete(run.id, **run.result())
+    assert [body["reward"] for body in stub.completed.values()] == [1.0, 1.0]
+    assert {body["outcome"] for body in stub.completed.values()} == {"scored"}
 
 
 async def test_an_empty_id_is_refused(stub: StubGateway) -> None:

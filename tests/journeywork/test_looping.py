@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 import anyio
 import pytest
@@ -25,15 +28,38 @@ async def play(run: Trajectory, task: str) -> float:
 
 
 async def run(
-    stub: StubGateway, rollout: Any = play, scenarios: Any = SCENARIOS, model: str = "m", **options: Any
-) -> LoopResult:
+    stub: StubGateway, rollout: Any = play, scenarios: Any = SCENARIOS, model: str = "m",
+    client: AsyncJourneywork | None = None, **options: Any,
+) -> LoopResult:  # fmt: skip
     """A loop named `night`, one epoch long, on a gateway whose trainer is far away."""
     chosen = {
         "name": "night", "steps": 100, "groups_per_step": 1000, "group_size": SIZE, "concurrency": 6, "epochs": 1,
         "describe": str, "poll_s": 0.03, **options,
     }  # fmt: skip
-    async with AsyncJourneywork(stub.url) as client:
+    async with client or stub.client() as client:
         return await loop(client, model, scenarios, rollout, LoopOptions(**chosen))
+
+
+@dataclass
+class PolledGateway(StubGateway):
+    asked: int = 0
+    """How often it was asked about a group."""
+
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        self.asked += path.startswith("/v1/groups/")
+        return super().answer(method, path, body)
+
+
+class AgentsGateway(StubGateway):
+    """Answers an agent's key, which is not told of a group that it did not open."""
+
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        group = unquote(path.partition("?")[0].removeprefix("/v1/groups/"))
+        if path.startswith("/v1/groups/") and group not in {
+            opened["group"] for opened in self.opened.values()
+        }:
+            return 404, {"error": {"message": f"Group {group} is unknown", "code": "group_not_found"}}
+        return super().answer(method, path, body)
 
 
 def played(stub: StubGateway, split: str = "train") -> Counter[str]:
@@ -67,8 +93,7 @@ async def trainer(stub: StubGateway, groups_per_step: int, last: int) -> Any:
 
 async def test_every_scenario_is_played_in_order_once_per_epoch() -> None:
     stub = StubGateway()
-    async with stub.serving():
-        result = await run(stub, epochs=2)
+    result = await run(stub, epochs=2)
     assert played(stub) == dict.fromkeys(SCENARIOS, 2 * SIZE)
     assert (result.played, result.resumed, result.incomplete) == (10 * SIZE, 0, [])
     groups = list(dict.fromkeys(o["group"] for o in stub.opened.values()))
@@ -80,13 +105,12 @@ async def test_every_scenario_is_played_in_order_once_per_epoch() -> None:
 async def test_a_loop_goes_on_where_the_log_says() -> None:
     """Some attempts are complete, some lost their process, and some were never opened."""
     stub = StubGateway()
-    async with stub.serving():
-        await run(stub, scenarios=SCENARIOS[:3])
-        del stub.completed["night-1-2"]  # open: its process died
-        for name in ("night-2-0", "night-2-3"):  # never opened
-            del stub.completed[name], stub.opened[name]
-        result = await run(stub)
-        again = await run(stub)
+    await run(stub, scenarios=SCENARIOS[:3])
+    del stub.completed["night-1-2"]  # open: its process died
+    for name in ("night-2-0", "night-2-3"):  # never opened
+        del stub.completed[name], stub.opened[name]
+    result = await run(stub)
+    again = await run(stub)
     assert played(stub) == dict.fromkeys(SCENARIOS, SIZE)
     assert (result.resumed, result.played) == (9, 11)
     assert stub.completed["night-1-2"] == {"outcome": "no_result"}
@@ -101,18 +125,44 @@ async def test_a_loop_goes_on_where_the_log_says() -> None:
 async def test_no_group_is_older_than_the_staleness_allows() -> None:
     for max_staleness in (0, 2):
         stub = StubGateway(step=0)
-        async with stub.serving(), trainer(stub, groups_per_step=2, last=8):
+        async with trainer(stub, groups_per_step=2, last=8):
             result = await run(stub, steps=8, groups_per_step=2, max_staleness=max_staleness, epochs=None)
         assert result.step == 8
         assert len(result.staleness) >= 10
         assert max(result.staleness) <= max_staleness
 
 
+async def test_an_agents_key_can_run_a_loop() -> None:
+    """A group counts before its first run is opened, and the gateway answered 404 for it, which ended the loop."""
+    stub = AgentsGateway(step=0)
+    async with trainer(stub, groups_per_step=2, last=3):
+        result = await run(stub, steps=3, groups_per_step=2, max_staleness=1, epochs=None, concurrency=1)
+    assert result.step == 3
+
+
+async def test_groups_that_wait_since_before_a_restart_are_ahead_of_new_ones() -> None:
+    stub = PolledGateway(step=0)  # and no trainer
+    for allowed in (2, 2, 3):
+        asked = stub.asked
+        async with anyio.create_task_group() as playing:
+            options = {"steps": 8, "max_staleness": 0, "groups_per_step": allowed, "epochs": None}
+            playing.start_soon(partial(run, stub, **options))
+            with anyio.fail_after(60):
+                # Groups are asked about while they hold up others: it waits for the trainer by then.
+                while len(stub.completed) < allowed * SIZE or stub.asked < asked + 5 * allowed:
+                    await anyio.sleep(0.01)
+            playing.cancel_scope.cancel()
+        assert len({o["group"] for o in stub.opened.values()}) == allowed
+    async with trainer(stub, groups_per_step=3, last=2):
+        result = await run(stub, steps=2, max_staleness=0, groups_per_step=3, epochs=None)
+    assert (result.step, result.staleness) == (2, [0, 0, 0])
+
+
 async def test_versions_are_evaluated_every_few_steps_and_not_again_after_a_restart() -> None:
     stub = StubGateway(step=0)
     options: dict[str, Any] = {"steps": 4, "groups_per_step": 2, "max_staleness": 1, "epochs": None}
     held_out: dict[str, Any] = {"evaluate_every": 2, "evaluation": ["x", "y", "z"]}
-    async with stub.serving(), trainer(stub, groups_per_step=2, last=4):
+    async with trainer(stub, groups_per_step=2, last=4):
         result = await run(stub, **options, **held_out)
         opened = set(stub.opened)
         again = await run(stub, **options, **held_out)
@@ -127,8 +177,7 @@ async def test_versions_are_evaluated_every_few_steps_and_not_again_after_a_rest
 
 async def test_a_version_that_is_gone_is_not_evaluated_and_the_loop_goes_on() -> None:
     stub = StubGateway(step=3, retired={"m@2"})
-    async with stub.serving():
-        result = await run(stub, evaluate_every=2, evaluation=["x", "y"])
+    result = await run(stub, evaluate_every=2, evaluation=["x", "y"])
     assert (result.not_evaluated, result.evaluations) == ([2], {})
     assert played(stub) == dict.fromkeys(SCENARIOS, SIZE)
 
@@ -145,8 +194,7 @@ async def test_an_attempt_that_raises_is_played_again() -> None:
         return 1.0
 
     stub = StubGateway()
-    async with stub.serving():
-        result = await run(stub, sometimes, tries=2)
+    result = await run(stub, sometimes, tries=2)
     assert played(stub) == {"a": SIZE, "b": SIZE, "c": SIZE, "e": SIZE}
     assert result.incomplete == [3]
     assert len(result.exceptions) == 2 + 2 * SIZE
@@ -158,16 +206,14 @@ async def test_too_many_exceptions_end_the_loop() -> None:
         raise RuntimeError("the tool is away")
 
     stub = StubGateway()
-    async with stub.serving():
-        with pytest.raises(TooManyExceptionsError, match="the tool is away"):
-            await run(stub, never, max_exceptions=3)
+    with pytest.raises(TooManyExceptionsError, match="the tool is away"):
+        await run(stub, never, max_exceptions=3)
 
 
 async def test_a_refused_request_is_a_plain_error() -> None:
     stub = StubGateway(retired={""})
-    async with stub.serving():
-        with pytest.raises(JourneyworkError, match="no such version"):
-            await run(stub)
+    with pytest.raises(JourneyworkError, match="no such version"):
+        await run(stub)
 
 
 @pytest.mark.parametrize(
@@ -180,10 +226,9 @@ async def test_a_refused_request_is_a_plain_error() -> None:
 )
 async def test_a_loop_does_not_go_on_as_another_one(options: dict[str, Any], said: str) -> None:
     stub = StubGateway()
-    async with stub.serving():
-        await run(stub)
-        with pytest.raises(ValueError, match=said):
-            await run(stub, **options)
+    await run(stub)
+    with pytest.raises(ValueError, match=said):
+        await run(stub, **options)
 
 
 async def test_the_gateway_may_restart_in_the_middle() -> None:
@@ -192,11 +237,11 @@ async def test_the_gateway_may_restart_in_the_middle() -> None:
         found: list[LoopResult] = []
 
         async def keep() -> None:
-            found.append(await run(stub, epochs=10))
+            found.append(await run(stub, client=AsyncJourneywork(stub.url), epochs=10))
 
         async with stub.serving():
             running.start_soon(keep)
-            with anyio.fail_after(20):
+            with anyio.fail_after(60):
                 while len(stub.completed) < 30:
                     await anyio.sleep(0.005)
         async with stub.serving():

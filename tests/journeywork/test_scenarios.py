@@ -84,7 +84,7 @@ def test_the_command_writes_and_appends(
 ) -> None:
     (tmp_path / "task.md").write_text("Find things.")
     out = tmp_path / "s.jsonl"
-    written = [make_scenario(f"task {n} of {n}", 1) for n in range(6)]
+    written = [make_scenario(f"task {n} of\u2028{n}", 1) for n in range(6)]
 
     async def write(writer: Writer, _: str, count: int, existing: list[Scenario]) -> list[Scenario]:
         assert (writer, existing) == (Writer("m", "http://x", "secret"), written[: len(existing)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import msgspec
 
 from judge.models.chat import ContextWindowError, Messages, ModelError, ModelReply
 from judge.rewards.compose import open_composer_on_log
+from judge.ruler.asking import LoadTranscript
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript
@@ -85,16 +86,21 @@ class Model:
         return ModelReply(text, "test-judge", 100, 10, 0.001, 0.05, self.cut_off)
 
 
-def ruler(
-    model: Model, transcripts: Sequence[Transcript] = (), calibration: str = "", **settings: Any
-) -> LlmRuler:
-    """A ruler over `model`; given transcripts are what its members said; `calibration`: its file."""
+def loading(transcripts: Iterable[Transcript]) -> LoadTranscript:
+    """Returns what members said, by their names."""
     known = {t.trajectory: t for t in transcripts}
 
     async def load(member: TrajectoryCompleted) -> Transcript:
         return known[member.trajectory]
 
-    config = with_values(JudgeConfig(model="test/judge"), settings)
+    return load
+
+
+def ruler(
+    model: Model, transcripts: Sequence[Transcript] = (), calibration: str = "", **settings: Any
+) -> LlmRuler:
+    """A ruler over `model`; given transcripts are what its members said; `calibration`: its file."""
+    config, load = with_values(JudgeConfig(model="test/judge"), settings), loading(transcripts)
     return LlmRuler(config, load_rubric(), model, load, rng=random.Random(7), calibration=calibration)
 
 
@@ -141,7 +147,7 @@ async def _running(judge: Judge, broker: Broker) -> AsyncIterator[None]:
 
 async def groups(broker: Broker, count: int, kind: str = "scored") -> list[Any]:
     """The `count` events there are in the end; no more within a moment."""
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         while True:
             found = [r.event for r in await broker.read(GroupScored if kind == "scored" else GroupDiscarded)]
             if len(found) >= count:

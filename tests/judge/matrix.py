@@ -206,6 +206,7 @@ class Matrix:
         assert {r.event.group: r.event.closed_by for r in scored} == {
             name: group.closed_by for name, group in expected.items() if len(group.members) > 1
         }
+        assert all(len(r.event.verdicts) == plan.passes for r in scored)
         # And each late trajectory was recorded once.
         late = Counter((e.reason, *e.trajectories) for e in discarded if e.reason != "too_small")
         assert late == {("late", t): 1 for group in expected.values() for t in group.late}

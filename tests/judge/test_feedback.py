@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
+from unittest import mock
 
 import anyio
 import msgspec
@@ -13,6 +15,7 @@ from judge.commands.rejudge import Rejudge
 from judge.feedback import RunFeedback, feedback_on
 from judge.groups import GroupKey, read_group
 from judge.rewards.compose import open_composer_on_log
+from judge.service import Judge
 from pipeline.config import Config, FeedbackConfig, JudgeConfig, NatsConfig, RewardConfig
 from pipeline.events import AnyEvent, FeedbackTimedOut, Grader, Hint, SignalGiven
 from pipeline.log.broker import Broker, Recorded
@@ -46,8 +49,7 @@ def settings(
 
 
 async def test_a_complete_run_waits_for_its_feedback_and_is_scored_with_it_by_any_judge(
-    broker: Broker,
-    nats_config: NatsConfig,
+    broker: Broker, nats_config: NatsConfig
 ) -> None:
     config = settings(nats_config, wait_s=600)
     async with judging(broker, config):
@@ -55,7 +57,7 @@ async def test_a_complete_run_waits_for_its_feedback_and_is_scored_with_it_by_an
         await timers(broker, 1)
         await drained(broker)
         assert await groups(broker, 0) == []
-    said = await read_log(nats_config, Trust(config.signing))
+    said = await read_log(nats_config, Trust(config.signing), "p")
     assert said["waiting"] == {"members": 0, "feedback": 1}
     async with judging(broker, config):
         await broker.publish(signal("a", 0.75))
@@ -80,7 +82,7 @@ async def test_feedback_before_the_end_of_a_run_counts_and_none_is_waited_for(
 async def test_a_group_may_wait_for_whatever_is_said_until_its_time_is_over(nats_config: NatsConfig) -> None:
     """So words after the result are hints. By default the group is scored with the result."""
     config = settings(nats_config, wait_s=600)
-    whole = msgspec.structs.replace(config, feedback=FeedbackConfig(wait_s=0.5, wait_for="all"))
+    whole = msgspec.structs.replace(config, feedback=FeedbackConfig(wait_s=5.0, wait_for="all"))
     async with Broker.connect(nats_config) as broker, judging(broker, whole):
         await broker.publish(signal("a", 1.0))
         await broker.publish(run("a"))
@@ -133,6 +135,29 @@ async def test_without_feedback_a_run_ends_unscored_at_the_deadline_and_late_fee
         await groups(broker, 1, "discarded")
 
 
+async def test_late_feedback_that_gives_no_reward_has_nothing_judged_again(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One key could have a discarded group judged again by each of a thousand words, at the judge model's price."""
+    scored = mock.Mock(wraps=Judge._begin_scoring)
+    monkeypatch.setattr(Judge, "_begin_scoring", lambda *given: scored(*given))
+    named = RewardConfig(name="result", kind="feedback", by=("desk",))
+    config = settings(nats_config, named, wait_s=0.2)
+    async with Broker.connect(nats_config) as broker, judging(broker, config):
+        await broker.publish(run("a"))
+        await groups(broker, 1, "discarded")
+        await drained(broker)
+        before = scored.call_count
+        await broker.publish(signal("a", text="no number", kind="text"))
+        for other in ({"name": "stars"}, {"by": "mole"}, {"call": 0}):
+            await broker.publish(signal("a", 1.0, **other))
+        await drained(broker)
+        assert scored.call_count == before
+        await broker.publish(signal("a", 1.0))
+        await groups(broker, 1)
+        assert scored.call_count == before + 1
+
+
 async def test_late_feedback_may_be_recorded_only(nats_config: NatsConfig) -> None:
     config = settings(nats_config, wait_s=0.2, late="record")
     async with Broker.connect(nats_config) as broker, judging(broker, config):
@@ -175,12 +200,26 @@ async def test_a_group_that_timed_out_waits_too(nats_config: NatsConfig) -> None
     config = settings(nats_config, wait_s=600, group_size=3, timeout_s=0.2)
     async with Broker.connect(nats_config) as broker, judging(broker, config):
         await broker.publish(completed("a", "g"))
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             while not [m async for m in broker.messages("TIMERS", subject="timer.set.rollout.overdue.>")]:
                 await anyio.sleep(0.02)
         await broker.publish(signal("a", 1.0, group="g"))
         (group,) = await groups(broker, 1)
     assert (group.closed_by, group.members[0].reward) == ("timeout", 1.0)
+
+
+async def test_a_group_whose_runs_the_log_deleted_while_it_waited_is_told(
+    nats_config: NatsConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = FeedbackTimedOut(project="p", model="m", group="gone", wait_s=600)
+    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config, wait_s=600)):
+        await broker.set_timer(gone, time.time())
+        with anyio.fail_after(60):
+            while not caplog.records:
+                await anyio.sleep(0.02)
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "group not scored: the log no longer holds its runs")
+    ]
 
 
 async def test_a_judge_that_waits_no_longer_scores_what_waited_when_its_timer_is_due(
@@ -189,7 +228,7 @@ async def test_a_judge_that_waits_no_longer_scores_what_waited_when_its_timer_is
     monkeypatch.setattr("judge.service._SCORING_ACK_WAITS", 0.01)
     agent = RewardConfig(name="reward")
     async with Broker.connect(nats_config) as broker:
-        async with judging(broker, settings(nats_config, wait_s=1.0)):
+        async with judging(broker, settings(nats_config, wait_s=6.0)):
             await broker.publish(run("a", reward=0.5))
             await timers(broker, 1)
             await drained(broker)

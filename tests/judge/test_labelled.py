@@ -17,19 +17,19 @@ from pipeline.config import ConfigError
         ([0, 1, 2, 3], [0.4, 0.3, 0.2, 0.1], -1.0, 0.0, 1.0),
         ([0, 1, 2, 3], [0.5, 0.5, 0.5, 0.5], 0.0, 0.5, 0.0),
         ([0, 0, 1, 1], [0.1, 0.2, 0.9, 0.8], 4 / (4 * 6) ** 0.5, 1.0, 0.0),
-        ([1, 1, 1, 1], [0.1, 0.2, 0.9, 0.8], 0.0, 0.0, 0.0),
+        ([1, 1, 1, 1], [0.1, 0.2, 0.9, 0.8], None, None, None),
         ([0, 1], [1.0, 0.0], -1.0, 0.0, 1.0),
     ],
 )
 def test_agreement(
-    truth: list[float], scores: list[float], tau: float, pairwise: float, flips: float
+    truth: list[float], scores: list[float], tau: float | None, pairwise: float | None, flips: float | None
 ) -> None:
     found = measure_agreement(
         [(dict(zip("abcd", truth, strict=False)), dict(zip("abcd", scores, strict=False)))]
     )
-    assert (found.kendall_tau, found.pairwise_accuracy, found.sign_flips) == pytest.approx(
-        (tau, pairwise, flips)
-    )
+    assert [found.kendall_tau, found.pairwise_accuracy, found.sign_flips] == [
+        pytest.approx(figure) for figure in (tau, pairwise, flips)
+    ]
 
 
 @pytest.mark.parametrize(

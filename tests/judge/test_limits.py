@@ -34,8 +34,7 @@ async def play(broker: Broker, group: str, **more: Any) -> None:
 
 
 async def test_a_used_up_budget_stops_a_new_process_too_and_a_higher_one_goes_on(
-    broker: Broker,
-    nats_config: NatsConfig,
+    broker: Broker, nats_config: NatsConfig
 ) -> None:
     async with judging(broker, settings(nats_config)):
         await play(broker, "before")

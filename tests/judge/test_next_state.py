@@ -22,9 +22,9 @@ from judge.ruler.rubrics import load_rubric
 from judge.ruler.transcripts import Transcript
 from judge.scoring import UnscoredError, judge_hash
 from pipeline.config import Config, JudgeConfig, RewardConfig, with_values
-from pipeline.events import Hint, JudgeMeasured, TrajectoryCompleted
+from pipeline.events import Hint, JudgeMeasured
 from tests.judge.attacks import ATTACKS, GUESS
-from tests.judge.kit import TOO_LONG, Model, completed, single
+from tests.judge.kit import TOO_LONG, Model, completed, loading, single
 from tests.kits.scoring_server import Answer, Scorer, ScoringServer, score_key
 
 pytestmark = pytest.mark.anyio
@@ -41,13 +41,9 @@ def chat(*said: str, name: str = "a", role: str = "user") -> Transcript:
 
 
 def judge(model: Model, *transcripts: Transcript, votes: int = 3, **settings: Any) -> NextStateJudge:
-    known = {t.trajectory: t for t in transcripts}
-
-    async def load(member: TrajectoryCompleted) -> Transcript:
-        return known[member.trajectory]
-
     config = with_values(JudgeConfig(model="test/judge", retry_for_s=0.0), settings)
-    return NextStateJudge(config, votes, load_rubric("next_state"), model, load, rng=random.Random(7))
+    rubric, load = load_rubric("next_state"), loading(transcripts)
+    return NextStateJudge(config, votes, rubric, model, load, rng=random.Random(7))
 
 
 async def judged(judging: NextStateJudge, *names: str) -> Any:

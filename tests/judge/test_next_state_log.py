@@ -84,11 +84,8 @@ async def test_history_is_judged_by_what_happened_next_on_a_branch_once(nats_con
     assert [(m.reward, m.call_rewards, m.hints) for m in members] == [(0.0, CALLS, (HINT,))] * 2
 
 
-POINTS = (
-    "judge.before_publish", "judge.after_publish", "broker.before_publish", "broker.after_publish", "broker.before_ack",
-    "broker.after_ack", "votes",
-)  # fmt: skip
-"""Where a judge dies; `votes`: while the judge model has its questions."""
+POINTS = ("judge.before_publish", "votes")
+"""Where a judge dies; `votes`: while the judge model has its questions. test_matrix.py has the other points."""
 RUNS = 4
 
 

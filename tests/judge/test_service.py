@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
@@ -28,17 +29,13 @@ from pipeline.events import (
 from pipeline.log import dead_letters
 from pipeline.log.broker import Broker, Delivery
 from pipeline.log.messages import StoredMessage
+from tests.judge import kit
 from tests.judge.kit import groups, judging
+from tests.kits.log import take
 
 pytestmark = pytest.mark.anyio
 
-
-def completed(
-    trajectory: str, group: str = "g", reward: float | None = 0.0, **fields: Any
-) -> TrajectoryCompleted:
-    return TrajectoryCompleted(
-        project="p", trajectory=trajectory, model="m", group=group, reward=reward, **fields
-    )
+completed = functools.partial(kit.completed, reward=0.0)
 
 
 def settings(nats: NatsConfig, **judge: Any) -> Config:
@@ -47,14 +44,14 @@ def settings(nats: NatsConfig, **judge: Any) -> Config:
 
 async def drained(broker: Broker) -> None:
     """Every trajectory is acknowledged."""
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         while await broker.lag("judge"):
             await anyio.sleep(0.02)
 
 
 async def timers(broker: Broker, count: int) -> list[StoredMessage]:
     """The `count` timers that are set in the end."""
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         while True:
             found = [m async for m in broker.messages("TIMERS", subject="timer.set.>") if m.payload]
             if len(found) == count:
@@ -77,8 +74,7 @@ async def publish(broker: Broker, events: Sequence[TrajectoryCompleted]) -> None
 
 
 async def test_a_full_group_passes_its_rewards_through_in_the_order_of_the_log(
-    broker: Broker,
-    nats_config: NatsConfig,
+    broker: Broker, nats_config: NatsConfig
 ) -> None:
     async with judging(broker, settings(nats_config)):
         await publish(
@@ -166,8 +162,7 @@ async def test_validation_is_a_group_of_its_own_and_needs_no_second_member(nats_
 
 @pytest.mark.usefixtures("quick_redelivery")
 async def test_a_group_closes_at_its_timeout_and_a_later_trajectory_is_recorded_as_late(
-    broker: Broker,
-    nats_config: NatsConfig,
+    broker: Broker, nats_config: NatsConfig
 ) -> None:
     await publish(broker, [completed("a", reward=1.0), completed("b")])  # before the judge sets the timer
     async with judging(broker, settings(nats_config, timeout_s=0.2)):
@@ -207,10 +202,11 @@ async def test_a_group_closes_at_its_timeout_and_a_later_trajectory_is_recorded_
 async def test_a_group_that_can_t_be_compared_is_discarded_with_the_reason(
     nats_config: NatsConfig, members: list[TrajectoryCompleted], detail: str
 ) -> None:
-    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config, timeout_s=0.2)):
+    async with Broker.connect(nats_config) as broker:
         await publish(broker, [msgspec.structs.replace(m, at=completed("now").at) for m in members])
-        (event,) = await groups(broker, 1, "discarded")
-        await drained(broker)
+        async with judging(broker, settings(nats_config, timeout_s=0.2)):
+            (event,) = await groups(broker, 1, "discarded")
+            await drained(broker)
     assert (event.reason, event.detail, len(event.trajectories)) == ("too_small", detail, len(members))
 
 
@@ -242,8 +238,7 @@ async def test_a_group_id_that_no_subject_can_hold_is_scored_under_its_hash(nats
 
 @pytest.mark.usefixtures("quick_redelivery")
 async def test_an_arrival_is_acknowledged_at_once_and_any_judge_completes_the_group(
-    broker: Broker,
-    nats_config: NatsConfig,
+    broker: Broker, nats_config: NatsConfig
 ) -> None:
     async with judging(broker, settings(nats_config)):
         await publish(broker, [completed("a"), completed("b", reward=1.0)])
@@ -263,7 +258,7 @@ async def test_a_redelivered_closing_member_is_neither_scored_again_nor_late(
     """A judge published the group and died before it acknowledged."""
     await publish(broker, [completed("a"), completed("b"), completed("c")])
     async with broker.consume("judge") as messages:
-        held = await messages.batch(3)
+        held = await take(messages, 3)
         group = await closed_group(broker, held[2])
         event = await score_closed(group, JudgeConfig(), "j", None)
         await broker.publish(event)
@@ -274,12 +269,11 @@ async def test_a_redelivered_closing_member_is_neither_scored_again_nor_late(
 
 
 async def test_the_event_of_another_judge_that_scored_the_group_first_is_adopted(
-    broker: Broker,
-    nats_config: NatsConfig,
+    broker: Broker, nats_config: NatsConfig
 ) -> None:
     await publish(broker, [completed("a"), completed("b"), completed("c")])
     async with broker.consume("judge") as messages:
-        group = await closed_group(broker, (await messages.batch(3))[2])
+        group = await closed_group(broker, (await take(messages, 3))[2])
     fewer = dataclasses.replace(group, members=group.members[:2])
     await broker.publish(await score_closed(fewer, JudgeConfig(), "j", None))
     async with judging(broker, settings(nats_config)):
@@ -354,8 +348,7 @@ async def test_a_dead_letter_that_is_delivered_again_joins_its_group(
 
 
 async def test_a_judge_that_was_down_reads_its_backlog_before_it_closes_groups(
-    broker: Broker,
-    nats_config: NatsConfig,
+    broker: Broker, nats_config: NatsConfig
 ) -> None:
     old = completed("x").at - 3_600_000_000
     first = [completed(f"a{i}", f"g{i}", at=old) for i in range(300)]
@@ -371,10 +364,10 @@ async def test_the_trainer_gets_every_group_of_a_batch(broker: Broker, nats_conf
     """It waits for all of them, so one that can't be compared is not discarded here."""
     batch = TrainingBatch(id="b", groups=("full", "small"), settings=b'{"optimizer.learning_rate":0.5}')
     async with judging(broker, settings(nats_config)):
-        await publish(broker, [completed(f"f{n}", "full", n / 2, batch=batch) for n in range(3)])
+        await publish(broker, [completed(f"f{n}", "full", reward=n / 2, batch=batch) for n in range(3)])
         small = {"group_size": 2, "batch": batch}
-        await publish(broker, [completed("s0", "small", 1.0, **small)])
-        await publish(broker, [completed("s1", "small", None, outcome="no_result", **small)])
+        await publish(broker, [completed("s0", "small", reward=1.0, **small)])
+        await publish(broker, [completed("s1", "small", reward=None, outcome="no_result", **small)])
         scored: list[GroupScored] = sorted(await groups(broker, 2), key=lambda g: g.group)
         await drained(broker)
     assert await broker.read(GroupDiscarded) == []

@@ -248,6 +248,32 @@ async def test_another_tokenizer_is_refused_with_the_first_token_that_differs(
             pass
 
 
+async def test_a_check_of_the_tokenizer_that_is_cancelled_goes_on_where_it_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("judge.teacher._CHECKED_AT_ONCE", 4)
+    own = Tokenizer.from_file(f"{BASE}/tokenizer.json")
+    asked: list[list[int]] = []
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        body = msgspec.json.decode(request.content)
+        if request.url.path == "/tokenize":
+            return httpx.Response(200, json={"tokens": own.encode(body["prompt"]).ids})
+        asked.append(body["tokens"])
+        if len(asked) == 3:
+            scope.cancel()
+        return httpx.Response(200, json={"prompt": own.decode(body["tokens"], skip_special_tokens=False)})
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(reply)) as client:
+        teacher = Teacher(settings(NatsConfig(), "http://teacher"), None, client)  # type: ignore[arg-type]
+        with anyio.CancelScope() as scope:
+            await teacher.check()
+        assert scope.cancelled_caught
+        await teacher.check()
+    checked = [ids[0] for ids in asked]
+    assert checked == [0, 4, 8, *range(8, own.get_vocab_size(), 4)]
+
+
 async def test_a_key_that_is_missing_ends_the_start(
     nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +307,7 @@ async def test_each_run_is_taught_once_whenever_a_judge_dies(
                 dying = server.start("judge", f"{point}:2")
                 for name in names[index * RUNS : (index + 1) * RUNS]:
                     await play(broker, name)
-                with anyio.fail_after(30):
+                with anyio.fail_after(60):
                     await dying.ended.wait()
                 assert dying.status == -signals.SIGKILL, point
                 heir = server.start("judge")

@@ -39,7 +39,7 @@ def check_environments(state: dict[str, Any], run_dir: Path) -> None:
 
 def check_stranger(url: str) -> None:
     """Who has no key is refused by NATS."""
-    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=20) as stranger:
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as stranger:
         stranger.sendall(b'CONNECT {"verbose":false}\r\nPING\r\n')
         said = b""
         while data := stranger.recv(4096):

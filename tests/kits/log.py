@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import anyio
+
 from pipeline.events import AnyEvent
+from pipeline.log.consumer import Consumption, Delivery
 from pipeline.log.history import Reader
 from pipeline.log.messages import Recorded
 
@@ -11,3 +14,12 @@ async def read_stream(reader: Reader, stream: str) -> list[Recorded[AnyEvent]]:
     """Every event of a stream, of any class, in order."""
     found = [await reader.recorded(stream, message) async for message in reader.messages(stream)]
     return [recorded for recorded in found if recorded is not None]
+
+
+async def take(messages: Consumption, n: int) -> list[Delivery]:
+    """The next `n` deliveries. They may come late, and in parts."""
+    found: list[Delivery] = []
+    with anyio.fail_after(60):
+        while len(found) < n:
+            found += await messages.batch(n - len(found))
+    return found

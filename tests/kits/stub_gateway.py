@@ -3,18 +3,23 @@ nothing at a restart."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 import anyio
+import anyio.lowlevel
+import httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from journeywork import AsyncJourneywork
 from tests.conftest import free_port
 
 MAX_REWARD = 1e3
@@ -48,90 +53,102 @@ class StubGateway:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def _open(self, request: Request) -> JSONResponse:
-        body = await request.json()
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Return status and body of the answer to a request."""
+        match method, *map(unquote, path.partition("?")[0].removeprefix("/v1/").split("/")):
+            case "GET", "policies":
+                return 200, {"data": [{"model": "m", "version": f"m@{self.step}", "step": self.step}]}
+            case "GET", "models":
+                names = ["m", *(f"m@{step}" for step in range(13))]
+                return 200, {"data": [{"id": name} for name in names if name not in self.retired]}
+            case "POST", "evaluations":
+                self.evaluations.append(body)
+                return 201, {"object": "evaluation"}
+            case "GET", "groups", group:
+                return 200, {"group": group, "status": "waiting", **self.decided.get(group, {})}
+            case "GET", "trajectories":
+                return 200, {"data": list(self.opened.values())}
+            case "POST", "trajectories":
+                return self._open(body)
+            case "GET", "trajectories", name:
+                return self._get(name)
+            case "POST", "trajectories", name, "complete":
+                return self._complete(name, body)
+        raise AssertionError(f"{method} {path} is not asked by any test")
+
+    def _open(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if body.get("pinned") in self.retired:
-            return JSONResponse({"error": {"message": "no such version", "code": "model_not_found"}}, 404)
+            return _refusal(404, "no such version", "model_not_found")
         if body.get("attempt") in self.refused_attempts:
-            return JSONResponse({"error": {"message": "not this attempt", "code": "invalid_body"}}, 400)
+            return _refusal(400, "not this attempt", "invalid_body")
         self.opened[body["id"]] = body
         self.most_open = max(self.most_open, len(self.opened) - len(self.completed))
         told = {"id": body["id"], "model": body["model"], "group": body.get("group", body["id"])}
-        return JSONResponse({**told, "base_url": f"{self.url}/v1", "api_key": "k"}, 201)
+        return 201, {**told, "base_url": f"{self.url}/v1", "api_key": "k"}
 
-    async def _list(self, _: Request) -> JSONResponse:
-        return JSONResponse({"data": list(self.opened.values())})
-
-    async def _complete(self, request: Request) -> JSONResponse:
-        name, body = request.path_params["name"], await request.json()
+    def _complete(self, name: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if name not in self.opened:
-            return JSONResponse(
-                {"error": {"message": f"no trajectory {name}", "code": "trajectory_not_found"}}, 404
-            )
+            return _refusal(404, f"no trajectory {name}", "trajectory_not_found")
         self.sent.append(body)
         if self.away:
-            return JSONResponse({"error": {"message": "the log is away"}}, 503)
+            return _refusal(503, "the log is away")
         if abs(body.get("reward") or 0) > MAX_REWARD:
-            message = f"The value of `reward` is {body['reward']:g}."
-            return JSONResponse({"error": {"message": message, "code": "reward_out_of_range"}}, 400)
+            return _refusal(400, f"The value of `reward` is {body['reward']:g}.", "reward_out_of_range")
         if self.completed.setdefault(name, self.completed_by_others or body) != body:
-            return JSONResponse({"error": {"message": "another result", "code": "trajectory_completed"}}, 409)
-        return JSONResponse(
-            {"id": name, "exchanges": 3, "calls": 2, "prompt_tokens": 20, "sampled_tokens": 4, "calls_s": 0.5}
-        )
+            return _refusal(409, "another result", "trajectory_completed")
+        used = {"calls": 2, "prompt_tokens": 20, "sampled_tokens": 4, "calls_s": 0.5}
+        return 200, {"id": name, "exchanges": 3, **used}
 
-    async def _evaluated(self, request: Request) -> JSONResponse:
-        self.evaluations.append(await request.json())
-        return JSONResponse({"object": "evaluation"}, 201)
-
-    async def _get(self, request: Request) -> JSONResponse:
-        name = request.path_params["name"]
+    def _get(self, name: str) -> tuple[int, dict[str, Any]]:
         if name not in self.opened:
-            return JSONResponse(
-                {"error": {"message": f"no trajectory {name}", "code": "trajectory_not_found"}}, 404
-            )
+            return _refusal(404, f"no trajectory {name}", "trajectory_not_found")
         result = self.completed.get(name)
         told = {"task": "", "group": name, **self.opened[name], "status": "completed" if result else "open"}
         if result:
             told |= {"outcome": result.get("outcome", "scored"), "reward": result.get("reward")}
-        return JSONResponse(told)
+        return 200, told
 
-    async def _group(self, request: Request) -> JSONResponse:
-        name = request.path_params["name"]
-        return JSONResponse({"group": name, "status": "waiting", **self.decided.get(name, {})})
-
-    async def _policies(self, _: Request) -> JSONResponse:
-        return JSONResponse({"data": [{"model": "m", "version": f"m@{self.step}", "step": self.step}]})
-
-    async def _models(self, _: Request) -> JSONResponse:
-        names = ["m", *(f"m@{step}" for step in range(13))]
-        return JSONResponse({"data": [{"id": name} for name in names if name not in self.retired]})
+    def client(self) -> AsyncJourneywork:
+        """Return a client that this gateway answers without a network: for tests of what is played."""
+        return _DirectClient(self)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Serve while the block runs; a second block on the same object is a restart."""
-        app = Starlette(
-            routes=[
-                Route("/v1/policies", self._policies),
-                Route("/v1/models", self._models),
-                Route("/v1/evaluations", self._evaluated, methods=["POST"]),
-                Route("/v1/trajectories", self._list, methods=["GET"]),
-                Route("/v1/trajectories", self._open, methods=["POST"]),
-                Route("/v1/trajectories/{name}", self._get, methods=["GET"]),
-                Route("/v1/groups/{name}", self._group, methods=["GET"]),
-                Route("/v1/trajectories/{name}/complete", self._complete, methods=["POST"]),
-            ]
-        )
+        """Serve over HTTP while the block runs; a second block on the same object is a restart."""
+
+        async def handle(request: Request) -> JSONResponse:
+            body = await request.json() if request.method == "POST" else {}
+            status, told = self.answer(request.method, str(request.url).removeprefix(self.url), body)
+            return JSONResponse(told, status)
+
+        app = Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])
         server = uvicorn.Server(
             uvicorn.Config(app, port=self.port, log_level="error", timeout_graceful_shutdown=1)
         )
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         async with anyio.create_task_group() as running:
             running.start_soon(server._serve)
-            with anyio.fail_after(20):
+            with anyio.fail_after(60):
                 while not server.started:
                     await anyio.sleep(0.01)
             try:
                 yield
             finally:
                 server.should_exit = True
+
+
+def _refusal(status: int, message: str, code: str = "") -> tuple[int, dict[str, Any]]:
+    return status, {"error": {"message": message, "code": code}}
+
+
+class _DirectClient(AsyncJourneywork):
+    def __init__(self, gateway: StubGateway) -> None:
+        super().__init__(gateway.url)
+        self._gateway = gateway
+
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> httpx.Response:
+        await anyio.lowlevel.checkpoint()  # others may run, as while an answer comes
+        status, told = self._gateway.answer(method, path, json.loads(json.dumps(body or {})))
+        return httpx.Response(status, json=told)

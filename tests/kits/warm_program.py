@@ -12,6 +12,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     _, how, *handles = sys.argv
+    status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines())
     facts = {
         "argv": sys.argv[1:],
         "command": Path("/proc/self/cmdline").read_text().rstrip("\0").split("\0")[:-1],
@@ -22,6 +23,7 @@ if __name__ == "__main__":
         "name": __spec__.name,
         "pid": os.getpid(),
         "parent": os.getppid(),
+        "modules": len(sys.modules),
         "group": os.getpgid(0) == os.getpid(),
         "session": os.getsid(0) == os.getpid(),
         "cwd": str(Path.cwd()),
@@ -32,6 +34,8 @@ if __name__ == "__main__":
         "cores": sorted(os.sched_getaffinity(0)),
         "handlers": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)],
         "threads": threading.active_count(),
+        "capabilities": {name: int(text, 16) for name, text in status.items() if name.startswith("Cap")},
+        "identity": [os.getuid(), int(status["NoNewPrivs"])],
     }
     atexit.register(print, "at exit")
     for handle in handles:

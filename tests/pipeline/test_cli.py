@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -13,12 +14,14 @@ from typing import Any
 
 import anyio
 import pytest
+from rich.console import Console
 
 from pipeline import cli
 from pipeline.cli import OWN, SUBCOMMANDS, main
 from pipeline.config import NatsConfig
-from pipeline.events import AlarmChanged
+from pipeline.events import AlarmChanged, PolicyPromoted
 from pipeline.log.broker import Broker, BrokerError
+from pipeline.running import status
 from pipeline.running.state import ProcessState, RunState, process_start, write_state
 from tests.kits.events import checkpoint
 
@@ -120,9 +123,16 @@ GONE = 2**22 + 1
 async def provision(config: NatsConfig) -> None:
     async with Broker.connect(config) as broker:
         await broker.publish(checkpoint(3))
+        await broker.publish(checkpoint(1, branch="stricter"))
+        await broker.publish(checkpoint(8, project="other"))
+        async with broker.consume("store-policy") as taken:
+            (delivery,) = await taken.batch(1, 60)
+            await delivery.give_back(600)  # it stays delivered
         for model, state in (("m", "raised"), ("n", "raised"), ("n", "cleared")):
             told: Any = {"state": state, "detail": "it is far", "action": "Lower `it`."}
             await broker.publish(AlarmChanged(project="p", alarm="kl_rise", model=model, **told))
+        split: Any = {"action": "split", "version": "m@2", "other": "m@0", "percent": 20.0}
+        await broker.publish(PolicyPromoted(project="p", model="m", request="d", **split))
 
 
 def started(
@@ -144,26 +154,52 @@ def test_status_says_what_runs_what_waits_and_what_serves(
 ) -> None:
     anyio.run(provision, nats_config)
     url = str(nats_config.url)
+    (tmp_path / "config.toml").write_text('project = "p"\n')
     started(tmp_path, {"judge": (GONE, "ready"), "store": (GONE, "stopped")}, url)
     with pytest.raises(SystemExit) as caught:  # a service is gone
         main(["status", "--run-dir", str(tmp_path), "--json"])
     assert caught.value.code == 1
     said = json.loads(capsys.readouterr().out)
-    assert said["policies"] == {"m": "m@3"}
-    assert {row["consumer"]: row["behind"] for row in said["lag"]}["store-policy"] == 4
+    assert said["policies"] == {"m": "m@3", "m+stricter": "m+stricter@1"}
+    lag = {row["consumer"]: (row["behind"], row["held"]) for row in said["lag"]}
+    split = {"action": "split", "version": "m@2", "other": "m@0", "percent": 20.0}
+    assert said["decided"] == {"m": split}
+    assert lag["store-policy"] == (6, 1)
     assert not [row for row in said["lag"] if row["consumer"].startswith("telemetry")], "it is off"
     assert [(a["alarm"], a["model"], a["detail"]) for a in said["raised"]] == [("kl_rise", "m", "it is far")]
     assert said["services"]["judge"]["state"] == "gone"
     started(tmp_path, {"judge": (os.getpid(), "ready"), "store": (GONE, "stopped")}, url)
     main(["status", "--run-dir", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
-    assert any("m@3" in line for line in lines)
+    assert "policy m: m@3 is the newest, m@2 is served (split, 20 % of runs; m@0 the others)" in lines
     assert "alarm kl_rise of m: it is far. Lower it." in lines
     assert [line.split()[1:] for line in lines if line.strip().startswith(("judge ", "store-policy"))] == [
         ["ready", str(os.getpid()), "0"],
-        ["0"],
-        ["4", "(off)"],
+        ["0", "0"],
+        ["6", "(off)", "1"],
     ]
+
+
+@pytest.mark.parametrize("text", ["[abc]", "[/v1]", "[nats]"])
+def test_status_prints_brackets_as_they_are(text: str, tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    state: dict[str, Any] = {
+        "running": True, "urls": {"gateway": "http://g", "ui": f"http://u/{text}"}, "alarms": [f"alarm {text}"],
+        "services": {"store": {"state": "gone", "pid": 1, "restarts": 0}}, "log": f"error {text}",
+    }  # fmt: skip
+    status._print(Path(f"/runs/x{text}"), state, console)
+    status._print(
+        Path(f"/runs/x{text}"), state | {"lag": [], "waiting": {}, "policies": {f"m{text}": "m@1"}}, console
+    )
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    for part in (
+        f"run directory /runs/x{text}, gateway",
+        f"http://u/{text}",
+        f"alarm {text}",
+        f"error {text}",
+        f"policy m{text}",
+    ):
+        assert part in said
 
 
 def test_status_of_a_stopped_run_says_how_to_go_on(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.files import replacing, write_whole
+from pipeline.errors import ConfigError
+from pipeline.files import read_json, replacing, write_whole
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -17,6 +18,14 @@ def test_content_takes_the_place_of_the_old(tmp_path: Path, durable: bool) -> No
     assert path.read_text() == "new"
     assert path.stat().st_mode & 0o777 == 0o600
     assert [p.name for p in path.parent.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"a', b"[]", b'{"a": "x"}', b"\xff"])
+def test_a_damaged_file_is_an_error_with_its_name_and_what_to_do(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"file\.json is damaged \(.*\): delete it$"):
+        read_json(path, dict[str, int], "delete it")
 
 
 def test_after_an_error_the_old_content_is_there_and_nothing_else(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, VllmServer, free_port
 from tests.kits.clients import closed_after_test
 from tests.kits.sampler import SamplerThread
+from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.forks import ForkedGateway
 
 PROJECT = "test"
@@ -72,10 +72,17 @@ class GatewayProcess:
         self.process.kill()
         self.process.wait()
 
+    def restart(self, **settings: Any) -> None:
+        """Kill it, and start it again with these settings of `gateway`."""
+        self.kill()
+        self.config = with_values(self.config, {f"gateway.{name}": value for name, value in settings.items()})
+        save_config(self.config, self.folder / "config.toml")
+        self.start()
+
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
-            assert self.process.wait(30) == 0, self.log
+            assert self.process.wait(60) == 0, self.log
 
     def client(self, **options: Any) -> openai.OpenAI:
         """A client that is closed when the test ends."""
@@ -93,34 +100,6 @@ class GatewayProcess:
     def agent(self, opened: dict[str, Any], **options: Any) -> openai.OpenAI:
         """An OpenAI client that belongs to a trajectory."""
         return self.client(base_url=opened["base_url"], api_key=opened["api_key"], **options)
-
-
-@contextmanager
-def standing(folder: Path, vllm_port: int = 0, args: Sequence[str] = ()) -> Iterator[GatewayProcess]:
-    """A gateway before a vLLM and a log of its own, outside of pytest; `vllm_port`: of a vLLM started by hand;
-    `args`: more of the server's."""
-    with contextlib.ExitStack() as stack:
-        nats = NatsServer(folder)
-        nats.start()
-        stack.callback(nats.stop)
-        server = VllmServer(folder, vllm_port, args=("--max-loras", "4", *args))
-        if not vllm_port:
-            server.start()
-            stack.callback(server.stop)
-        config = Config(
-            project=PROJECT,
-            run_dir=str(folder / "run"),
-            nats=NatsConfig(url=nats.url),
-            # One slot of the server stays empty: see docs/operations.md.
-            vllm=VllmConfig(urls=(server.url,), max_loras=3),
-            models=(ModelConfig(name="tictactoe", base=str(server.base)),),
-            gateway=GatewayConfig(port=free_port()),
-        )
-        sampler, gateway = SamplerThread(config), GatewayProcess(config)
-        for process in (gateway, sampler):
-            process.start()
-            stack.callback(process.stop)
-        yield gateway
 
 
 StartGateway = Callable[..., GatewayProcess]
@@ -185,6 +164,15 @@ def start_gateway_alone(tmp_path: Path, nats_config: NatsConfig) -> Iterator[Sta
 
 
 @pytest.fixture
+async def fake_vllm() -> AsyncIterator[FakeVllm]:
+    """A scriptable inference server in the test's event loop."""
+    server = FakeVllm()
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
 def start_front(tmp_path: Path, nats_config: NatsConfig) -> Iterator[StartGateway]:
     """Starts gateways without an inference server: a model call that is admitted gets `no_replica`."""
     models = (ModelConfig(name="tictactoe"), ModelConfig(name="chess"))
@@ -243,10 +231,10 @@ LONG = pytest.mark.xdist_group("vllm with long prompts")
 
 def unload_all(server: VllmServer) -> None:
     """Leave the shared vLLM as it was found."""
-    cards = httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]
+    cards = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
     for card in cards:
         if card["parent"]:
-            httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": card["id"]}, timeout=30)
+            httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": card["id"]}, timeout=60)
 
 
 def adapter_tensors(seed: int, scale: float = 0.1) -> bytes:
@@ -326,8 +314,3 @@ def _digests(data: bytes) -> dict[str, str]:
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         unpacked = {member.name: archive.extractfile(member) for member in archive.getmembers()}
         return {name: hashlib.sha256(file.read()).hexdigest() for name, file in unpacked.items() if file}
-
-
-def copy_base(folder: Path) -> Path:
-    shutil.copytree(VllmServer.base, folder)
-    return folder

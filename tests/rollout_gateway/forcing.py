@@ -100,4 +100,4 @@ def forcing(url: str, tool: str, bias: dict[str, int]) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
-        serving.join(10)
+        serving.join(60)

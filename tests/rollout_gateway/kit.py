@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -29,12 +28,12 @@ async def exchanges(broker: Broker, trajectory: str) -> list[ExchangeRecorded]:
     return [r.event for r in recorded]
 
 
-async def serves(gateway: GatewayProcess, version: str, timeout_s: float = 30) -> None:
+async def serves(gateway: GatewayProcess, version: str, timeout_s: float = 60) -> None:
     """Until `tictactoe` stands for `version`."""
     async with httpx.AsyncClient() as client:
         with anyio.fail_after(timeout_s):
             while True:
-                (policy,) = (await client.get(f"{gateway.url}/v1/policies", timeout=30)).json()["data"]
+                (policy,) = (await client.get(f"{gateway.url}/v1/policies", timeout=60)).json()["data"]
                 if policy["version"] == version:
                     return
                 await anyio.sleep(0.02)  # there is no event for "routed", which is what is asked here
@@ -59,7 +58,7 @@ def older_than_before(calls: Calls) -> Calls:
 
 def counted(server: VllmServer, name: str) -> float:
     """A figure of vLLM's own metrics, over all models."""
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
     return sum(float(value) for value in re.findall(rf"^vllm:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE))
 
 
@@ -106,7 +105,7 @@ class Mortal:
         self._stopping = True
         if self._process is not None:
             self._process.kill()
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 def asking(text: str, **more: Any) -> Any:
@@ -115,18 +114,9 @@ def asking(text: str, **more: Any) -> Any:
 
 async def in_flight(gateway: GatewayProcess, calls: int) -> None:
     async with httpx.AsyncClient(base_url=gateway.url) as client:
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while True:
                 replicas = (await client.get("/health")).json()["replicas"]
                 if sum(replica["in_flight"] for replica in replicas) >= calls:
                     return
                 await anyio.sleep(0.02)  # until the server has them
-
-
-class StubCall:
-    """A call as `Trajectory.record` takes it: `make` gives its events under a sequence number."""
-
-    traceparent = ""
-
-    def __init__(self, make: Callable[[int], list[ExchangeRecorded]]) -> None:
-        self.events = make

@@ -1,4 +1,6 @@
-"""Runs `journeywork.looping` until its scenarios are played: python -m tests.rollout_gateway.loop_child GATEWAY_URL
+"""Runs `journeywork.looping` until its scenarios are played, or hangs when ATTEMPTS of them are:
+
+    python -m tests.rollout_gateway.loop_child GATEWAY_URL ATTEMPTS
 
 Each attempt makes one model call. A line is written before each attempt ends, and the loop's figures at the end."""
 
@@ -13,14 +15,16 @@ import httpx
 from journeywork import AsyncJourneywork, Trajectory
 from journeywork.looping import LoopOptions, loop
 
-SCENARIOS = [f"a1=x b2={n}" for n in range(24)]
-GROUP_SIZE = 3
+SCENARIOS = [f"a1=x b2={n}" for n in range(10)]
+GROUP_SIZE, CONCURRENCY = 3, 4
 
 
 async def main() -> None:
+    left = int(sys.argv[2])
     async with AsyncJourneywork(sys.argv[1]) as client, httpx.AsyncClient(timeout=60) as http:
 
         async def play(run: Trajectory, scenario: str) -> float:
+            nonlocal left
             reply = await http.post(
                 f"{run.base_url}/chat/completions",
                 headers={"authorization": f"Bearer {run.api_key}"},
@@ -31,6 +35,9 @@ async def main() -> None:
                 },
             )
             reply.raise_for_status()
+            left -= 1
+            if left < 0:
+                await anyio.sleep_forever()
             sys.stdout.write("played\n")
             sys.stdout.flush()
             return float(len(reply.json()["choices"][0]["message"]["content"]))
@@ -41,8 +48,8 @@ async def main() -> None:
             SCENARIOS,
             play,
             LoopOptions(
-                "night", steps=1, groups_per_step=1000, group_size=GROUP_SIZE, concurrency=8, epochs=1, describe=str,
-                tries=5,
+                "night", steps=1, groups_per_step=1000, group_size=GROUP_SIZE, concurrency=CONCURRENCY, epochs=1,
+                describe=str, tries=5,
             ),
         )  # fmt: skip
     told = {"played": result.played, "resumed": result.resumed, "incomplete": result.incomplete}

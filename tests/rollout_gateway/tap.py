@@ -125,7 +125,7 @@ class Tap:
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
         self._thread.start()
-        assert started.wait(10)
+        assert started.wait(60)
 
     def _run(self, started: threading.Event) -> None:
         async def serve() -> None:
@@ -171,7 +171,7 @@ class Tap:
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, parser: Any) -> None:

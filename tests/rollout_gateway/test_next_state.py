@@ -69,7 +69,7 @@ async def test_a_chat_client_that_reports_nothing_is_trained_by_what_its_users_s
         return made
 
     monkeypatch.setattr(graders, "examples", remember)
-    detection = {"detection.enabled": True, "detection.grouped": False, "detection.idle_s": 3.0}
+    detection = {"detection.enabled": True, "detection.grouped": False, "detection.idle_s": 600.0}
     gateway = start_gateway(**detection)
     config = kit.settings(
         str(VllmServer.base), tmp_path / "trainer", nats_config,
@@ -84,6 +84,8 @@ async def test_a_chat_client_that_reports_nothing_is_trained_by_what_its_users_s
         async with judging(broker, config):
             for said, api in zip(CHATS, ("chat", "responses", "messages"), strict=True):
                 await anyio.to_thread.run_sync(talk, gateway, said, api)
+            # No pause of a chat ends it, and when all have been said each is soon silent for long enough.
+            await anyio.to_thread.run_sync(lambda: gateway.restart(**{"detection.idle_s": 0.1}))
             scored: list[GroupScored] = await groups(broker, len(CHATS))
         async with kit.running(config):
             (step,) = await kit.steps_reach(broker, 1)

@@ -12,13 +12,14 @@ import pytest
 
 from pipeline.config import AlarmsConfig, BudgetConfig, Config, NatsConfig, StoreConfig
 from store.service import serve
-from tests.store.kit import StoreProcess, create_bucket, serving_s3
+from tests.store.kit import StoreProcess, create_bucket, fill, run_of_one_step, serving_s3
 
 
 @pytest.fixture
-def running_store(nats_config: NatsConfig, tmp_path: Path) -> StoreProcess:
+def running_store(nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoreProcess:
     """`async with running_store() as config`: a store in this process, stopped as by SIGTERM at the end. It checks no
-    alarms unless `alarms` is given."""
+    alarms unless `alarms` is given, and then as often as that says, however long a check takes."""
+    monkeypatch.setattr("store.alarms.checker._PAUSE_FACTOR", 0)
 
     @asynccontextmanager
     async def run(
@@ -41,6 +42,14 @@ def running_store(nats_config: NatsConfig, tmp_path: Path) -> StoreProcess:
             tg.cancel_scope.cancel()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with a history of one step. A test that changes it takes a copy."""
+    folder = tmp_path_factory.mktemp("history")
+    fill(folder, run_of_one_step())
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,8 @@ FAULTS = ("refused", "silent", "answer lost")
 
 
 class FaultyS3:
-    """A running proxy. `share` is the share of the requests that fail; 0 lets all pass."""
+    """A running proxy. `share` is the share of the requests that fail, and five times that of commits, which are few; 0
+    lets all pass."""
 
     def __init__(self, upstream: str, seed: int, silent_s: float) -> None:
         self.share = 0.0
@@ -34,11 +35,13 @@ class FaultyS3:
     def handle(self, request: BaseHTTPRequestHandler) -> None:
         """Answer one request, or not."""
         body = _body(request)
+        commits = request.command == "PUT" and request.path.endswith(".json")
         with self._lock:
-            fault = self._random.choice(FAULTS) if self._random.random() < self.share else ""
+            share = self.share * (5 if commits else 1)
+            fault = self._random.choice(FAULTS) if self._random.random() < share else ""
             if fault:
                 self.seen[fault] += 1
-            if fault == "answer lost" and request.command == "PUT" and request.path.endswith(".json"):
+            if fault == "answer lost" and commits:
                 self.seen["commit lost"] += 1
         if fault == "refused":
             self._reply(request, 503, {}, b"<Error><Code>SlowDown</Code></Error>")
@@ -55,7 +58,7 @@ class FaultyS3:
         self._reply(request, status, headers, content)
 
     def _forward(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection(self._upstream, timeout=30)
+        connection = http.client.HTTPConnection(self._upstream, timeout=60)
         try:
             headers = {
                 k: v

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,22 @@ def exchange(trajectory: str, seq: int = 0, step: int = 0, **more: Any) -> Excha
     return ExchangeRecorded(**(values | more))
 
 
+def scored(
+    group: str, rewards: Mapping[str, float], member: Mapping[str, Any] = {}, **more: Any
+) -> GroupScored:
+    """A scored group with these rewards by trajectory; `member`: fields of each member."""
+    members = tuple(Member(trajectory=name, reward=reward, **member) for name, reward in rewards.items())
+    return GroupScored(project="p", group=group, model="m", judge="j", members=members, **more)
+
+
+def discarded(
+    group: str, reason: Any, *trajectories: str, by: Any = "trainer", **more: Any
+) -> GroupDiscarded:
+    return GroupDiscarded(
+        project="p", group=group, model="m", trajectories=trajectories, reason=reason, by=by, **more
+    )
+
+
 def run_of_one_step() -> list[Event]:
     """Two trajectories of two calls, their group, its step, its load, and an event of every other kind."""
     made: list[Event] = []
@@ -98,12 +114,9 @@ def run_of_one_step() -> list[Event]:
         judge_model="judge/1", rubric="general", rubric_hash="h", order=("t1", "t0"), cost_usd=0.25, prompt_tokens=10,
         completion_tokens=5, scores=scores,
     )  # fmt: skip
-    members = tuple(Member(trajectory=t, reward=r, exchanges=2) for t, r in (("t0", 1.0), ("t1", 0.0)))
     return [
         *made,
-        GroupScored(
-            project="p", group="g0", model="m", task="win", judge="j", members=members, verdicts=(verdict,)
-        ),
+        scored("g0", {"t0": 1.0, "t1": 0.0}, {"exchanges": 2}, task="win", verdicts=(verdict,)),
         checkpoint(1, groups=("g0",), group_seqs=pack_seqs([1]), metrics={"loss": 0.5}),
         PolicyLoaded(project="p", model="m", step=1, version="m@1", replica="r0", probe_delta=0.5, load_s=0.1),
         PolicyPromoted(project="p", model="m", version="m@1", request="q"),
@@ -116,9 +129,7 @@ def run_of_one_step() -> list[Event]:
             project="p", model="m", question="q", groups=1, baseline="m@1", evaluation="e",
             variants=(Variant(branch="b", version="m+b@1", settings='{"judge.rubric": "stricter"}', groups=1),),
         ),
-        GroupDiscarded(
-            project="p", group="g9", model="m", trajectories=("t8", "t9"), reason="stale", by="trainer", duration_s=4.0
-        ),
+        discarded("g9", "stale", "t8", "t9", duration_s=4.0),
         SignalGiven(
             project="p", signal="me:1", trajectory="t0", model="m", group="g0", call=1, value=1.0, by="me", source="api"
         ),
@@ -195,7 +206,7 @@ def files_there(lake: Lake, tag: str) -> set[str]:
     return {info.base_name for info in there if info.base_name.endswith(".parquet")}
 
 
-async def until_acked(broker: Broker, within_s: float = 20) -> None:
+async def until_acked(broker: Broker, within_s: float = 60) -> None:
     """Waits until the store's consumers have nothing pending and nothing unacknowledged."""
     with anyio.fail_after(within_s):
         for spec in [s for s in streams.CONSUMERS if s.name.startswith("store-")]:
@@ -234,7 +245,7 @@ def serving_s3() -> Iterator[str]:
             yield f"http://127.0.0.1:{int(process.stdout.readline())}"
         finally:
             process.stdin.close()
-            process.wait(20)
+            process.wait(60)
 
 
 def create_bucket(url: str) -> None:

@@ -135,7 +135,9 @@ async def test_the_command_writes_a_file_and_records_what_it_wrote(
 def test_labelled_groups_become_anchors_once(tmp_path: Path) -> None:
     config, file = labelled(tmp_path, 2), tmp_path / "anchors.jsonl"
     fill(tmp_path, judged(7, labels=(0.5, 0.5, 0.5, 0.5)))  # nothing to compare
-    file.write_text('{"id": "mine", "trajectories": [{"reward": 1}, {"reward": 0}]}\n')
+    file.write_text(
+        '{"id": "mine", "task": "a\u2028b", "trajectories": [{"reward": 1}, {"reward": 0}]}\n', "utf-8"
+    )
     with sql.connect(config) as connection:
         assert calibrate.add_anchors(connection, config, file) == 2
         assert calibrate.add_anchors(connection, config, file) == 0
@@ -184,9 +186,10 @@ def test_diff_says_which_advantages_a_calibration_turns_and_which_checkpoints_re
     ]
     assert diff.main([*sides, "--format", "json"]) == 0
     said = json.loads(capfd.readouterr().out)
-    assert (said["groups"], said["sign_flips"], said["flipped"]) == (7, 1, {"g9": ["g9-2"]})
-    assert said["checkpoints"] == [{"version": "m@2", "flipped": 1, "trajectories": 8}]
+    assert (said["groups"], said["sign_flips"]) == (7, 1)
+    assert said["flipped"] == [{"project": "p", "model": "m", "group_id": "g9", "trajectories": ["g9-2"]}]
+    assert said["checkpoints"] == [{"project": "p", "version": "m@2", "flipped": 1, "trajectories": 8}]
     assert diff.main(sides) == 0
-    assert "m@2 was trained on 1 of them, of 8 trajectories" in capfd.readouterr().out
+    assert "p/m@2 was trained on 1 of them, of 8 trajectories" in capfd.readouterr().out
     assert diff.main([*sides[:3], "calibration=none", *sides[4:]]) == 2
     assert "holds no calibration 'none'" in capfd.readouterr().err

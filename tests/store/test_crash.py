@@ -1,12 +1,13 @@
 """The crash matrix of the store and of the NATS server: whatever dies when, every event is in Parquet once.
 
-One history is written through 80 lives of the store. Each life dies at one of the stop points in turn, at a seeded
+One history is written through 55 lives of the store. Each life dies at one of the stop points in turn, at a seeded
 passage; in some, the server is killed under it; publishers repeat what they can't know to have arrived. In the end
 every event of the log is in the files exactly once, and nothing else is.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 from collections import Counter
@@ -28,13 +29,15 @@ from pipeline.events import (
 from pipeline.log.broker import Broker
 from store.lake.lake import open_lake
 from tests.conftest import NatsServer
-from tests.kits.crash.processes import ForkServer, fork_server
+from tests.kits.crash.processes import ForkServer, ServiceProcess, fork_server
 from tests.kits.quick_service import quick_consumers
 from tests.store.kit import ACK_WAIT_S, exchange, in_log, stored_events
 
 pytestmark = pytest.mark.anyio
 
-SCHEDULES = {"local": 80, "s3": 16}
+SCHEDULES = {"local": 55, "s3": 11}
+RARE = ("store.compacted", "store.checkpointed")
+"""Points that few lives pass twice."""
 POINTS = [p for p in crash.POINTS if p.startswith("store.")] + [
     "broker.before_publish",
     "broker.after_publish",
@@ -61,7 +64,8 @@ def experience(rng: random.Random, life: int) -> list[Event]:
 async def one_life(
     rng: random.Random, life: int, broker: Broker, server: NatsServer, stores: ForkServer, config: Config
 ) -> str:
-    """Publish, let a store begin that will die somewhere, perhaps kill the server. Returns how it ended."""
+    """Publish, let a store begin that will die somewhere, perhaps kill the server. Returns how it ended: its point and
+    status, and whether it ended by itself."""
     point = POINTS[life % len(POINTS)]
     events = experience(rng, life)
     half = rng.randint(0, len(events))
@@ -73,7 +77,8 @@ async def one_life(
         )
     settings = config.path(f"life{life}.toml")
     save(with_values(config, {"store.flush_rows": rng.randint(2, 9)}), settings)
-    store = stores.start("store", f"{point}:{rng.randint(1, 3)}", settings)
+    passage = 1 if point in RARE else rng.randint(1, 3)
+    store = stores.start("store", f"{point}:{passage}", settings)
 
     async def publish_rest() -> None:
         for event in events[half:]:
@@ -88,10 +93,36 @@ async def one_life(
                 await store.ended.wait()
             server.kill()
             await anyio.to_thread.run_sync(server.start)
+        if life % 4:  # else it may be killed while it starts; on a slow machine it is
+            await has_worked(store, broker)
         with anyio.move_on_after(rng.choice([0.25, 0.5])):
             await store.ended.wait()
+        alone = store.ended.is_set()
         status = await store.end(rng.choice([signal.SIGTERM, signal.SIGKILL]))
-    return f"{point} {status}"
+    return f"{point} {status}{' at it' * alone}"
+
+
+async def has_worked(store: ServiceProcess, broker: Broker) -> None:
+    """Until the store has ended or all that was published is written, however slow the machine is."""
+    with anyio.fail_after(60):
+        while not store.ended.is_set() and await broker.lag("store-"):
+            await anyio.sleep(0.02)  # the server can only be asked
+
+
+async def die_at(point: str, life: int, broker: Broker, stores: ForkServer, config: Config) -> None:
+    """Let a store begin that dies at this point, and publish until it has: a merge needs several files, a checkpoint
+    several commits."""
+    settings = config.path(f"{point}.toml")
+    save(with_values(config, {"store.flush_rows": 2}), settings)
+    store = stores.start("store", f"{point}:1", settings)
+    with anyio.fail_after(120):
+        for seq in itertools.count():
+            await broker.publish(exchange(f"more{life}", seq))
+            with anyio.move_on_after(0.05):
+                await store.ended.wait()
+            if store.status is not None:
+                break
+    assert store.status == -signal.SIGKILL, f"{point} {store.status}"
 
 
 @pytest.mark.timeout(600)
@@ -121,6 +152,11 @@ async def test_over_many_crash_schedules_nothing_is_lost_and_nothing_is_twice(
     ):
         for life in range(schedules):
             endings[await one_life(rng, life, broker, nats_server, stores, config)] += 1
+        died = {k.split()[0] for k in endings if k.endswith("-9 at it")}
+        # On a loaded machine many lives are killed from here before they reach their stop point.
+        if place == "local":
+            for number, point in enumerate(p for p in POINTS if p.startswith("store.") and p not in died):
+                await die_at(point, number, broker, stores, config)
         store = stores.start("store")
         await store.ready.wait()  # it listens to signals
         with anyio.fail_after(60):
@@ -131,8 +167,5 @@ async def test_over_many_crash_schedules_nothing_is_lost_and_nothing_is_twice(
     found = stored_events(open_lake(config))
     assert {k: n for k, n in found.items() if n != 1} == {}
     assert set(found) == expected
-    # On a loaded machine many lives are killed from here before they reach their stop point, half of them by SIGTERM.
+    # Also on such a machine half of those that are killed from here get SIGKILL.
     assert sum(n for k, n in endings.items() if not k.endswith(" 0")) > schedules / 4, endings
-    died = Counter({k.split()[0]: n for k, n in endings.items() if k.endswith("-9")})
-    missed = {p for p in POINTS if p.startswith("store.")} - set(died)
-    assert place == "s3" or not missed, f"no schedule died at {missed}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
+import duckdb
 import pytest
 
 from store import docs
 from store.reading import sql
-from tests.store.kit import fill, run_of_one_step
 
 COMMANDS = [
     pytest.param(shlex.split(command)[2:], id=f"{page.name}-{number}")
@@ -21,14 +22,7 @@ COMMANDS = [
     if "…" not in command
 ]
 QUESTIONS = (docs.FOLDER / "questions.md").read_text("utf-8")
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a history of one step."""
-    folder = tmp_path_factory.mktemp("run")
-    fill(folder, run_of_one_step())
-    return folder
+QUERIES = re.findall(r"```sql\n(.*?)```\n\n```text\n", QUESTIONS, re.S)
 
 
 @pytest.mark.parametrize("name", docs.SECTIONS)
@@ -47,15 +41,12 @@ def test_a_page_without_the_comments_around_its_section_is_refused(
 
 def test_there_are_ten_questions_with_answers() -> None:
     assert QUESTIONS.count("## ") == 10
-    assert (
-        len(docs.queries(QUESTIONS)) == 11
-    )  # the first is answered by held-out tasks and by the training groups
+    assert len(QUERIES) == 11  # the first is answered by held-out tasks and by the training groups
     assert "```text\n```" not in QUESTIONS
 
 
-def test_each_question_can_be_asked(run_dir: Path) -> None:
-    with sql.connect(run_dir) as connection:
-        answers = [connection.sql(query).fetchall() for query in docs.queries(QUESTIONS)]
+def test_each_question_can_be_asked(connection: duckdb.DuckDBPyConnection) -> None:
+    answers = [connection.sql(query).fetchall() for query in QUERIES]
     assert [bool(rows) for rows in answers] == [False] + [True] * 10  # this run has no held-out tasks
 
 
@@ -63,22 +54,22 @@ def test_the_commands_of_the_pages_are_found() -> None:
     assert len(COMMANDS) > 10
 
 
+@pytest.fixture(scope="module")
+def connection(history: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    with sql.connect(history) as opened:
+        yield opened
+
+
 @pytest.mark.parametrize("arguments", COMMANDS)
 def test_each_command_of_the_pages_works(
     arguments: list[str],
-    run_dir: Path,
+    history: Path,
+    connection: duckdb.DuckDBPyConnection,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfdbinary: pytest.CaptureFixture[bytes],
 ) -> None:
     monkeypatch.chdir(tmp_path)  # some write files
-    status = sql.main([*arguments, "--run-dir", str(run_dir)])
+    monkeypatch.setattr(sql, "connect", lambda _: connection.cursor())
+    status = sql.main([*arguments, "--run-dir", str(history)])
     assert (status, capfdbinary.readouterr().err) == (0, b"")
-
-
-def test_answers_are_put_below_their_questions(run_dir: Path) -> None:
-    page = "# t\n\n```sql\nSELECT count(*) AS n FROM exchanges\n```\n\n```text\nold\n```\nend\n"
-    with sql.connect(run_dir) as connection:
-        once = docs.answered(page, connection)
-        assert "│     4 │" in once
-        assert docs.answered(once, connection) == once

@@ -31,7 +31,7 @@ def said(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
 
 
 async def until_said(caplog: pytest.LogCaptureFixture, event: str) -> dict[str, Any]:
-    with anyio.fail_after(15):
+    with anyio.fail_after(60):
         while not said(caplog, event):
             await anyio.sleep(0.02)
     return said(caplog, event)[0]
@@ -53,7 +53,7 @@ async def test_a_full_disk_is_said_and_what_waited_is_written_once_it_has_room(
     monkeypatch.setattr("store.lake.storage.write_parquet", to_a_full_disk)
     async with Broker.connect(nats_config) as broker:
         await publish(broker, [exchange("t", seq) for seq in range(20)])
-        async with running_store():
+        async with running_store(flush_rows=20, flush_s=60.0):  # all of them at once
             fields = await until_said(caplog, "events not written; trying again")
             assert str(tmp_path / "store") in fields["folder"]
             assert "20 events" in fields["detail"]
@@ -99,6 +99,6 @@ async def test_a_server_that_dies_and_comes_back_costs_nothing(
         nats_server.kill()
         await anyio.to_thread.run_sync(nats_server.start)
         await publish(broker, [exchange("t", seq) for seq in range(5, 10)])
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while sorted(stored(tmp_path / "store", TAG)) != list(range(1, 11)):
                 await anyio.sleep(0.05)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import anyio
 import duckdb
@@ -65,7 +67,7 @@ def test_where_nothing_was_written_nothing_is(config: Config) -> None:
     lake = open_lake(config)
     assert not lake.exists()
     assert lake.names(TAG) == []
-    assert lake.table(TAG).files() is None
+    assert lake.table(TAG).files().names == []
     with pytest.raises(sql.NoStoreError, match=r"no store at"):
         sql.connect(config)
     with pytest.raises(FileNotFoundError):
@@ -85,7 +87,7 @@ def test_rows_come_back_as_they_were_appended(lake: Lake, config: Config) -> Non
 @pytest.mark.slow
 def test_a_file_of_many_megabytes_is_whole(lake: Lake) -> None:
     """On object storage that is an upload in parts."""
-    noise = os.urandom(24 * 2**20).hex().encode()
+    noise = os.urandom(12 * 2**20).hex().encode()
     table = columns.table(TAG, [exchange("t", 0, response=b'"' + noise + b'"')], [1], [1_000], [""])
     lake.table(TAG).append(table)
     assert tables(lake, TAG)[0]["response"].equals(table["response"])
@@ -151,29 +153,6 @@ def test_a_commit_whose_answer_was_lost_is_found(lake: Lake, monkeypatch: pytest
     assert sequences(lake, TAG) == list(range(1, 16))
 
 
-def test_many_writers_of_the_same_events_write_each_once(config: Config) -> None:
-    """Three stores on one partition, each with its own handle; two in three deliveries go to more than one."""
-    commits = 12
-
-    def write(seed: int, failed: list[BaseException]) -> None:
-        table = open_lake(config).table(TAG)
-        try:
-            for i in range(commits):
-                if (i + seed) % 3:
-                    table.append(rows(1 + 5 * i))
-        except BaseException as error:  # noqa: BLE001 - told in the main thread
-            failed.append(error)
-
-    failed: list[BaseException] = []
-    writers = [threading.Thread(target=write, args=(seed, failed)) for seed in range(3)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert failed == []
-    assert sequences(open_lake(config), TAG) == list(range(1, 5 * commits + 1))
-
-
 def test_one_of_many_writers_creates_a_table(tmp_path: Path) -> None:
     """The others are refused, and then find the first one's rows."""
     barrier = threading.Barrier(4)
@@ -196,8 +175,9 @@ def test_a_writer_that_loses_many_races_goes_on(
     lake: Lake, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each refusal means that another writer's commit stands: it is no reason to give up."""
+    monkeypatch.setattr("store.lake.table._MAX_REFUSALS", 3)
     faster, slower = open_lake(config).table(TAG), lake.table(TAG)
-    others = [rows(6 + 5 * n) for n in range(30)]
+    others = [rows(6 + 5 * n) for n in range(5)]
     real = EventTable.commit
 
     def commit(table: EventTable, *args: Any) -> None:
@@ -207,7 +187,7 @@ def test_a_writer_that_loses_many_races_goes_on(
 
     monkeypatch.setattr(EventTable, "commit", commit)
     assert slower.append(rows(1)) == 5
-    assert sequences(lake, TAG) == list(range(1, 156))
+    assert sequences(lake, TAG) == list(range(1, 31))
 
 
 def test_a_writer_that_is_refused_without_another_writer_raises(
@@ -242,8 +222,42 @@ def test_a_damaged_file_is_named_and_removed_as_the_page_says(lake: Lake, config
     assert sequences(open_lake(config), TAG) == list(range(1, 11))
 
 
+def test_content_that_can_t_be_decompressed_is_damage(lake: Lake) -> None:
+    lake.table(TAG).append(rows(1))
+    name = lake.names(TAG)[0]
+    key = lake.storage.key(TAG, name)
+    with lake.storage.files.open_input_file(key) as whole:
+        content = bytearray(whole.read())
+    content[40:400] = bytes(360)
+    with lake.storage.files.open_output_stream(key) as stream:
+        stream.write(bytes(content))
+    with pytest.raises(DamagedFileError, match=f"^{lake}/{TAG}/{name} is damaged"):
+        lake.storage.read(TAG, name)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), PermissionError),
+        (OSError(errno.EMFILE, "Too many open files"), OSError),
+        (OSError(errno.EIO, "Input/output error"), DamagedFileError),
+        (OSError("Couldn't deserialize thrift"), DamagedFileError),
+        (pa.ArrowMemoryError("malloc failed"), pa.ArrowMemoryError),
+    ],
+)
+def test_a_file_is_damaged_only_if_its_content_or_its_disk_is(
+    error: Exception, raised: type[Exception], tmp_path: Path
+) -> None:
+    lake = open_lake(Config(run_dir=str(tmp_path)))
+    lake.table(TAG).append(rows(1))
+    lake.storage.files = mock.Mock(open_input_file=mock.Mock(side_effect=error))
+    with pytest.raises((OSError, MemoryError, DamagedFileError)) as told:
+        lake.storage.read(TAG, lake.names(TAG)[0])
+    assert type(told.value) is raised
+
+
 def test_merging_and_sql_see_every_row_once(lake: Lake, config: Config) -> None:
-    for first in range(1, 41, 5):
+    for first in range(1, 21, 5):
         lake.table(TAG).append(rows(first))
     Maintenance(lake, StoreConfig(compact_files=3, compact_grace_s=0.0)).once()
     (merged,) = lake.names(TAG)
@@ -252,11 +266,11 @@ def test_merging_and_sql_see_every_row_once(lake: Lake, config: Config) -> None:
         counted = connection.sql(
             "SELECT count(*), min(stream_seq), max(stream_seq) FROM exchanges"
         ).fetchall()
-        assert counted == [(40, 1, 40)]
+        assert counted == [(20, 1, 20)]
         table = connection.sql("SELECT * FROM rollout_exchange ORDER BY log_seq").to_arrow_table()
     assert rebuild.events(ExchangeRecorded, table)[6].prompt_ids == exchange("t", 7).prompt_ids
     # What is delivered again after the merge is found in the merged file.
-    assert open_lake(config).table(TAG).append(rows(1, 45)) == 5
+    assert open_lake(config).table(TAG).append(rows(1, 25)) == 5
 
 
 def test_a_writer_that_slept_past_the_journal_looks_again(
@@ -396,7 +410,7 @@ def test_every_commit_is_synced_before_append_returns(
     config = Config(run_dir=str(tmp_path))
     table = open_lake(config).table(TAG)
     table.append(rows(1))
-    assert set(synced) == {f"{LOG}/{0:020d}.json", *(table.files() or pytest.fail("no files")).names}
+    assert set(synced) == {f"{LOG}/{0:020d}.json", *table.files().names}
     other = open_lake(config).table(TAG)
     other.commit(
         [add_action_of_rows("x.parquet", other.storage.write(TAG, "x.parquet", [rows(6)]), rows(6))], 10
@@ -407,24 +421,6 @@ def test_every_commit_is_synced_before_append_returns(
 
 
 # -- the service ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.anyio
-@pytest.mark.slow
-async def test_a_store_writes_there_and_goes_on_after_a_stop(
-    config: Config, running_store: StoreProcess, broker: Broker
-) -> None:
-    settings = {name: getattr(config.store, name) for name in ("dir", "s3_endpoint", "s3_region")}
-    for round_ in range(2):
-        async with running_store(**settings) as running:
-            await publish(broker, [exchange(f"u{round_}", seq) for seq in range(30)])
-            if not round_:
-                await publish(broker, run_of_one_step())
-            await until_acked(broker)
-    with sql.connect(running) as connection:
-        counted = connection.sql("SELECT count(*), count(DISTINCT stream_seq) FROM exchanges").fetchall()
-        assert counted == [(64, 64)]
-        assert connection.sql("SELECT count(*) FROM lineage").fetchall() == [(4,)]
 
 
 @pytest.mark.anyio
@@ -443,7 +439,7 @@ async def test_object_storage_that_is_away_is_waited_for(
             running_store(**object_store | {"s3_endpoint": url}) as config,
         ):
             await publish(broker, [exchange("t", seq) for seq in range(9)])
-            with anyio.fail_after(30):
+            with anyio.fail_after(60):
                 while not any(r.getMessage() == "events not written; trying again" for r in caplog.records):
                     await anyio.sleep(0.02)
             assert await broker.lag("store-rollouts") == 9

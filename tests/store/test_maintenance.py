@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -14,10 +13,11 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from deltalake.exceptions import CommitFailedError
 
-from pipeline import crash
 from pipeline.config import StoreConfig
+from store.erasure.in_lake import Rewriter
+from store.erasure.plan import Plan
 from store.lake import columns
-from store.lake.commits import last_checkpoint
+from store.lake.commits import last_checkpoint, remove_action
 from store.lake.lake import Lake, lake_in
 from store.lake.maintenance import Maintenance
 from store.lake.storage import LOG
@@ -79,7 +79,7 @@ def test_a_file_that_no_commit_names_is_deleted_once_it_is_old(lake: Lake, tmp_p
 
 
 def test_a_reader_that_asks_all_the_time_never_sees_a_row_twice_or_not(lake: Lake, tmp_path: Path) -> None:
-    write_files(lake, 30)
+    write_files(lake, 12)
     counts: set[int] = set()
     done = threading.Event()
 
@@ -89,40 +89,13 @@ def test_a_reader_that_asks_all_the_time_never_sees_a_row_twice_or_not(lake: Lak
 
     reader = threading.Thread(target=read)
     reader.start()
-    config = StoreConfig(compact_files=2, compact_bytes=120_000, compact_grace_s=5.0)
-    for _ in range(5):
+    config = StoreConfig(compact_files=2, compact_bytes=120_000, compact_grace_s=60.0)
+    for _ in range(3):
         Maintenance(lake, config).once()
     done.set()
     reader.join()
-    assert counts == {150}
-    assert len(lake.names(TAG)) < 30
-
-
-@pytest.mark.parametrize(
-    "point", ["store.before_commit", "store.after_commit", "store.compacted", "store.checkpointed"]
-)
-def test_every_point_of_a_round_may_be_the_last(
-    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
-) -> None:
-    class StopHereError(Exception):
-        pass
-
-    def stop(here: str) -> None:
-        if here == point:
-            raise StopHereError
-
-    monkeypatch.setattr("store.lake.maintenance._CHECKPOINT_EVERY", 1)
-    write_files(lake, 4)
-    monkeypatch.setattr(crash, "point", stop)
-    with contextlib.suppress(StopHereError):
-        write_files(lake, 1, start=21)
-        Maintenance(lake, QUICK).once()
-        pytest.fail(f"{point} was not reached")
-    monkeypatch.setattr(crash, "point", lambda _: None)
-    again = lake_in(tmp_path / "store")
-    write_files(again, 1, start=21)
-    Maintenance(again, QUICK).once()
-    assert seqs(tmp_path) == list(range(1, 26))
+    assert counts == {60}
+    assert len(lake.names(TAG)) < 12
 
 
 def test_large_files_are_left_alone(lake: Lake) -> None:
@@ -165,6 +138,52 @@ def test_a_table_of_a_newer_version_is_not_merged(lake: Lake) -> None:
     assert len(lake.names(TAG)) == 4
     write_files(lake, 1, start=21)
     assert sequences(lake, TAG) == list(range(1, 26))
+
+
+def test_files_that_another_process_merged_between_two_rounds_are_not_merged_again(
+    lake: Lake, tmp_path: Path
+) -> None:
+    """The checkpoint step reads the newest version into the Delta object whose files the table has listed."""
+    write_files(lake, 3)
+    config = msgspec.structs.replace(QUICK, compact_grace_s=60.0)  # the merged files can still be read
+    late = Maintenance(lake, config)
+    table = late._own(TAG)
+    delta = table.snapshot()
+    assert delta is not None
+    assert len(table.files().names) == 3
+    Maintenance(lake, config).once()
+    late._checkpoint(table, delta)
+    late.once()
+    assert seqs(tmp_path) == list(range(1, 16))
+    assert len(table.files().names) == 1
+
+
+def test_a_file_that_is_no_longer_in_the_table_is_not_removed_again(lake: Lake) -> None:
+    write_files(lake, 3)
+    table = EventTable(lake.storage, TAG)
+    names = table.files().names
+    Maintenance(lake, msgspec.structs.replace(QUICK, compact_grace_s=60.0)).once()
+    table.snapshot()
+    with pytest.raises(CommitFailedError, match="no longer in the table"):
+        table.commit([remove_action(names[0])])
+
+
+def test_an_erasure_during_which_another_process_merges_erases_all_and_doubles_nothing(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(lake, 4)
+    merger = Maintenance(lake, msgspec.structs.replace(QUICK, compact_grace_s=60.0))
+
+    def merge(point: str) -> None:
+        # After the commit of the first replaced file, before the erasure reads the newest version.
+        if point == "store.after_commit":
+            monkeypatch.setattr("pipeline.crash.point", lambda _: None)
+            merger.once()
+
+    monkeypatch.setattr("store.erasure.in_lake._COMMITTED_S", 0.0)  # no other process has a file to commit
+    monkeypatch.setattr("pipeline.crash.point", merge)
+    Rewriter(lake, "p", Plan(erasure="e", digest="d", runs=["t1", "t11"])).erase()
+    assert seqs(tmp_path) == [seq for seq in range(1, 21) if seq not in (1, 11)]
 
 
 def test_of_two_merges_of_the_same_files_one_is_refused(

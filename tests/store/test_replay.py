@@ -15,12 +15,22 @@ from pipeline.events import (
     Score,
     TrajectoryCompleted,
     Verdict,
+    pack_seqs,
     wire_name,
 )
 from pipeline.log.broker import Broker
 from store.commands import diff, replay
 from store.reading import sql
-from tests.store.kit import StoreProcess, fill, publish, run_of_one_step, stored, until_acked
+from tests.store.kit import (
+    StoreProcess,
+    checkpoint,
+    fill,
+    publish,
+    run_of_one_step,
+    scored,
+    stored,
+    until_acked,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -58,7 +68,8 @@ async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_bac
         if isinstance(r.event, TrajectoryCompleted)
     }
     there = tuple(msgspec.structs.replace(m, completed_seq=ends[m.trajectory]) for m in then.members)
-    assert (group.members, group.verdicts) == (there, then.verdicts)
+    unpaid = tuple(msgspec.structs.replace(v, cost_usd=0.0) for v in then.verdicts)
+    assert (group.members, group.verdicts) == (there, unpaid)
     exchanges = [r.event for r in await broker.read(ExchangeRecorded, project="p", trajectory="t0")]
     assert exchanges == [e for e in events if wire_name(e) == "rollout.exchange"][:2]
     assert isinstance(
@@ -70,43 +81,43 @@ async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_bac
     assert len(stored(tmp_path / "store", "group.scored")) == 2
 
 
-def test_groups_are_selected_by_a_condition_over_their_view(tmp_path: Path) -> None:
-    fill(tmp_path, run_of_one_step())
-    with sql.connect(tmp_path) as connection:
-        assert (
-            len(replay.select_groups(connection, "project = 'p' AND decided_at > '2020-01-01'", limit=3)) == 1
-        )
+def test_groups_are_selected_by_a_condition_over_their_view(history: Path) -> None:
+    with sql.connect(history) as connection:
+        assert len(replay.select_groups(connection, "project = 'p' AND decided_at > '2020-01-01'")) == 1
         assert replay.select_groups(connection, "size > 2") == []
         assert replay.select_groups(connection, source="other") == []
 
 
-def test_the_command_refuses_what_makes_no_sense(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_refuses_what_makes_no_sense(capfd: pytest.CaptureFixture[str], history: Path) -> None:
     assert replay.main(["--branch", "main"]) == 2
-    fill(tmp_path, run_of_one_step())
-    assert replay.main(["--branch", "b", "--run-dir", str(tmp_path), "--where", "since = 1"]) == 1
+    assert replay.main(["--branch", "b", "--run-dir", str(history), "--where", "since = 1"]) == 2
     assert "since" in capfd.readouterr().err
-    assert replay.main(["--branch", "b", "--run-dir", str(tmp_path), "--dry-run"]) == 0
+    assert replay.main(["--branch", "b", "--run-dir", str(history), "--dry-run"]) == 0
     assert json.loads(capfd.readouterr().out) == {"groups": 1, "ids": ["g0"]}
+
+
+def of_model(groups: dict[str, dict[str, float]]) -> diff.Rewards:
+    return {("p", "m", group): rewards for group, rewards in groups.items()}
 
 
 def test_what_differs_between_two_sets_of_rewards() -> None:
     a = {"g": {"x": 1.0, "y": 0.0, "z": 0.5}, "flat": {"x": 0.1, "y": 0.1}, "only": {"x": 1.0, "y": 0.0}}
     b = {"g": {"x": 0.0, "y": 1.0, "z": 0.5}, "flat": {"x": 0.1, "y": 0.9}, "other": {"x": 1.0}}
-    got = diff.compare(a, b)
+    got, _ = diff.compare(of_model(a), of_model(b))
     assert (got["groups"], got["trajectories"], got["only_in_a"], got["only_in_b"]) == (2, 5, 1, 1)
     assert (got["sign_flips"], got["rank_correlation"]) == (2, pytest.approx(-1.0))
-    assert (got["no_variance_share_a"], got["no_variance_share_b"], got["signal_gained"]) == (0.5, 0.0, 1)
+    assert (got["no_variance_share_a"], got["no_variance_share_b"]) == (0.5, 0.0)
 
 
 def test_equal_sets_differ_in_nothing() -> None:
-    a = {"g": {"x": 0.3, "y": 0.1, "z": 0.2}}
-    got = diff.compare(a, {"g": {t: r + 1e-9 for t, r in a["g"].items()}})
+    a = {"x": 0.3, "y": 0.1, "z": 0.2}
+    got, _ = diff.compare(of_model({"g": a}), of_model({"g": {t: r + 1e-9 for t, r in a.items()}}))
     assert (got["sign_flips"], got["rank_correlation"]) == (0, pytest.approx(1.0))
 
 
 def test_eight_equal_rewards_have_no_variance_whatever_rounding_says() -> None:
     rewards = {str(i): 0.1 + i * 1e-12 for i in range(8)}
-    got = diff.compare({"g": rewards}, {"g": dict(reversed(rewards.items()))})
+    got, _ = diff.compare(of_model({"g": rewards}), of_model({"g": dict(reversed(rewards.items()))}))
     assert (got["sign_flips"], got["no_variance_share_a"], got["rank_correlation"]) == (0, 1.0, None)
 
 
@@ -127,6 +138,63 @@ def test_the_diff_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert diff.main(["--a", "branch=main", "--b", "branch=none", *where]) == 1
     assert diff.main(["--a", "branch=main,judge_model=judge/1", "--b", "branch=main", *where]) == 0
     assert "rank_correlation" in capfd.readouterr().out
+
+
+def test_groups_of_one_id_of_two_models_are_two_groups(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The runs of either model turn; those of the two models together, one far above the other, would not."""
+
+    def judged(model: str, branch: str, low: float, high: float) -> GroupScored:
+        members = {f"{model}-0": low, f"{model}-1": high}
+        return msgspec.structs.replace(scored("task-1", members), model=model, branch=branch)
+
+    swapped = [judged("a", "b", 1.0, 0.0), judged("b", "b", 11.0, 10.0)]
+    fill(tmp_path, [judged("a", "main", 0.0, 1.0), judged("b", "main", 10.0, 11.0), *swapped])
+    fill(
+        tmp_path,
+        [msgspec.structs.replace(checkpoint(1, groups=("task-1",), group_seqs=pack_seqs([1])), model="a")],
+    )
+    sides = ["--a", "branch=main", "--b", "branch=b", "--format", "json", "--run-dir", str(tmp_path)]
+    assert diff.main(sides) == 0
+    said = json.loads(capfd.readouterr().out)
+    assert (said["groups"], said["sign_flips"]) == (2, 4)
+    assert [(row["model"], row["group_id"], row["trajectories"]) for row in said["flipped"]] == [
+        ("a", "task-1", ["a-0", "a-1"]), ("b", "task-1", ["b-0", "b-1"])
+    ]  # fmt: skip
+    assert [(row["flipped"], row["trajectories"]) for row in said["checkpoints"]] == [(2, 2)]
+
+
+def test_the_scores_of_a_model_are_the_means_of_its_passes_by_one_rubric(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def said_by(model: str, rubric: str, first: float, second: float) -> Verdict:
+        scores = (Score(trajectory="t0", score=first), Score(trajectory="t1", score=second))
+        return Verdict(judge_model=model, rubric=rubric, rubric_hash=f"hash-{rubric}", scores=scores)
+
+    passes = (
+        said_by("x", "style", 1.0, 0.0),
+        said_by("x", "style", 0.45, 0.55),
+        said_by("y", "style", 0.9, 0.1),
+    )
+    one = scored("g0", {"t0": 1.0, "t1": 0.0}, verdicts=passes)
+    fill(tmp_path / "one", [one])
+    with sql.connect(tmp_path / "one") as connection:
+        assert diff.rewards(connection, {"judge_model": "x"}) == {
+            ("p", "m", "g0"): {"t0": pytest.approx(0.725), "t1": pytest.approx(0.275)}
+        }
+    fill(tmp_path, [msgspec.structs.replace(one, verdicts=(*passes, said_by("x", "facts", 0.0, 1.0)))])
+    where = ["--b", "judge_model=y", "--format", "json", "--run-dir", str(tmp_path)]
+    assert diff.main(["--a", "judge_model=x", *where]) == 2
+    error = capfd.readouterr().err
+    assert "g0 by several rubrics: add rubric=hash-facts (facts) or rubric=hash-style (style)" in error
+    flips = []
+    for rubric in ("style", "facts"):
+        assert diff.main(["--a", f"judge_model=x,rubric=hash-{rubric}", *where]) == 0
+        flips.append(json.loads(capfd.readouterr().out)["sign_flips"])
+    assert flips == [0, 2]
+    assert diff.main(["--a", "rubric=hash-style", *where]) == 2
+    assert "add judge_model=" in capfd.readouterr().err
 
 
 def test_the_rewards_of_calls_can_be_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -151,3 +219,9 @@ def test_the_rewards_of_calls_can_be_compared(tmp_path: Path, capfd: pytest.Capt
     with sql.connect(tmp_path) as connection:
         asked = "SELECT \"call\", score, explanation, hint, position FROM verdicts WHERE branch = 'a'"
         assert connection.execute(asked).fetchall() == [(0, 1.0, "the user objected", "look first", None)]
+
+
+def test_a_replayed_verdict_is_not_paid_for_again() -> None:
+    paid = Verdict(judge_model="x", scores=(), cost_usd=1.0)
+    group = GroupScored(project="p", group="g", model="m", judge="j", members=(), verdicts=(paid,))
+    assert [v.cost_usd for v in replay.on_branch(replay.StoredGroup(group, 1), "b", {}).verdicts] == [0.0]

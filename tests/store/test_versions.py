@@ -46,7 +46,7 @@ async def test_the_store_copies_a_version(
         await publish(broker, EVENT_1)
         writer = Writer(broker, lake, config, spec)
         await tg.start(writer.run)
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             while not writer.written:
                 await anyio.sleep(0.05)
         tg.cancel_scope.cancel()

@@ -11,13 +11,25 @@ import pytest
 
 from examples.tictactoe.agent import Agents
 from journeywork import AsyncJourneywork, Trajectory
-from pipeline.config import Config, ConfigError, ModelConfig, save
+from pipeline.config import (
+    Config,
+    ConfigError,
+    DistillConfig,
+    ModelConfig,
+    TeacherConfig,
+    TrainerConfig,
+    load,
+    save,
+    with_values,
+)
 from pipeline.running.runs import SETTINGS
+from pipeline.running.state import read_state
 from store.commands.question import Question, read_question
 from store.commands.what_if import Commands, WhatIfError, _parser
 from store.reading.history import History
 from store.reading.what_if import what_if
-from tests.kits.installation import JOURNEYWORK, ROOT, SMALL, Up, program, up
+from tests.conftest import VllmServer
+from tests.kits.installation import JOURNEYWORK, ROOT, SMALL, Up, program, started
 from tests.kits.warm import COLD
 
 GAMES = [
@@ -31,8 +43,8 @@ WINS, HURRY = (
 )
 
 
-def asked(run_dir: Path, *flags: str) -> Question:
-    config = Config(run_dir=str(run_dir), models=(ModelConfig(name="m"),))
+def asked(run_dir: Path, *flags: str, run: Config | None = None) -> Question:
+    config = run or Config(run_dir=str(run_dir), models=(ModelConfig(name="m"),))
     save(config, run_dir / SETTINGS)
     return read_question(_parser().parse_args([*flags, "--rollout", "a:b", "--scenarios", "c:d"]), config)
 
@@ -71,9 +83,48 @@ def test_a_command_that_fails_is_told_with_its_own_error(
         commands.call("train")
 
 
+def test_a_name_with_a_dot_is_one_name_and_the_runs_other_names_stay(tmp_path: Path) -> None:
+    kind = '[judge.request.model_params."{}"]\ntemperature = {}\n'
+    (tmp_path / "cool.toml").write_text(kind.format("qwen2.5-7b", 0.5))
+    run = load(
+        None,
+        ['models=[{name="m"}]', f"run_dir={tmp_path}", "judge.model=qwen2.5-7b", 'judge.fallbacks=["x"]'],
+    )
+    run = with_values(run, {"judge.request.model_params": {"x": {"temperature": 1.0}}})
+    (plan,) = asked(tmp_path, "--with", str(tmp_path / "cool.toml"), run=run).plans
+    variant = load(tmp_path / SETTINGS, plan.overrides)
+    given = {"x": {"temperature": 1.0}, "qwen2.5-7b": {"temperature": 0.5}}
+    assert variant.judge.request.model_params == given
+
+
 def test_only_settings_of_the_trainer_judge_nothing_again(tmp_path: Path) -> None:
     (plan,) = asked(tmp_path, "--set", "trainer.loss.beta=0.01", "--from", "m@3").plans
     assert (plan.name, plan.judged) == ("set", False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "judged"),
+    [
+        (["trainer.distill.weight=0.5"], True),
+        (["models.0.trainer.distill.weight=0.5"], True),
+        (['models.0.trainer={distill={weight=0.5, teacher="outside"}}'], True),
+        (["teacher.model=bigger", "trainer.distill.weight=0.5"], True),
+        (["teacher.model=bigger"], False),  # nothing learns from it
+        (
+            ["trainer.distill.weight=0.5", "trainer.distill.teacher=base"],
+            False,
+        ),  # the trainer has this teacher
+    ],
+)
+def test_the_judge_asks_the_teacher_of_a_variant(tmp_path: Path, settings: list[str], judged: bool) -> None:
+    """Whether the groups of a variant are judged again, where its teacher answers."""
+    run = Config(
+        run_dir=str(tmp_path), models=(ModelConfig(name="m"),),
+        teacher=TeacherConfig(url="http://127.0.0.1:9/v1", model="big"),
+        trainer=TrainerConfig(distill=DistillConfig(teacher="outside")),
+    )  # fmt: skip
+    (plan,) = asked(tmp_path, *(part for setting in settings for part in ("--set", setting)), run=run).plans
+    assert plan.judged == judged
 
 
 @pytest.mark.parametrize(
@@ -83,6 +134,7 @@ def test_only_settings_of_the_trainer_judge_nothing_again(tmp_path: Path) -> Non
         (["--rubric", "strictr.md"], "there is no such file"),
         (["--set", "trainer.los=1"], "did you mean trainer.loss"),
         (["--set", "models.0.base=other"], "has main's base"),
+        (["--set", 'models=[{name="m", base="other"}]'], "has main's base"),
         (["--with", WINS, "--with", WINS], "two variants have one name"),
         (["--set", "seed"], "section.key=value"),
         (["--model", "x", "--set", "trainer.seed=1"], "the run has m"),
@@ -114,39 +166,43 @@ def until_scored(running: Up) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_one_command_from_the_question_to_the_page(tmp_path: Path) -> None:
+@pytest.mark.timeout(1200)
+def test_one_command_from_a_run_that_has_ended_to_the_page(
+    tmp_path: Path, inference_double: VllmServer
+) -> None:
     run_dir = tmp_path / "run"
     settings = [*SMALL, "judge.group_size=4", "trainer.max_steps=1", "store.flush_s=0.2"]
     config = str(ROOT / "examples" / "tictactoe" / "journeywork.toml")
-    ask = [
-        *JOURNEYWORK,
-        "what-if",
-        "--run-dir",
-        str(run_dir),
-        "--with",
-        WINS,
-        "--with",
-        HURRY,
-        *GAMES,
-        "--limit",
-        "2",
-    ]
-    with up(tmp_path, run_dir, "--config", config, "--run-dir", str(run_dir), settings=settings) as running:
+    taught = tmp_path / "taught.toml"
+    taught.write_text(
+        f'[teacher]\nurl = "{inference_double.url}/v1"\nmodel = "{inference_double.model}@0"\n'
+        '[trainer.distill]\nteacher = "outside"\nweight = 0.5\n'
+    )
+    variants = [part for file in (WINS, HURRY, str(taught)) for part in ("--with", file)]
+    ask = [*JOURNEYWORK, "what-if", "--run-dir", str(run_dir), *variants, *GAMES, "--limit", "2"]
+    flags = ["--config", config, "--run-dir", str(run_dir), "--vllm-url", inference_double.url]
+    with started(tmp_path, run_dir, *flags, settings=settings) as running:
         anyio.run(play, running.url)
         until_scored(running)
         running.until_step(1)
-        said = program(ask, ROOT)
-        assert "difference" in said
-        running.until(lambda: bool(running.query("SELECT 1 FROM policy_what_if")))
-        running.until(lambda: len(running.query("SELECT DISTINCT entrant FROM evaluations")) == 3)
-        letters = running.query("SELECT * FROM dead")
-    assert letters == []
+        with pytest.raises(AssertionError, match="held_out' has no 'none'") as refused:
+            program([*ask, "--scenarios", "examples.tictactoe.held_out:none"], ROOT)
+        assert "replayed" not in str(refused.value)  # before anything is trained
 
+    said = program(ask, ROOT)  # starts the run, which is stopped, and stops it again
+    assert "difference" in said
+    state = read_state(run_dir)
+    assert state is None or not state.running
     with contextlib.closing(History(Config(run_dir=str(run_dir)))) as history:
         (row,) = what_if(history, {})["rows"]
+        assert history.rows("SELECT * FROM dead") == []
+        assert len(history.rows("SELECT DISTINCT entrant FROM evaluations")) == 4
+        learned = (
+            "SELECT metrics['tokens_taught'] AS taught FROM policy_checkpoint WHERE branch LIKE '%-taught'"
+        )
+        assert history.rows(learned)[-1]["taught"] > 0
     assert (row["baseline"], row["groups"]) == ("tictactoe@1", 12)
-    assert [v["branch"].rpartition("-")[2] for v in row["variants"]] == ["wins", "hurry"]
+    assert [v["branch"].rpartition("-")[2] for v in row["variants"]] == ["wins", "hurry", "taught"]
     for variant in row["variants"]:
         reward = variant["measures"][0]
         assert (reward["measure"], reward["pairs"]) == ("reward", 2)

@@ -42,7 +42,7 @@ async def test_stopping_writes_what_was_taken(
 ) -> None:
     await publish(broker, [exchange("t", seq) for seq in range(5)])
     async with running_store(flush_s=60.0):
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             while (await broker.js.consumer_info("ROLLOUTS", "store-rollouts")).num_ack_pending < 5:
                 await anyio.sleep(0.02)
         assert stored(tmp_path / "store", "rollout.exchange") == []
@@ -70,7 +70,7 @@ async def test_what_fits_no_table_goes_to_the_dead_and_the_rest_is_stored(
     await broker.js.publish("rollout.exchange.p.t", b"\xc1")
     async with running_store():
         await until_acked(broker)
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             while len(stored(tmp_path / "store", "dead.letter")) < 2:
                 await anyio.sleep(0.02)
     buried = {d.event.reason: d.event.payload for d in await broker.read(DeadLettered)}  # type: ignore[union-attr]
@@ -107,11 +107,11 @@ async def test_what_a_store_dies_over_again_and_again_goes_to_the_dead(
 async def test_what_waits_in_a_living_store_is_not_delivered_again(
     nats_config: NatsConfig, running_store: StoreProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick = tuple(dataclasses.replace(c, ack_wait_s=0.5, max_deliver=1) for c in streams.CONSUMERS)
+    quick = tuple(dataclasses.replace(c, ack_wait_s=4.0, max_deliver=1) for c in streams.CONSUMERS)
     monkeypatch.setattr(streams, "CONSUMERS", quick)
     async with Broker.connect(nats_config) as broker:
         await publish(broker, [exchange("t", seq) for seq in range(3)])
-        async with running_store(flush_s=2.5):
+        async with running_store(flush_s=10.0):
             await until_acked(broker)
         info = await broker.js.consumer_info("ROLLOUTS", "store-rollouts")
         assert info.delivered is not None

@@ -10,29 +10,31 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import anyio
 import torch
 
-from pipeline import streams
+from pipeline import crash, streams
 from pipeline.config import load
-from pipeline.events import CheckpointPublished
-from pipeline.log.broker import Broker, Delivery
 from tests.kits.quick_service import quick_consumers
 from trainer import service
 from trainer.batches.packing import MicroBatch
-from trainer.checkpoints import checkpoint
 from trainer.engine.passes import Passes
-from trainer.learner import Learner
+from trainer.learner import Learner, PendingStep
 
 DIED = 9
-POINTS = ("file", "written", "uploaded", "published", "committed")
+POINTS = (
+    "trainer.before_rename", "trainer.after_checkpoint", "trainer.between_uploads", "trainer.after_upload",
+    "trainer.after_publish", "committed",
+)  # fmt: skip
+"""Those of the commit (`pipeline.crash`), and where the step is the current one."""
 
 
 def _instrument(point: str, nth: int) -> None:
+    """Die at the nth passage of `point`, or of all points if it is `any`."""
     left = nth
+    commit = Learner.commit
 
     def passed(here: str) -> None:
         nonlocal left
@@ -41,30 +43,11 @@ def _instrument(point: str, nth: int) -> None:
             if left <= 0:
                 os._exit(DIED)
 
-    def after(owner: Any, name: str, here: str, counts: Callable[..., bool] = lambda *_, **__: True) -> None:
-        original = getattr(owner, name)
+    def committed(self: Learner, pending: PendingStep) -> None:
+        commit(self, pending)
+        passed("committed")
 
-        async def wrapped(*args: Any, **kwargs: Any) -> Any:
-            out = await original(*args, **kwargs)
-            if counts(*args, **kwargs):
-                passed(here)
-            return out
-
-        def wrapped_sync(*args: Any, **kwargs: Any) -> Any:
-            out = original(*args, **kwargs)
-            if counts(*args, **kwargs):
-                passed(here)
-            return out
-
-        is_async = original.__code__.co_flags & 0x80
-        setattr(owner, name, wrapped if is_async else wrapped_sync)
-
-    after(checkpoint, "write_whole", "file", lambda *_, durable=False: durable)
-    after(checkpoint.Checkpoints, "write", "written")
-    after(Broker, "put_object", "uploaded")
-    after(Broker, "publish", "published", lambda _, event, *__, **___: isinstance(event, CheckpointPublished))
-    after(Learner, "commit", "committed")
-    after(Delivery, "ack", "acked")
+    crash.point, Learner.commit = passed, committed  # type: ignore[method-assign]
 
 
 def _limit(longest: int) -> None:

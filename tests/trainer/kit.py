@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -267,6 +267,17 @@ async def running(config: Config) -> AsyncIterator[dict[str, Any]]:
             await started.wait()
         yield facts
         tg.cancel_scope.cancel()
+
+
+Training = Callable[..., AbstractAsyncContextManager[Broker]]
+"""Starts the trainer service on a log of its own, under the settings that it is called with. Yields a connection."""
+
+
+@asynccontextmanager
+async def training(nats: NatsConfig, base: str, run_dir: Path, **trainer: object) -> AsyncIterator[Broker]:
+    """A connection to the log of a trainer service under these settings, which is ready."""
+    async with Broker.connect(nats) as broker, running(settings(base, run_dir, nats, **trainer)):
+        yield broker
 
 
 async def until(probe: Callable[[], Awaitable[Any]], timeout_s: float = 100) -> Any:

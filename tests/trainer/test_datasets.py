@@ -23,7 +23,7 @@ from trainer import datasets
 from trainer.checkpoints.commits import TrainerError
 from trainer.commands import train
 from trainer.datasets import DatasetStep, Kind, conversations_as_tokens, train_on
-from trainer.learner import make_learners
+from trainer.learner import Learner, make_learners
 
 pytestmark = pytest.mark.anyio
 BASE = Path(__file__).parents[2] / "examples" / "tictactoe" / "model"
@@ -54,9 +54,8 @@ async def published(broker: Broker) -> list[CheckpointPublished]:
     return await kit.checkpoints(broker)
 
 
-def preference(config: Config, tmp_path: Path, step: int) -> float:
+def preference(learner: Learner, step: int) -> float:
     """How much more probable the good reply is than the bad one, in nats, at a step's checkpoint."""
-    learner = make_learners(config, tmp_path)[kit.MODEL]
     learner.resume(step)
     tokenizer = datasets.AutoTokenizer.from_pretrained(BASE)
     prompt = tokenizer.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True)
@@ -93,12 +92,12 @@ async def test_steps_on_data_sets_are_one_lineage_with_those_on_groups(
     assert [e.groups for e in events] == [("g0",), (), (), (), ("g1",)]
     assert [e.source.split(":")[0] for e in events] == ["", *kinds, ""]
     assert [e.metrics.get("dataset_rows") for e in events] == [None, 8, 8, 16, None]
-    found = [preference(config, tmp_path, step) for step in range(1, 5)]
+    learner = make_learners(config, tmp_path)[kit.MODEL]
+    found = [preference(learner, step) for step in range(1, 5)]
     assert found == sorted(found)
-    checkpoints = make_learners(config, tmp_path)[kit.MODEL]
-    checkpoints.resume(5)
-    assert checkpoints.state.optimizer is not None
-    (updates,) = {int(s["step"]) for s in checkpoints.state.optimizer["state"].values()}
+    learner.resume(5)
+    assert learner.state.optimizer is not None
+    (updates,) = {int(s["step"]) for s in learner.state.optimizer["state"].values()}
     assert updates == 2
 
 
@@ -243,7 +242,7 @@ async def test_the_command_has_the_rights_of_the_trainer_where_services_have_use
     nats = NatsConfig(url=start_nats(extra=users.authorization(keys)).url, users=str(keys))
     async with Broker.connect(nats, name="supervisor"):  # makes the streams
         pass
-    config = settings(tmp_path, msgspec.structs.replace(nats, provision=False, publish_deadline_s=10))
+    config = settings(tmp_path, msgspec.structs.replace(nats, provision=False, publish_deadline_s=60))
     versions: list[str] = []
     await train_on(config, DatasetStep(data(tmp_path, "sft"), "sft"), versions.append)
     assert versions == [f"{kit.MODEL}@1"]

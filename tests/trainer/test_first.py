@@ -23,9 +23,14 @@ raise SystemExit(7)
 
 
 @pytest.mark.parametrize(
-    "command", ["-m trainer --config {}", "-m trainer.commands.train --config {} --nats-url nats://x:1",
-                "-m trainer.commands.check_model base --config {}"]
-)  # fmt: skip
+    "command",
+    [
+        "-m trainer --config {}",
+        "-m trainer.commands.train --config {} --nats-url nats://x:1",
+        "-m trainer.commands.check_model base --config {}",
+        "-m trainer.commands.influence tiny@1 --config {} --nats-url nats://x:1",
+    ],
+)
 @pytest.mark.slow
 def test_nothing_that_unsloth_patches_is_imported_before_it(tmp_path: Path, command: str) -> None:
     (tmp_path / "unsloth.py").write_text(_STAND_IN)

@@ -107,8 +107,9 @@ def test_train_prints_one_line_when_it_can_not_continue(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
+    log = ["--nats-url", f"nats://127.0.0.1:{free_port()}", "--set", "nats.connect_timeout_s=0.2"]
     with pytest.raises(SystemExit) as error:
-        train.main(["--run-dir", str(tmp_path), "--nats-url", f"nats://127.0.0.1:{free_port()}"])
+        train.main(["--run-dir", str(tmp_path), *log])
     assert error.value.code == 1
     assert "no NATS server answers" in capsys.readouterr().err.splitlines()[-1]
 

@@ -24,7 +24,7 @@ def test_a_recording_is_small_and_of_no_machine() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.name.removesuffix(".tar.xz"))
 def test_a_run_of_an_earlier_release_goes_on(file: Path, tmp_path: Path) -> None:
     with lzma.open(file) as content, tarfile.open(fileobj=content) as archive:

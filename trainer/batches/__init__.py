@@ -3,6 +3,7 @@
 | module | what lives there |
 | --- | --- |
 | `groups` | a group from its event to the batch: who counts, advantages, why a group is refused |
+| `metrics` | metrics of a step that its groups give |
 | `returns` | returns of calls, where rewards belong to single calls |
 | `tasks` | returns of the earlier runs of a task, as the baseline of runs without a group |
 | `graders` | how much of a step feedback of one API key may decide |

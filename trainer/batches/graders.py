@@ -54,7 +54,8 @@ def limit_graders(
 def _limit_hints(
     groups: Sequence[TrainingGroup], whole: Sequence[Example], max_share: float
 ) -> tuple[list[Example], dict[str, float]]:
-    """Leave out lessons by hints of keys above the limit. Return also each key's share of the trained tokens before."""
+    """Leave out lessons from the hints of keys above the limit. Returns also the share of the trained tokens that each
+    key's hints would have taught."""
     keys_of = _keys_of_hints(groups)
     allowed = max_share * sum(e.sequence.trained_tokens for e in whole)
     asked: Counter[str] = Counter()
@@ -89,8 +90,8 @@ def _keys_of_hints(groups: Sequence[TrainingGroup]) -> dict[tuple[str, int], fro
 def _limit_numbers(
     groups: Sequence[TrainingGroup], whole: Sequence[Example], config: TrainerConfig, max_share: float
 ) -> tuple[list[Example], dict[str, float]]:
-    """Make smaller what numbers of keys above the limit add. Return also each key's share of the step; that of a key
-    that is above the limit only without others that are, in the step without these."""
+    """Make smaller what the numbers of keys above the limit add. Returns also each key's share of the step. For a key
+    that exceeds the limit only once other keys are left out, it is the share of the step without those keys."""
     keys = sorted({grader.key for g in groups for m in g.members for grader in m.graders})
     of_loss = [units(e.sequence, config) for e in whole]
 

@@ -9,20 +9,22 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import TrainerConfig
+from pipeline.config import LossConfig, TrainerConfig
 from pipeline.events import GroupScored, Member
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.log.broker import Delivery
 from pipeline.log.messages import Place
 from trainer.batches.returns import (
     NO_ROLES,
+    Floats,
+    Roles,
     baseline,
     by_token,
     differ,
@@ -38,7 +40,15 @@ from trainer.distillation.lessons import Answer, Lesson, Teaching, lessons_of, t
 _STD_FLOOR = 1e-4
 
 Reason = Literal[
-    "too_small", "no_variance", "stale", "history_gone", "validation", "repeated", "too_large", "incomplete"
+    "too_small",
+    "no_variance",
+    "no_tokens",
+    "stale",
+    "history_gone",
+    "validation",
+    "repeated",
+    "too_large",
+    "incomplete",
 ]
 
 
@@ -119,7 +129,7 @@ class TrainingGroup:
             return sys.maxsize
         return config.max_staleness
 
-    def refuse(self, step: int, config: TrainerConfig) -> Refusal | None:
+    def refusal(self, step: int, config: TrainerConfig) -> Refusal | None:
         """Why the group can't be trained at `step`, judged by its event alone."""
         members, bound = self.members, self.staleness_bound(config)
         if self.event.members and all(m.split == "val" for m in self.event.members):
@@ -132,7 +142,7 @@ class TrainingGroup:
             )
         if compared and self._alike():
             return Refusal("no_variance", f"all {len(members)} rewards are {members[0].reward:.6g}")
-        newest = max(m.last_step for m in members)
+        newest = max((m.last_step for m in members if m.exchanges), default=step)
         if step - newest > bound:
             why = f"newest token is from step {newest}, the policy is at {step}, the bound is {bound}"
             return Refusal("stale", why + (f"; {self.late_refused}" if self.late_refused else ""))
@@ -162,6 +172,7 @@ class TrainingGroup:
 
     def bound_staleness(self, step: int, config: TrainerConfig) -> Refusal | None:
         """Make the tokens that are too old at `step` context, and drop the sequences that have no other token to train.
+        If the group's late tokens were refused, tokens of later versions become context, too.
 
         Returns the reason where no token is left, or where rewards are equal and no hint and no answer of a teacher can
         be used. Requires `sequences`."""
@@ -169,7 +180,10 @@ class TrainingGroup:
         bound = self.staleness_bound(config)
         trained: list[TokenSequence] = []
         for sequence in self.sequences:
-            stale = sequence.loss_mask & (step - sequence.steps.astype(np.int64) > bound)
+            lags = step - sequence.steps.astype(np.int64)
+            # All that `is_late` counts must become context, or the next attempt at the step is refused again.
+            too_new = (lags < 0) if self.late_refused else False
+            stale = sequence.loss_mask & ((lags > bound) | too_new)
             if stale.any():
                 self.stale_tokens += int(stale.sum())
                 sequence = sequence.masking_out(stale)
@@ -193,11 +207,14 @@ class TrainingGroup:
                 "others are on calls that are not trained",
             )
         if self.stale_tokens:
-            return Refusal(
-                "stale", f"all {self.stale_tokens} tokens are more than {bound} steps old at step {step}"
-            )
+            why = f"all {self.stale_tokens} tokens are more than {bound} steps old at step {step}"
+            if self.late_refused:
+                why += f" or of a later version; {self.late_refused}"
+            return Refusal("stale", why)
         why = "; ".join(f"{n} tokens were sampled under {what}" for what, n in self.left_out.items())
-        return Refusal("no_variance", "no member has a token to train" + (f": {why}" if why else ""))
+        if not any(m.exchanges for m in self.members):
+            why = "none made a recorded call; a run's client needs the run's own base_url and api_key (`run.openai`)"
+        return Refusal("no_tokens", "no member has a token to train" + (f": {why}" if why else ""))
 
 
 def trainable_members(event: GroupScored) -> list[Member]:
@@ -216,10 +233,12 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
     With loss type `sft` it is the reward."""
     weights = _weights(groups, config)
     if config.loss.type == "sft":
-        reward_of = {m.trajectory: m.reward for g in groups for m in g.members}
         return [
             Example(s, reward_of[s.trajectory], weight=weights.get(s.trajectory, 1.0))
             for g in groups
+            for reward_of in (
+                {m.trajectory: m.reward for m in g.members},
+            )  # another verdict set may say otherwise
             for s in g.sequences or ()
         ]
     loss = config.loss
@@ -234,50 +253,23 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
         )
         for g in groups
     }  # fmt: skip
-    placed = {
-        g: [
-            places(len(r), g.roles.get(m.trajectory, NO_ROLES))
-            for m, r in zip(g.members, returns[g], strict=True)
-        ]
-        for g in (groups if by_role else ())
-    }
-    batch = [r for of_group in returns.values() for r in of_group]
-    batch_std, batch_means = _std(batch), baseline(batch, max((len(r) for r in batch), default=0))
+    batch_std = _std([r for of_group in returns.values() for r in of_group])
+    baselines = _baselines(groups, loss.baseline, returns, by_role=by_role)
     out = []
     for group in groups:
-        match config.loss.advantage_scaling:
+        match loss.advantage_scaling:
             case "group":
                 divisor = _std(returns[group]) + _STD_FLOOR
             case "batch":
                 divisor = batch_std + _STD_FLOOR
             case "none":
                 divisor = 1.0
-        match config.loss.baseline:
-            case "group" | "batch" if by_role:
-                compared = [group] if loss.baseline == "group" else groups
-                of_roles = role_baselines(
-                    [run for g in compared for run in zip(returns[g], placed[g], strict=True)]
-                )
-                means = [np.array([of_roles[role][place] for role, place in own]) for own in placed[group]]
-            case "group":
-                longest = max((len(r) for r in returns[group]), default=0)
-                means = [baseline(returns[group], longest)] * len(returns[group])
-            case "task":
-                means = task_baselines(returns[group], group.earlier, batch_means)
-            case "batch":
-                means = [batch_means] * len(returns[group])
-        advantage_of = {}
-        for member, of_calls, mean in zip(group.members, returns[group], means, strict=True):
-            advantages = (of_calls - mean[: len(of_calls)]) / divisor
-            balance = config.loss.advantage_balance
-            advantage_of[member.trajectory] = np.where(
-                (advantages < 0) == (balance > 0), advantages * (1 - abs(balance)), advantages
+        advantage_of = {
+            member.trajectory: _advantages(
+                member, (of_calls - mean[: len(of_calls)]) / divisor, loss, group.roles.get(member.trajectory, NO_ROLES)
             )
-            if member.graded == "calls":  # a teacher may teach calls that no reward reaches
-                trained = reached(
-                    member, len(advantages), loss.turn_discount, group.roles.get(member.trajectory, NO_ROLES)
-                )
-                advantage_of[member.trajectory] = np.append(advantage_of[member.trajectory] * trained, 0.0)
+            for member, of_calls, mean in zip(group.members, returns[group], baselines[group], strict=True)
+        }  # fmt: skip
         out += [
             Example(
                 s, float(advantage_of[s.trajectory][0]), by_token(advantage_of[s.trajectory], s),
@@ -286,8 +278,53 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
             )
             for s in group.sequences or ()
         ]  # fmt: skip
-    if config.loss.advantage_normalization == "none":
-        return out
+    return out if loss.advantage_normalization == "none" else _normalized(out, config)
+
+
+def _baselines(
+    groups: Sequence[TrainingGroup],
+    kind: Literal["group", "task", "batch"],
+    returns: Mapping[TrainingGroup, list[Floats]],
+    *,
+    by_role: bool,
+) -> dict[TrainingGroup, list[Floats]]:
+    """What is subtracted from the returns of each run's calls, by group and in the order of its members."""
+    batch = [r for of_group in returns.values() for r in of_group]
+    batch_means = baseline(batch, max(map(len, batch), default=0))
+    if kind == "task":
+        return {g: task_baselines(returns[g], g.earlier, batch_means) for g in groups}
+    if not by_role and kind == "batch":
+        return {g: [batch_means] * len(returns[g]) for g in groups}
+    if not by_role:
+        longest = {g: max(map(len, returns[g]), default=0) for g in groups}
+        return {g: [baseline(returns[g], longest[g])] * len(returns[g]) for g in groups}
+    runs = {
+        g: [
+            (r, places(len(r), g.roles.get(m.trajectory, NO_ROLES)))
+            for m, r in zip(g.members, returns[g], strict=True)
+        ]
+        for g in groups
+    }
+    out = {}
+    for group in groups:
+        compared = [group] if kind == "group" else groups
+        of_roles = role_baselines([run for g in compared for run in runs[g]])
+        out[group] = [np.array([of_roles[role][at] for role, at in own]) for _, own in runs[group]]
+    return out
+
+
+def _advantages(member: Member, differences: Floats, loss: LossConfig, roles: Roles) -> Floats:
+    """The advantage of each call of a run, from the scaled differences to its baseline. Where only calls were judged, a
+    last number, 0, is that of the calls after them: a teacher may teach calls that no reward reaches."""
+    balance = loss.advantage_balance
+    advantages = np.where((differences < 0) == (balance > 0), differences * (1 - abs(balance)), differences)
+    if member.graded == "calls":
+        return np.append(advantages * reached(member, len(advantages), loss.turn_discount, roles), 0.0)
+    return advantages
+
+
+def _normalized(out: list[Example], config: TrainerConfig) -> list[Example]:
+    """The examples with advantages of the mean size 1, weighted as the loss weights them."""
     shares = np.array([e.weight * units(e.sequence, config) for e in out])
     sizes = [
         abs(e.advantage) if e.call_advantages is None else float(np.abs(e.call_advantages).mean())

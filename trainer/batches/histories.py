@@ -9,6 +9,7 @@ from functools import partial
 import anyio
 import numpy as np
 
+from pipeline.config import TrainerConfig
 from pipeline.events import ExchangeRecorded, Hint, Member, TeacherAnswered
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, HistoryGoneError
@@ -32,25 +33,17 @@ _CONCURRENT_READS = 16
 class Histories:
     """Reads exchanges for the groups of one model. `broker` must outlive it.
 
-    `defaults` are the sampling parameters that the inference server uses where a request names none; `prompts` renders
-    the teacher's, `None` if no hint is distilled; `asks_outside`: whether a teacher from outside teaches.
-    `mask_truncated`: no token of a reply that its length limit cut off is trained; it is context of later ones.
-    `replay`: sequences have the experts that the sampler chose."""
+    `settings` are those of the model. `defaults` are the sampling parameters that the inference server uses where a
+    request names none; `prompts` renders the teacher's, `None` if no hint is distilled."""
 
     def __init__(
         self,
         broker: Broker,
+        settings: TrainerConfig,
         defaults: Defaults,
-        *,
-        mask_truncated: bool,
-        replay: bool = False,
-        turn_discount: float = 1.0,
         prompts: HintedPrompts | None = None,
-        asks_outside: bool = False,
     ) -> None:
-        self._broker, self._defaults, self._mask_truncated = broker, defaults, mask_truncated
-        self._discount, self._replay = turn_discount, replay
-        self._prompts, self._asks_outside = prompts, asks_outside
+        self._broker, self._settings, self._defaults, self._prompts = broker, settings, defaults, prompts
         self._limit = anyio.CapacityLimiter(_CONCURRENT_READS)
         self.shared_until: int | None = None
         """The step up to which the versions of the trained branch are those of `main`; `None` on `main`."""
@@ -86,15 +79,15 @@ class Histories:
                 member.trajectory,
                 exchanges,
                 defaults=self._defaults,
-                mask_truncated=self._mask_truncated,
+                mask_truncated=self._settings.loss.mask_truncated,
                 left_out=group.left_out,
-                replay=self._replay,
+                replay=self._settings.router_replay,
             )
             sequences += [
                 self._with_own_versions(group, self._without_unjudged(group, member, sequence))
                 for sequence in built
             ]
-            if self._asks_outside and member.teacher:
+            if self._settings.distill.asks_outside and member.teacher:
                 group.answers[member.trajectory] = await self._answers(group.event.project, member, exchanges)
         if self._prompts is not None:
             self._render_hints(group, self._prompts, runs)
@@ -112,43 +105,53 @@ class Histories:
     def _without_unjudged(
         self, group: TrainingGroup, member: Member, sequence: TokenSequence
     ) -> TokenSequence:
-        """The sequence with the calls as context that nothing judged, unless a teacher from outside teaches them."""
-        if member.graded == "run" or sequence.calls is None or (self._asks_outside and member.teacher):
+        """The sequence, in which calls that nothing judged are context, unless a teacher from outside teaches them."""
+        if (
+            member.graded == "run"
+            or sequence.calls is None
+            or (self._settings.distill.asks_outside and member.teacher)
+        ):
             return sequence
         roles = group.roles.get(member.trajectory, NO_ROLES)
-        calls = max(int(sequence.calls.max(initial=0)) + 1, 1)
-        unjudged = sequence.loss_mask & ~reached(member, calls, self._discount, roles)[sequence.calls]
+        calls = int(sequence.calls.max(initial=0)) + 1
+        unjudged = (
+            sequence.loss_mask
+            & ~reached(member, calls, self._settings.loss.turn_discount, roles)[sequence.calls]
+        )
         group.unjudged_tokens += int(unjudged.sum())
         return sequence.masking_out(unjudged)
 
     def _render_hints(self, group: TrainingGroup, prompts: HintedPrompts, runs: Sequence[Run]) -> None:
-        """Set the teacher's prompts of calls with hints, and of all calls of runs that the group's best run is
-        shown to. Counts the hints, and those that no prompt can be made of."""
+        """Set the prompts that the teacher gets: for each call with hints, its own prompt and the hints; for each call
+        of a run that the group's best run is shown to, also the transcript of that run, as a correction: what the call
+        should have led to. Counts hints and transcripts, and those that no prompt can be made of; where none can be
+        made with the transcript, the call's own hints stand alone."""
         best = best_run(group.members, prompts.config.best_run_reward)
-        shown: Sequence[ExchangeRecorded] = next(
-            (exchanges for member, exchanges in runs if member is best), ()
-        )
+        correction = _correction(group, best, runs)
         for member, exchanges in runs:
             calls = {e.seq: e for e in exchanges}
-            example = bool(shown) and best is not None and is_better(best, member)
+            example = correction if best is not None and is_better(best, member) else []
             hints: dict[int, list[Hint]] = {}
             for hint in member.hints if calls else ():
+                # A hint for the run as a whole (-1) is given to its first call.
                 hints.setdefault(min(calls) if hint.call < 0 else hint.call, []).append(hint)
             for call in sorted(hints.keys() | (calls.keys() if example else ())):
-                given = hints.get(call, [])
-                group.hints += len(given) + example
-                try:
-                    if call not in calls:
-                        raise HintUnusableError(f"the run has no call {call}")
-                    if example:
-                        given = [Hint(call=call, text=transcript(shown), kind="correction"), *given]
-                    prompt = prompts.render(calls[call], prompts.text_of(given))
-                    group.hinted.setdefault(member.trajectory, {})[call] = prompt
-                except HintUnusableError as error:
-                    group.hints_unused += len(hints.get(call, [])) + example
-                    log.warning(
-                        "hint not used", trajectory=member.trajectory, call=call, reason=str(error)[:500]
-                    )
+                given = [*(example if call in calls else []), *hints.get(call, [])]
+                group.hints += len(given)
+                while given:
+                    try:
+                        if call not in calls:
+                            raise HintUnusableError(f"the run has no call {call}")
+                        prompt = prompts.render(calls[call], prompts.text_of(given))
+                        group.hinted.setdefault(member.trajectory, {})[call] = prompt
+                        break
+                    except HintUnusableError as error:
+                        unused = example if given[:1] == example else given
+                        group.hints_unused += len(unused)
+                        given = given[len(unused) :]
+                        log.warning(
+                            "hint not used", trajectory=member.trajectory, call=call, reason=str(error)[:500]
+                        )
 
     async def _answers(
         self, project: str, member: Member, exchanges: Sequence[ExchangeRecorded]
@@ -156,14 +159,14 @@ class Histories:
         """What the teacher from outside said of a run; nothing if the log has deleted it, or if it is about other
         tokens."""
         async with self._limit:
-            found = await self._broker.read(
+            recorded = await self._broker.read(
                 TeacherAnswered,
                 project=project,
                 trajectory=member.trajectory,
                 teacher=member.teacher,
                 at_least=1,
             )
-        answers = answers_of(found[0].event, exchanges) if found else []
+        answers = answers_of(recorded[0].event, exchanges) if recorded else []
         if not answers:
             log.warning("teacher's answer not used", trajectory=member.trajectory, teacher=member.teacher)
         return answers
@@ -187,6 +190,20 @@ class Histories:
 
 def _distinct(exchanges: Sequence[ExchangeRecorded]) -> int:
     return len({(e.seq, e.choice) for e in exchanges})
+
+
+def _correction(group: TrainingGroup, best: Member | None, runs: Sequence[Run]) -> list[Hint]:
+    """The transcript of the group's best run, for its worse runs; nothing if there are none. Counts one that can't be
+    made as a hint that is not used."""
+    shown = next((exchanges for member, exchanges in runs if member is best), [])
+    if best is None or not shown or not any(is_better(best, member) for member in group.members):
+        return []
+    try:
+        return [Hint(call=-1, text=transcript(shown), kind="correction")]
+    except HintUnusableError as error:
+        group.hints, group.hints_unused = 1, 1
+        log.warning("best run not shown", trajectory=best.trajectory, reason=str(error)[:500])
+        return []
 
 
 def _duration_s(exchanges: Sequence[ExchangeRecorded]) -> float:

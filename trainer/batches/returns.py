@@ -63,7 +63,7 @@ def role_baselines(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> 
         roles = np.array([role for role, _ in of_run])
         for role in dict.fromkeys(roles.tolist()):
             by_role.setdefault(role, []).append(returns[roles == role])
-    return {role: baseline(found, max(map(len, found))) for role, found in by_role.items()}
+    return {role: baseline(of_role, max(map(len, of_role))) for role, of_role in by_role.items()}
 
 
 def differ(members: Iterable[Member], discount: float) -> bool:
@@ -76,10 +76,9 @@ def reached(member: Member, calls: int, discount: float, roles: Roles = NO_ROLES
     that have a reward or a hint, and those that a later reward of the same agent is credited to."""
     if member.graded == "run":
         return np.ones(calls, np.bool_)
-    judged = {int(call) for call in member.call_rewards} | {max(hint.call, 0) for hint in member.hints}
-    last: dict[str, int] = {}
-    for call in sorted(judged):
-        last[roles.get(call, "")] = call
+    rewarded = {int(call) for call in member.call_rewards}
+    judged = rewarded | {max(hint.call, 0) for hint in member.hints}
+    last = {roles.get(call, ""): call for call in sorted(rewarded)}
     return np.array(
         [c in judged or (discount > 0 and c <= last.get(roles.get(c, ""), -1)) for c in range(calls)],
         np.bool_,

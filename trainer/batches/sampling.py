@@ -8,7 +8,7 @@ sides use the same distribution. Tokens that were sampled under settings that it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -16,23 +16,21 @@ import torch
 
 from pipeline.sampling import Defaults
 
+_OVERRIDE = "--override-generation-config"
 
-def defaults_of(model: Any, arguments: Sequence[str] = ()) -> Defaults:
+
+def defaults_of(model: Any, flags: Mapping[str, str]) -> Defaults:
     """Return the defaults of a vLLM server.
 
-    `model` is the served model as transformers loaded it, with its generation_config.json. `arguments` are further
-    arguments of vLLM's command line."""
-    override: dict[str, Any] = {}
-    known = dict(zip(arguments, [*arguments[1:], ""], strict=False))
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if equals:
-            known[name] = value
+    `model` is the served model as transformers loaded it, with its generation_config.json. `flags` are further flags
+    of vLLM's command line (`vllm.flags` of the settings)."""
     generation = getattr(model, "generation_config", None)
-    ignored = known.get("--generation-config") == "vllm"
+    ignored = flags.get("--generation-config") == "vllm"
     defaults = generation.to_diff_dict() if generation is not None and not ignored else {}
-    if text := known.get("--override-generation-config"):
-        override = msgspec.json.decode(text.encode())
+    override: dict[str, Any] = msgspec.json.decode(flags.get(_OVERRIDE, "{}").encode())
+    override |= {
+        f.removeprefix(f"{_OVERRIDE}."): v for f, v in flags.items() if f.startswith(f"{_OVERRIDE}.")
+    }
     names = Defaults.__struct_fields__
     return msgspec.convert(
         {k: v for k, v in (defaults | override).items() if k in names}, Defaults, strict=False

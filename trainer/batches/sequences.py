@@ -85,7 +85,7 @@ class _Builder:
         self.ids = np.zeros(0, np.int32)
         self.images: tuple[bytes, ...] = ()
         self._experts: npt.NDArray[np.int16] | None = None
-        """Those of the first tokens."""
+        """The experts of the first tokens of `ids`. The tokens after them have none yet."""
         self._parts: list[tuple[npt.NDArray[Any], ...]] = []
         """Loss mask, logprobs, steps, temperatures, cuts and calls of every part added."""
 

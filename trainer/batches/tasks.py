@@ -57,23 +57,25 @@ class EarlierRuns:
     def add(self, event: GroupScored, members: Sequence[Member], seq: int, discount: float) -> None:
         """Add `members`, the runs that train of a group that was scored at `seq`. Adding it again changes nothing."""
         scored = self._groups.setdefault(_task(event), [])
-        at = bisect_left(scored, seq, key=lambda one: one.seq)
+        at = bisect_left(scored, seq, key=lambda entry: entry.seq)
         if at == len(scored) or scored[at].seq != seq:
             # Their events alone say how many calls they have.
             returns = group_returns(members, (), discount, by_call=differ(members, discount))
-            insort(scored, _Scored(seq, event.group, _runs(returns)), key=lambda one: one.seq)
+            insort(scored, _Scored(seq, event.group, _runs(returns)), key=lambda entry: entry.seq)
 
     def before(self, event: GroupScored, seq: int) -> Earlier:
         """Return the earlier runs of the group that was scored at `seq`."""
         scored = self._groups.get(_task(event), [])
-        first, end = (bisect_left(scored, n, key=lambda one: one.seq) for n in (seq - WINDOW, seq))
-        newest = {one.group: one.runs for one in scored[first:end] if one.group != event.group}
+        first, end = (bisect_left(scored, n, key=lambda entry: entry.seq) for n in (seq - WINDOW, seq))
+        newest = {entry.group: entry.runs for entry in scored[first:end] if entry.group != event.group}
         return Earlier.of(list(newest.values()))
 
     def forget(self, floor: int) -> None:
         """Drop what no group after the sequence `floor` is compared with."""
-        kept = {task: [one for one in s if one.seq > floor - WINDOW] for task, s in self._groups.items()}
-        self._groups = {task: scored for task, scored in kept.items() if scored}
+        recent = {
+            task: [entry for entry in s if entry.seq > floor - WINDOW] for task, s in self._groups.items()
+        }
+        self._groups = {task: scored for task, scored in recent.items() if scored}
 
 
 def task_baselines(returns: Sequence[Floats], earlier: Earlier, batch_means: Floats) -> list[Floats]:

@@ -3,6 +3,7 @@
 | module | what lives there |
 | --- | --- |
 | `checkpoint` | checkpoints on disk, adapters as tars |
+| `tensors` | what the files of a checkpoint hold, as tensors |
 | `commits` | the commit protocol: publishing a step |
 | `compatibility` | whether training can continue from a checkpoint |
 | `start` | what training begins with, if a version from elsewhere |

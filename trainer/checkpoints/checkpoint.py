@@ -16,29 +16,24 @@ Errors: `CheckpointError`; the message says what to do.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
 import shutil
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-import safetensors.torch
-import torch
 
 from pipeline import crash
 from pipeline.config import Config
-from pipeline.events import STATE_FILE, CheckpointPublished, GroupDiscarded
-from pipeline.files import sync, write_whole
+from pipeline.events import CheckpointPublished, GroupDiscarded
+from pipeline.files import read_json, sync, write_whole
 from pipeline.names import subject_token
 from pipeline.telemetry.logs import get_logger
-from trainer.engine.state import TrainState, Weights
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 log = get_logger("trainer.checkpoints.checkpoint")
 
@@ -53,6 +48,18 @@ class CheckpointError(RuntimeError):
     """A checkpoint that can't be used; the message says which and what to do."""
 
 
+@contextlib.contextmanager
+def passed_over_if_damaged() -> Iterator[None]:
+    """Log a warning in place of the `CheckpointError` of an earlier step's adapter: only the check of the logprobs that
+    its version gave needs it."""
+    try:
+        yield
+    except CheckpointError as error:
+        log.warning(
+            "an earlier adapter is passed over: tokens of its version are not compared", reason=str(error)
+        )
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The manifest of a checkpoint on disk."""
 
@@ -60,37 +67,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The event that is published, before it is signed."""
     config: dict[str, Any]
     """The training settings, for people: `event.config_hash` identifies them."""
-    trace: dict[str, str] = {}
-    """Headers under which the event is published (W3C trace context)."""
     discarded: tuple[GroupDiscarded, ...] = ()
     """Events for trajectories that were left out because they do not fit into memory. They are published after
     `event`."""
 
 
 def batch_id(parent: str, groups: tuple[str, ...], config_hash: str) -> str:
-    """The id of a step: a hash of its inputs, so that the same inputs give the same id."""
+    """The id of a step's batch: a hash of the step's inputs, so that the same inputs give the same id."""
     text = "\0".join((parent, config_hash, *groups))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def adapter_config(lora: LoraConfig, base: str) -> bytes:
-    """The content of `adapter_config.json`."""
-    settings = {k: v for k, v in lora.to_dict().items() if v is not None}
-    settings |= {"base_model_name_or_path": base, "inference_mode": True}
-    settings["target_modules"] = sorted(settings["target_modules"])
-    return msgspec.json.format(msgspec.json.encode(settings, order="sorted", enc_hook=_plain), indent=2)
-
-
-def adapter_files(weights: Weights, lora: LoraConfig, base: str) -> dict[str, bytes]:
-    """The files of a PEFT adapter folder by name. The same weights give the same bytes."""
-    return {
-        "adapter_config.json": adapter_config(lora, base),
-        "adapter_model.safetensors": safetensors.torch.save({k: v.contiguous() for k, v in weights.items()}),
-    }
-
-
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else str(getattr(value, "value", value))
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
@@ -110,35 +95,25 @@ def adapter_archive(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(data: bytes) -> dict[str, bytes]:
-    """The files of an adapter tar by name. Raises `CheckpointError` where it holds anything but plain files at its
-    root."""
+    """The files of an adapter tar by name. Raises `CheckpointError` where it is no tar, or holds anything but plain
+    files at its root."""
     files: dict[str, bytes] = {}
-    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        for info in tar:
-            content = tar.extractfile(info)
-            if not info.isreg() or "/" in info.name or content is None:
-                raise CheckpointError(
-                    f"the adapter's archive holds {info.name!r}, which is no plain file: do not use it"
-                )
-            files[info.name] = content.read()
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            for info in tar:
+                content = tar.extractfile(info) if info.isreg() and "/" not in info.name else None
+                if content is None:
+                    raise CheckpointError(
+                        f"the adapter's archive holds {info.name!r}, which is no plain file: do not use it"
+                    )
+                files[info.name] = content.read()
+    except tarfile.TarError as error:
+        raise CheckpointError(f"the adapter's archive can't be read: {error}") from error
     return files
 
 
-def weights_of(files: Mapping[str, bytes]) -> Weights:
-    """The tensors of an adapter's files."""
-    weights: Weights = safetensors.torch.load(files["adapter_model.safetensors"])
-    return weights
-
-
-def state_bytes(state: TrainState) -> bytes:
-    """The content of `state.pt`."""
-    out = io.BytesIO()
-    torch.save({name: getattr(state, name) for name in ("optimizer", "master", "average")}, out)
-    return out.getvalue()
-
-
 class Best(msgspec.Struct, frozen=True):
-    """The checkpoint with the highest mean validation reward."""
+    """The checkpoint with the best validation reward: no later one has a mean that is certainly higher."""
 
     step: int
     reward: float
@@ -225,9 +200,12 @@ class Checkpoints:
         return manifest, files
 
     def best(self) -> Best | None:
-        """The checkpoint with the best validation reward; `None` until one was validated."""
+        """The checkpoint with the best validation reward; `None` until one was validated. Raises `ConfigError` if its
+        file is damaged."""
         try:
-            return msgspec.json.decode((self.folder / BEST_FILE).read_bytes(), type=Best)
+            return read_json(
+                self.folder / BEST_FILE, Best, "delete it; the next checkpoint that is validated is the best"
+            )
         except FileNotFoundError:
             return None
 
@@ -244,8 +222,10 @@ class Checkpoints:
         write_whole(self.folder / LOG_FILE, identity.encode(), durable=True)
 
     def _attempts(self) -> dict[str, int]:
-        path = self.folder / ATTEMPTS_FILE
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, int]) if path.exists() else {}
+        try:
+            return msgspec.json.decode((self.folder / ATTEMPTS_FILE).read_bytes(), type=dict[str, int])
+        except (FileNotFoundError, msgspec.DecodeError):  # it is not synced: a power cut may empty it
+            return {}
 
     def count_attempt(self, batch: str) -> int:
         """Store that a computation of `batch` begins. Returns how many began without an end, this one included."""
@@ -267,10 +247,3 @@ class Checkpoints:
         for step in self.steps()[: -max(keep, 1)]:
             if step not in also:
                 shutil.rmtree(self.path(step))
-
-
-def state_of(step: int, files: Mapping[str, bytes]) -> TrainState:
-    """The training state that the files of the checkpoint of `step` hold."""
-    state = torch.load(io.BytesIO(files[STATE_FILE]), weights_only=True)
-    weights = weights_of(files)
-    return TrainState(step, weights, state["optimizer"], {step: weights}, state["master"], state["average"])

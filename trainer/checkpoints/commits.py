@@ -73,12 +73,13 @@ class Commits:
         event = manifest.event
         crash.point("trainer.after_checkpoint")
         await self.broker.put_object(streams.ADAPTERS_BUCKET, event.adapter, adapter_archive(files))
+        crash.point("trainer.between_uploads")
         if event.state:
             await self.broker.put_object(streams.ADAPTERS_BUCKET, event.state, files[STATE_FILE])
         crash.point("trainer.after_upload")
         if self._signer is not None:
             event = self._signer.sign(event)
-        ack = await self.broker.publish(event, headers=manifest.trace)
+        ack = await self.broker.publish(event)
         crash.point("trainer.after_publish")
         if ack.duplicate:
             on_log = await self.broker.read_at(CheckpointPublished, ack.seq)

@@ -9,7 +9,7 @@ import msgspec
 
 from pipeline.config import ConfigError
 from pipeline.events import CheckpointPublished
-from trainer.checkpoints.checkpoint import adapter_config
+from trainer.checkpoints.tensors import adapter_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -41,11 +41,16 @@ def require_compatible(
         )
     trained: dict[str, Any] = msgspec.json.decode(files["adapter_config.json"])
     now: dict[str, Any] = msgspec.json.decode(adapter_config(lora, ""))
+    way_out = (
+        "set it back, or give the model another name, under which it begins at step 0"
+        if event is not None
+        else "set it so, or merge the adapter into its base, and name the merged model as models.base"
+    )
     for key, setting in _ADAPTER_SETTINGS.items():
         if _unordered(trained.get(key)) != _unordered(now.get(key)):
             raise ConfigError(
-                f"trainer.lora.{setting}: {name} was trained with {trained.get(key)}, not with {now.get(key)}: set it "
-                "back, or give the model another name, under which it begins at step 0"
+                f"trainer.lora.{setting}: {name} was trained with {trained.get(key)}, not with {now.get(key)}: "
+                f"{way_out}"
             )
 
 

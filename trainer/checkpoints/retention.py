@@ -118,6 +118,13 @@ class ModelHistory:
         """The versions of a branch, oldest first."""
         return sorted(v for v in self.versions.values() if v.branch == branch)
 
+    def states(self, before_us: int) -> set[str]:
+        """The training states that are kept: those of the newest versions of each branch, and those of versions that
+        were published after `before_us`. A branch begins with the state of the version that it was forked from, so
+        branches share objects."""
+        newest = [v for b in {v.branch for v in self.versions.values()} for v in self.of_branch(b)[-_STATES:]]
+        return {v.state for v in [*newest, *(v for v in self.versions.values() if v.at > before_us)]}
+
     def forget(self, version: Version) -> None:
         """The version's adapter is no longer in the object store."""
         del self.versions[version.branch, version.version]
@@ -166,12 +173,12 @@ class Retention:
         for name, learner in self._learners.items():
             if self._settings.adapters:
                 await self._retire_and_remove(name, learner)
-            await self._remove_states(self._models[name].of_branch(self._branch))
+            await self._remove_states(self._models[name])
 
     # -- one model -----------------------------------------------------------------------------------------------
 
     async def _retire_and_remove(self, name: str, learner: Learner) -> None:
-        now, history = time.time(), self._models[name]
+        history = self._models[name]
         versions = history.of_branch(self._branch)
         needed = await self._needed(name, learner, versions)
         for version in versions:
@@ -184,16 +191,15 @@ class Retention:
                     await self._publish_retired(name, version)
                 else:
                     history.forget(version)
-            elif retired / 1e6 + self._settings.grace_s <= now:
+            elif self._grace_over(history, version):
                 await self._remove(history, version)
 
-    async def _remove_states(self, versions: Sequence[Version]) -> None:
-        """Remove the training states of all but the newest versions (oldest first), once the store had
+    async def _remove_states(self, history: ModelHistory) -> None:
+        """Remove the branch's training states but those that `ModelHistory.states` keeps, once the store had
         `retention.grace_s` to copy them to the lake."""
-        before_us = (time.time() - self._settings.grace_s) * 1e6
-        for state in (
-            {v.state for v in versions[:-_STATES] if v.at <= before_us} - self._removed_states - {""}
-        ):
+        kept = history.states(int((time.time() - self._settings.grace_s) * 1e6))
+        own = {v.state for v in history.of_branch(self._branch)}
+        for state in own - kept - self._removed_states - {""}:
             await objects.remove(self._broker, streams.ADAPTERS_BUCKET, state)
             self._removed_states.add(state)
 
@@ -220,9 +226,18 @@ class Retention:
         )  # fmt: skip
         log.info("version retired", version=version.version, withdrawn=withdrawn)
 
+    def _grace_over(self, history: ModelHistory, version: Version) -> bool:
+        """Whether a version was retired for `retention.grace_s`."""
+        retired = history.retired.get((version.branch, version.version))
+        return retired is not None and retired / 1e6 + self._settings.grace_s <= time.time()
+
     async def _remove(self, history: ModelHistory, version: Version) -> None:
-        # Branches that trained an equal adapter share one object.
-        others = (v for v in history.versions.values() if v.branch != version.branch)
+        # Branches that trained an equal adapter share one object. The last of them to retire it removes it.
+        others = (
+            v
+            for v in history.versions.values()
+            if v.branch != version.branch and not self._grace_over(history, v)
+        )
         if all(v.adapter != version.adapter for v in others):
             await objects.remove(self._broker, streams.ADAPTERS_BUCKET, version.adapter)
             log.info("adapter removed", version=version.version, adapter=version.adapter)

@@ -7,6 +7,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 import msgspec
 from pyarrow import fs
@@ -54,17 +55,17 @@ def read_start(start: str, config: Config) -> Start:
         raise ConfigError(
             f"models.start: {start!r} is neither a folder with adapter_config.json nor a version: write "
             "<lake>#<branch>/<model>@<step>, such as runs/x#main/support@12. <lake> is a run directory, a store.dir or "
-            "s3://<bucket>/<prefix>; the step is 1 or more"
+            "s3://<bucket>/<prefix>; the step is 1 or more, and a slash within a name is %2F"
         )
     files, root = _open(lake, config)
-    names = match["project"] or config.project, match["branch"] or "main", match["model"]
-    folder = checkpoint_folder(*names, int(match["step"]))
+    project, branch, model = (unquote(part or "") for part in match.group("project", "branch", "model"))
+    folder = checkpoint_folder(project or config.project, branch or "main", model, int(match["step"]))
     try:
         return _version(files, f"{root}/{folder}", start)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"models.start: {root} holds no {folder}: check the project, the branch, the step, and whether the store "
-            "of that run keeps versions (store.checkpoints)"
+            f"models.start: {root} holds no {folder}: check the project, the branch, the step, whether a slash "
+            "within a name is written as %2F, and whether the store of that run keeps versions (store.checkpoints)"
         ) from error
     except (OSError, msgspec.DecodeError, CheckpointError) as error:
         raise ConfigError(f"models.start: {start} can't be read: {error}") from error

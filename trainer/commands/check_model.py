@@ -15,13 +15,16 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, load
 from pipeline.running.plan import check_base
 from pipeline.telemetry import logs as log
 from trainer.commands import cli
 from trainer.first import import_first
+
+if TYPE_CHECKING:
+    from trainer.engine.verify import Verified
 
 
 def check(base: str, config: TrainerConfig) -> dict[str, Any]:
@@ -32,39 +35,37 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
     from trainer.engine.loading import first_sentence
     from trainer.engine.verify import RefusedError
 
-    out: dict[str, Any] = {
-        "model": base, "padded_difference": None, "packed_difference": None, "images_difference": None, "layout": None,
-        "refused": None,
-    }  # fmt: skip
+    unknown = ("padded_difference", "packed_difference", "images_difference", "layout", "refused")
+    out: dict[str, Any] = {"model": base} | dict.fromkeys(unknown)
     with tempfile.TemporaryDirectory() as scratch:
         try:
             engine = Engine(base, config, Path(scratch))
         except RefusedError as error:
-            verified = error.verified
-            out["refused"] = verified.refused
+            return out | _compared(error.verified)
         except ConfigError as error:  # the model can't be loaded
-            out["refused"] = str(error)
-            return out
+            return out | {"refused": str(error)}
         except RuntimeError as error:  # memory does not hold it
-            out["refused"] = f"{base} can't be trained: {first_sentence(error)}"
-            return out
-        else:
-            verified = engine.passes.verified
-            out["gradient_checkpointing"] = engine.model.checkpointing
-            out["adapter"] = {
-                "rank": config.lora.rank, "layers": sorted(engine.model.lora.target_modules),
-                "experts": config.lora.experts, "parameters": sum(p.numel() for p in engine.model.parameters),
-            }  # fmt: skip
-            out["device"], out["dtype"] = (
-                str(engine.model.device),
-                str(engine.model.dtype).removeprefix("torch."),
-            )
-    out["padded_difference"] = verified.padded.largest
-    out["packed_difference"] = verified.packed.largest if verified.packed else None
-    out["images_difference"] = verified.images.largest if verified.images else None
-    out["layout"] = verified.layout if out["refused"] is None else None
-    out["attention"], out["why_padded"] = verified.attention, verified.why_padded
-    return out
+            return out | {"refused": f"{base} can't be trained: {first_sentence(error)}"}
+    model = engine.model
+    adapter = {
+        "rank": config.lora.rank, "layers": sorted(model.lora.target_modules),
+        "experts": config.lora.experts, "parameters": sum(p.numel() for p in model.parameters),
+    }  # fmt: skip
+    return out | _compared(engine.passes.verified) | {
+        "gradient_checkpointing": model.checkpointing, "adapter": adapter, "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }  # fmt: skip
+
+
+def _compared(verified: Verified) -> dict[str, Any]:
+    """The findings of the comparison with the model's own forward pass."""
+    return {
+        "padded_difference": verified.padded.largest,
+        "packed_difference": verified.packed.largest if verified.packed else None,
+        "images_difference": verified.images.largest if verified.images else None,
+        "layout": None if verified.refused else verified.layout, "refused": verified.refused or None,
+        "attention": verified.attention, "why_padded": verified.why_padded,
+    }  # fmt: skip
 
 
 def report(findings: dict[str, Any]) -> str:

@@ -107,15 +107,24 @@ def write_adapter(files: dict[str, bytes], out: Path) -> None:
 
 
 def write_merged(files: dict[str, bytes], base: str, out: Path) -> None:
-    """Write the base model with the adapter merged in, and its tokenizer files, into the folder `out`."""
+    """Write the base model with the adapter merged in, and its tokenizer files, into the folder `out`. Raises
+    `CheckpointError` if the adapter does not fit the model."""
     import tempfile
+    import warnings
 
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
-    with tempfile.TemporaryDirectory() as folder:
+    from trainer.engine.loading import auto_class
+
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         write_adapter(files, Path(folder))
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+        warnings.filterwarnings(
+            "error", message=".*adapter keys"
+        )  # the others would be merged as if they were all
+        try:
+            model = PeftModel.from_pretrained(auto_class(base).from_pretrained(base), folder)
+        except UserWarning as error:
+            raise CheckpointError(f"the adapter does not fit {base}: {str(error)[:300]}") from error
         model.merge_and_unload().save_pretrained(out)
     if Path(base).is_dir():
         for file in Path(base).iterdir():

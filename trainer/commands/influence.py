@@ -16,7 +16,7 @@ from pipeline.printing import visible
 from pipeline.running.runs import log_of
 from pipeline.telemetry import logs as log
 from trainer.commands import cli
-from trainer.influence import influences
+from trainer.first import import_first
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -35,11 +35,14 @@ def main(argv: list[str] | None = None) -> None:
     def command() -> None:
         config = cli.run_config(args)
         log_of(config)
-        found = anyio.run(influences, config, args.version, args.task, _tell)
+        import_first(config)
+        from trainer.influence import influences
+
+        ranked = anyio.run(influences, config, args.version, args.task, _tell)
         if args.json:
-            sys.stdout.write(json.dumps([run._asdict() for run in found]) + "\n")
+            sys.stdout.write(json.dumps([run._asdict() for run in ranked]) + "\n")
             return
-        for run in found:
+        for run in ranked:
             line = f"{run.influence:+.4g}  reward {run.reward:g}  {run.trajectory} (group {run.group})"
             sys.stdout.write(visible(line) + "\n")
 

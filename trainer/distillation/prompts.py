@@ -2,7 +2,8 @@
 
 A hint is what a user or a judge said of a call, or the group's best run. It stands at the end of the call's last user
 message, where OpenClaw-RL (arXiv 2603.10165) and SDPO (arXiv 2601.20802) put it. The messages are those that the agent
-sent (`rollout.exchange`), rendered by the model's own chat template with the request's tools and template arguments.
+sent (`rollout.exchange`), rendered by the model's own chat template with the request's tools, documents, reasoning
+effort and template arguments. A call that continues the last message (`continue_final_message`) leaves it open.
 """
 
 from __future__ import annotations
@@ -97,16 +98,18 @@ class HintedPrompts:
         body = msgspec.json.decode(exchange.request)
         messages = _messages(exchange)
         asked = next((m for m in reversed(messages) if m["role"] == "user"), None)
+        continued = messages.pop() if body.get("continue_final_message") else None
+        if continued is not None and continued is asked:
+            raise HintUnusableError("the call continues the user's message, so no hint can stand at its end")
         if asked is None:
             messages.append({"role": "user", "content": text.lstrip()})
         else:
             asked["content"] = (asked["content"] or "") + text
+        messages += [continued] if continued is not None else []
         try:
             prompt = self._tokenizer.apply_chat_template(
-                messages, tools=body.get("tools") or None, tokenize=False,
-                add_generation_prompt=body.get("add_generation_prompt", True),
-                **(body.get("chat_template_kwargs") or {}),
-            )  # fmt: skip
+                messages, tools=body.get("tools") or None, tokenize=False, **_template_arguments(body)
+            )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise HintUnusableError(
                 f"the model's chat template refuses the call's messages: {error}"
@@ -122,6 +125,21 @@ class HintedPrompts:
                 f"the teacher's prompt and the reply are {tokens} tokens, the trainer's model takes {self._longest}"
             )
         return ids
+
+
+def _template_arguments(body: dict[str, Any]) -> dict[str, Any]:
+    """The values of a request that a template reads. A field of the request counts before `chat_template_kwargs`, as in
+    the inference server."""
+    given = body.get("chat_template_kwargs") or {}
+    effort = body.get("reasoning_effort")
+    fields = {
+        "add_generation_prompt": body.get("add_generation_prompt", True),
+        "continue_final_message": body.get("continue_final_message", False),
+        "documents": body.get("documents"),
+        "reasoning_effort": effort,
+        "enable_thinking": None if effort is None or "enable_thinking" in given else effort != "none",
+    }
+    return {**given, **{name: value for name, value in fields.items() if value not in (None, "auto")}}
 
 
 def _messages(exchange: ExchangeRecorded) -> list[Message]:

@@ -1,8 +1,9 @@
 """The token budget of a pass: how many tokens go through the model at once.
 
 The budget halves when a pass of several sequences runs out of memory, and stays so until the trainer starts again. A
-sequence that runs out of memory in a pass of its own does not change the budget; `trainer.engine.fitting` drops it when
-that happens twice.
+sequence that runs out of memory in a pass of its own does not halve it; `trainer.engine.fitting` drops the sequence
+when that happens twice. Then the budget is again what it was before that batch, because the sequence may have caused
+the batch's halvings.
 """
 
 from __future__ import annotations
@@ -56,5 +57,5 @@ class Budget:
         self.tokens = max(1, min(self.tokens, tried) // 2)
 
     def restore(self, tokens: int) -> None:
-        """Set the budget back to `tokens`, after the sequence that had reduced it was dropped."""
+        """Set the budget back to `tokens`, what it was before a batch of which a sequence was dropped."""
         self.tokens = min(tokens, self._limit)

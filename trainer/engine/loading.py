@@ -11,11 +11,13 @@ import hashlib
 import inspect
 import re
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import msgspec
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -85,7 +87,7 @@ def load(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
     check_trainer(config)
     try:
         return (_load_unsloth if config.engine == "unsloth" else _load_transformers)(base, config, device)
-    except (ImportError, KeyError, OSError, ValueError) as error:
+    except (ImportError, KeyError, OSError, SafetensorError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{base} can't be trained: {first_sentence(error)}") from error
@@ -97,16 +99,21 @@ def first_sentence(error: BaseException) -> str:
     return re.split(r"(?<=[.!?]) ", text)[0].rstrip(".")[:300]
 
 
-def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
+def auto_class(base: str) -> Any:
+    """Return the class of transformers that loads a base model: another one if the model sees images."""
     sees = type(AutoConfig.from_pretrained(base)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    dtype = dtype_for(config, device)
-    if quantization := _quantization(config, dtype):
-        model = auto.from_pretrained(
-            base, dtype=dtype, quantization_config=quantization, device_map={"": device}
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
+def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
+    options: dict[str, Any] = {"dtype": dtype_for(config, device), "output_loading_info": True}
+    if quantization := _quantization(config, options["dtype"]):
+        options |= {"quantization_config": quantization, "device_map": {"": device}}
+    model, loaded = auto_class(base).from_pretrained(base, **options)
+    if missing := sorted(loaded["missing_keys"]):  # transformers gives them random values, and only prints it
+        raise ConfigError(
+            f"{base} can't be trained: its weights lack {len(missing)} of the model's tensors: {', '.join(missing[:3])}"
         )
-    else:
-        model = auto.from_pretrained(base, dtype=dtype)
     if config.dtype == "float64" and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # PyTorch's grouped product has no float64
     # vLLM serves no adapters on vision towers, unless it is told to.
@@ -231,13 +238,22 @@ def _read_by_others(model: Any) -> set[str]:
         method
         for kind in {base for module in model.modules() for base in type(module).__mro__}
         for name, method in vars(kind).items()
-        if inspect.isfunction(method) and name not in ("__init__", "_init_weights")
+        if inspect.isfunction(method)
+        and name not in ("__init__", "_init_weights")
+        # Finding a method's source takes milliseconds, and a model has hundreds of methods.
+        and "weight" in _names_in(inspect.unwrap(method).__code__)
     }
     names: set[str] = set()
     for method in methods:
         with contextlib.suppress(OSError):  # its source is not there
             names.update(_READ_WEIGHT.findall(inspect.getsource(method)))
     return names
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names of attributes and globals that code uses, with the functions inside it."""
+    inner = [_names_in(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return {*code.co_names}.union(*inner)
 
 
 def _leaf(name: str) -> str:

@@ -247,27 +247,13 @@ def inputs_of(
         # A token without a recorded logprob is compared with the old policy.
         inputs["old_per_token_logps"] = torch.where(sampled.isnan(), old_SK, sampled)
     else:
-        inputs["importance_sampling_ratio"] = importance_ratio(
-            old_SK,
-            sampled,
-            mask,
-            config.loss.importance_sampling,
-            config.loss.importance_clip,
-            config.loss.importance_clip_min,
-        )
+        bounds = config.loss.importance_clip, config.loss.importance_clip_min
+        ratio = importance_ratio(old_SK, sampled, mask, config.loss.importance_sampling, *bounds)
         if any(e.late for e in examples):
-            of_sequences_S1 = importance_ratio(
-                old_SK,
-                sampled,
-                mask,
-                "sequence_truncate",
-                config.loss.importance_clip,
-                config.loss.importance_clip_min,
-            )
+            of_sequences_S1 = importance_ratio(old_SK, sampled, mask, "sequence_truncate", *bounds)
             late_S1 = torch.tensor([[e.late] for e in examples], device=device)
-            inputs["importance_sampling_ratio"] = torch.where(
-                late_S1, of_sequences_S1, inputs["importance_sampling_ratio"]
-            )
+            ratio = torch.where(late_S1, of_sequences_S1, ratio)
+        inputs["importance_sampling_ratio"] = ratio
         if several_updates:
             inputs["old_per_token_logps"] = old_SK
     if config.loss.off_policy_mask is not None:

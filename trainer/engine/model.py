@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ _MAX_LOGITS = 32_000_000
 and again in the backward pass."""
 
 
-def fixed_settings(config: TrainerConfig) -> dict[str, object]:
+def load_settings(config: TrainerConfig) -> dict[str, object]:
     """The settings that a model is loaded with: policies share an engine where all of them are equal."""
     names = (
         "engine", "dtype", "memory.quantization", "unsloth.max_seq_length", "lora.rank", "lora.alpha",
@@ -84,7 +85,8 @@ class PolicyModel:
             self.forward.divide_rows(self.context, process_group)
         # Views of the adapter's parameters under the names of its files; a step changes them in place.
         state = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
-        self._live: Weights = {served_name(n, inner.config.model_type): t for n, t in state.items()}
+        self._family: str = inner.config.model_type
+        self._live = self.renamed(state)
         self.parameters = [p for p in self.peft.parameters() if p.requires_grad]
         self.dtype: torch.dtype = self.forward.trunk.dtype
         self.adapter_dtype = _adapter_dtype(config, self.dtype)
@@ -92,7 +94,7 @@ class PolicyModel:
 
     def configure(self, config: TrainerConfig) -> None:
         """Apply other settings. Raises `ConfigError` if they change what the model was loaded with."""
-        if (changed := fixed_settings(config)) != (now := fixed_settings(self.config)):
+        if (changed := load_settings(config)) != (now := load_settings(self.config)):
             names = ", ".join(name for name in now if changed[name] != now[name])
             raise ConfigError(f"trainer: {names} can't be changed once the model is loaded")
         self.config = config
@@ -119,6 +121,10 @@ class PolicyModel:
 
     # -- the adapter ---------------------------------------------------------------------------------------------
 
+    def renamed(self, weights: Weights) -> Weights:
+        """`weights` under the names that vLLM has for them, whichever of PEFT's names they have."""
+        return {served_name(name, self._family): tensor for name, tensor in weights.items()}
+
     def weights(self) -> Weights:
         """A copy of the live adapter, on the CPU."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._live.items()}
@@ -131,13 +137,12 @@ class PolicyModel:
 
     def load_adapter(self, weights: Weights) -> None:
         """Make `weights` the live adapter. Raises `ValueError` where names or shapes differ from the model's."""
-        live = self._live
-        if live.keys() != weights.keys() or any(live[k].shape != weights[k].shape for k in live):
+        if misfits := _misfits(self._live, weights):
             raise ValueError(
-                "the adapter does not fit the model: was trainer.lora.rank or the base model changed?"
+                f"the adapter does not fit the model: {misfits}: take back a change of trainer.lora.rank or the base"
             )
         with torch.no_grad():
-            for name, tensor in live.items():
+            for name, tensor in self._live.items():
                 tensor.copy_(weights[name])
 
     @contextmanager
@@ -217,24 +222,19 @@ class PolicyModel:
     ) -> dict[int, Teaching]:
         """What the live model says as a teacher of the sequences in `batches`, by their indices in `sequences`, with
         its `top_k` most probable tokens. Raises `PassTooLargeError` where memory runs out."""
-        out: dict[int, Teaching] = {}
         count = min(top_k, self.vocabulary)
-        for batch in batches:
-            with torch.no_grad(), detect_out_of_memory(batch), self.forward.one_pass():
-                hidden_RLD, layout = self.forward.hidden(batch.layout.to(self.device))
-                hidden_ND = hidden_RLD[layout.rows_N, layout.cols_N]
-                chunk = self.positions_at_once
-                logprobs_N = self.forward.scores(
-                    hidden_ND, layout.targets_N, layout.temperatures_N, layout.cuts_N3, chunk, "none"
-                )[0]
-                said = (logprobs_N, *self.forward.top(hidden_ND, layout.temperatures_N, count, chunk))
-                shape = shape_of([sequences[i] for i in batch.indices])
-                placed = [self.forward.place(part, layout, shape).cpu().numpy() for part in said]
-            if not batch.counts:
-                continue
-            for row, i in enumerate(batch.indices):
-                out[i] = Teaching(*(part[row, : sequences[i].trained_tokens] for part in placed))
-        return out
+
+        def ask(layout: Layout, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
+            hidden_RLD, layout = self.forward.hidden(layout.to(self.device))
+            hidden_ND = hidden_RLD[layout.rows_N, layout.cols_N]
+            chunk = self.positions_at_once
+            logprobs_N = self.forward.scores(
+                hidden_ND, layout.targets_N, layout.temperatures_N, layout.cuts_N3, chunk, "none"
+            )[0]
+            said = (logprobs_N, *self.forward.top(hidden_ND, layout.temperatures_N, count, chunk))
+            return (self.forward.place(part, layout, shape) for part in said)
+
+        return {i: Teaching(*said) for i, said in self._of_each(batches, sequences, ask)}
 
     def logprobs_of(
         self, batches: Sequence[MicroBatch], sequences: Sequence[TokenSequence]
@@ -242,21 +242,47 @@ class PolicyModel:
         """The logprobs of the sequences in `batches` by their indices in `sequences`; without gradients.
 
         Raises `PassTooLargeError` where memory runs out."""
-        out: dict[int, Logprobs] = {}
+
+        def score(layout: Layout, shape: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+            return self.logprobs(layout, shape, entropy=False)[:1]
+
+        return {i: logprobs for i, (logprobs,) in self._of_each(batches, sequences, score)}
+
+    def _of_each(
+        self,
+        batches: Sequence[MicroBatch],
+        sequences: Sequence[TokenSequence],
+        compute: Callable[[Layout, tuple[int, int]], Iterable[torch.Tensor]],
+    ) -> Iterator[tuple[int, list[Any]]]:
+        """Make the passes of `batches` without gradients. Yields the index of each sequence in them, with what
+        `compute` returned of its trained tokens: from a layout and a shape [S, K], tensors of this shape."""
         for batch in batches:
             shape = shape_of([sequences[i] for i in batch.indices])
             with torch.no_grad(), detect_out_of_memory(batch), self.forward.one_pass():
-                computed = self.logprobs(batch.layout, shape, entropy=False)[0].cpu().numpy()
-            if batch.counts:
-                out |= {
-                    i: computed[row, : sequences[i].trained_tokens] for row, i in enumerate(batch.indices)
-                }
-        return out
+                computed = [part.cpu().numpy() for part in compute(batch.layout, shape)]
+            for row, i in enumerate(batch.indices if batch.counts else ()):
+                yield i, [part[row, : sequences[i].trained_tokens] for part in computed]
 
 
 def shape_of(sequences: Sequence[TokenSequence]) -> tuple[int, int]:
     """Number of sequences and most trained tokens in one of them: the shape [S, K] of their logprobs."""
     return len(sequences), max(s.trained_tokens for s in sequences)
+
+
+def _misfits(live: Weights, weights: Weights) -> str:
+    """Say which tensors of an adapter do not fit the model, with up to three names; an empty string if all do."""
+    kinds = {
+        "tensors without a place in it": weights.keys() - live.keys(),
+        "missing tensors": live.keys() - weights.keys(),
+        "tensors of another shape": {
+            n for n in live.keys() & weights.keys() if live[n].shape != weights[n].shape
+        },
+    }
+    return "; ".join(
+        f"{kind}: {len(names)} ({', '.join(sorted(names)[:3])}{', …' * (len(names) > 3)})"
+        for kind, names in kinds.items()
+        if names
+    )
 
 
 def _adapter_dtype(config: TrainerConfig, base: torch.dtype) -> torch.dtype | None:

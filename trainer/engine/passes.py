@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -121,18 +122,13 @@ class Passes:
         return self.counted_scores(examples, groups, base=base)[0]
 
     def counted_scores(
-        self,
-        examples: Sequence[Example],
-        groups: Sequence[int],
-        packing: Packing | None = None,
-        *,
-        base: bool = False,
-    ) -> tuple[Scores, int]:
+        self, examples: Sequence[Example], groups: Sequence[int], packing: Packing | None = None, *, base: bool = False
+    ) -> tuple[Scores, int]:  # fmt: skip
         """Return `scores` in the layout `packing`, and how many tokens the passes computed."""
-        work: Literal["scores", "base_scores"] = "base_scores" if base else "scores"
+        work: Work = "base_scores" if base else "scores"
         parts: list[tuple[Scores, int]] = self._in_every_process(examples, groups, work, packing)
-        found = {index: logprobs for scores, _ in parts for index, logprobs in scores.items()}
-        return found, sum(tokens for _, tokens in parts)
+        computed = {index: logprobs for scores, _ in parts for index, logprobs in scores.items()}
+        return computed, sum(tokens for _, tokens in parts)
 
     def teachings(self, examples: Sequence[Example], groups: Sequence[int]) -> dict[int, Teaching]:
         """What the teacher (`trainer.distill.teacher`) says of each example, by its index. The live adapter is that of
@@ -157,21 +153,11 @@ class Passes:
     def _do(self, job: Job) -> list[Any]:
         """This process's part of `job`; returns the result of each process, or of each context group. Gradients are
         summed over the processes."""
-        work = {
-            "gradients": self.own_gradients,
-            "scores": self.own_scores,
-            "base_scores": self.own_base_scores,
-            "teachings": self.own_teachings,
-        }
-
-        def compute() -> Any:
-            batches = self._own_batches(job)
-            return work[job.work](batches, job.examples)
-
+        work = partial(self._own_part, job)
         if self._process_group is None:
-            return [compute()]
+            return [work()]
         parameters = self.model.parameters if job.work == "gradients" else ()
-        results = self._process_group.all_reduce(compute, parameters, together=self.model.lockstep)
+        results = self._process_group.all_reduce(work, parameters, together=self.model.lockstep)
         return results[:: self.model.context]  # processes that share rows have equal results
 
     def take_part(self, job: Job) -> None:
@@ -215,26 +201,20 @@ class Passes:
             batches = micro_batches(sequences, job.groups, smaller, job.packing, together)
         return self._process_group.partition(batches, self.model.context, even=self.model.sharded)
 
-    def own_scores(self, batches: Sequence[MicroBatch], examples: Sequence[Example]) -> tuple[Scores, int]:
-        """`counted_scores` of this process's passes."""
-        scores = self.model.logprobs_of(batches, [e.sequence for e in examples])
-        return scores, sum(b.layout.tokens for b in batches if b.counts)
-
-    def own_base_scores(
-        self, batches: Sequence[MicroBatch], examples: Sequence[Example]
-    ) -> tuple[Scores, int]:
-        """`counted_scores` of this process's passes, under the base model."""
-        with self.model.peft.disable_adapter():
-            return self.own_scores(batches, examples)
-
-    def own_teachings(
-        self, batches: Sequence[MicroBatch], examples: Sequence[Example]
-    ) -> dict[int, Teaching]:
-        """`teachings` of this process's passes."""
+    def _own_part(self, job: Job) -> Any:
+        """What `job` asks for, of this process's passes: a `PassResult`, scores with the number of tokens of the
+        passes, or teachings."""
+        batches, sequences = self._own_batches(job), [e.sequence for e in job.examples]
+        if job.work == "gradients":
+            return self.own_gradients(batches, job.examples)
         distill = self.config.distill
-        top_k = distill.top_k if distill.divergence == "reverse_kl" else 0
-        with self.model.peft.disable_adapter() if distill.teacher == "base" else nullcontext():
-            return self.model.teachings_of(batches, [e.sequence for e in examples], top_k)
+        by_base = job.work == "base_scores" or (job.work == "teachings" and distill.teacher == "base")
+        with self.model.peft.disable_adapter() if by_base else nullcontext():
+            if job.work == "teachings":
+                top_k = distill.top_k if distill.divergence == "reverse_kl" else 0
+                return self.model.teachings_of(batches, sequences, top_k)
+            scores = self.model.logprobs_of(batches, sequences)
+        return scores, sum(b.layout.tokens for b in batches if b.counts)
 
     def own_gradients(self, batches: Sequence[MicroBatch], examples: Sequence[Example]) -> PassResult:
         """This process's forward and backward passes."""

@@ -8,7 +8,7 @@
 | `kl_sampler` | KL of the sampler from the trainer, nats per token (k3 estimate) |
 | `on_policy_logprob_diff`, `_max` | recorded against computed logprob, tokens of the present version: mean, largest |
 | `clip_share` | share of tokens whose ratio exceeds the bound of the sampler correction |
-| `staleness_mean`, `staleness_max` | steps between a token's sampling and its training; 0 if another branch did all |
+| `staleness_mean`, `staleness_max` | steps between a token's sampling and its training; 0 if all are another branch's |
 """
 
 from __future__ import annotations

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import json
 import logging
-import os
-import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,6 +17,14 @@ from journeywork.art.backend import AnyModel, AnyTrainableModel
 from journeywork.art.dev import settings_of
 from journeywork.art.errors import UnsupportedError
 from journeywork.art.local.copies import bucket_url, copy_logs, copy_version, steps_in, unpack_adapter
+from journeywork.art.local.processes import (
+    Installation,
+    UpError,
+    cause_of_end,
+    program_of_up,
+    state_of,
+    stop_installations,
+)
 from journeywork.art.model import TrainableModel
 from journeywork.art.options import LEARNING_RATE, loss_settings
 from journeywork.art.remote import RemoteBackend
@@ -36,14 +38,6 @@ _POLL_S = 0.1
 """Time between two looks at what another process writes: the state file of an installation that starts, the lake."""
 _STORED_S = 300.0
 """How long the store may take to write the newest version."""
-_STOP_S = 120.0
-"""How long an installation may take to stop."""
-_LOG_BYTES = 2000
-"""Bytes of the supervisor's log in an error message."""
-
-
-class UpError(Exception):
-    """`journeywork up` ended before the installation was ready. The message holds the end of its log."""
 
 
 class LocalBackend(RemoteBackend):
@@ -73,7 +67,7 @@ class LocalBackend(RemoteBackend):
         """URL of the gateway by run directory."""
         self._starts: dict[Path, str] = {}
         """Version from which a model's training begins, by run directory."""
-        self._started: dict[Path, subprocess.Popen[bytes]] = {}
+        self._started: dict[Path, Installation] = {}
         self._starting = asyncio.Lock()
 
     def supports_automatic_train_step_metrics(self) -> bool:
@@ -111,7 +105,7 @@ class LocalBackend(RemoteBackend):
 
     async def _join(self, run_dir: Path) -> str | None:
         """Return the URL of the gateway of an installation that runs, or `None`."""
-        state = _state(run_dir)
+        state = state_of(run_dir)
         if not state.get("ready"):
             return None
         url = str(state["urls"]["gateway"])
@@ -127,34 +121,28 @@ class LocalBackend(RemoteBackend):
         began = time.time()
         process = await asyncio.to_thread(self._launch, run_dir, model)
         while True:
-            state = _state(run_dir)
+            state = state_of(run_dir)
             if state.get("ready") and state.get("pid") == process.pid:
                 return str(state["urls"]["gateway"])
             if (code := process.poll()) is not None:
-                del self._started[run_dir]
-                raise UpError(
-                    f"`journeywork up` ended with status {code} before it was ready: {_end_of_log(run_dir, began)}"
-                )
+                self._started.pop(run_dir, None)  # `close` may have taken it meanwhile
+                cause = await asyncio.to_thread(cause_of_end, process, run_dir, began)
+                raise UpError(f"`journeywork up` ended with status {code} before it was ready: {cause}")
             await asyncio.sleep(_POLL_S)  # another process writes the file
 
-    def _launch(self, run_dir: Path, model: AnyModel) -> subprocess.Popen[bytes]:
+    def _launch(self, run_dir: Path, model: AnyModel) -> Installation:
         """Start an installation, if a caller that was cancelled has not started it."""
         process = self._started.get(run_dir)
         if process is not None and process.poll() is None:
             return process
         atexit.register(self._stop)
-        self._started[run_dir] = subprocess.Popen(
-            self.command(run_dir, model),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches the program, which then stops the installation
-        )
+        self._started[run_dir] = Installation(self.command(run_dir, model))
         log.info("started an installation in %s", run_dir)
         return self._started[run_dir]
 
     def command(self, run_dir: Path, model: AnyModel) -> list[str]:
         """Return the command that starts the installation of a model. Raises `UpError` if it is not installed."""
-        program = _program()
+        program = program_of_up()
         if not isinstance(model, TrainableModel):
             raise UpError(f"model {model.name!r} is not trainable, so no installation is started for it")
         settings, without_effect = settings_of(model._internal_config)
@@ -165,11 +153,7 @@ class LocalBackend(RemoteBackend):
         # A step for which the program chooses nothing is trained as ART trains it.
         defaults = {"optimizer.learning_rate": LEARNING_RATE, **loss_settings({})}
         settings = {f"trainer.{name}": v for name, v in defaults.items() if v is not None} | settings
-        settings |= {
-            "models.0.name": model.name,
-            "models.0.base": model.base_model,
-            "project": model.project,
-        }
+        settings |= {"models.0.name": model.name, "models.0.base": model.base_model, "project": model.project}
         if start := self._starts.get(run_dir):
             settings["models.0.start"] = start
         return [program, "up", "--run-dir", str(run_dir), *flags(settings), *self._up_options]
@@ -256,9 +240,10 @@ class LocalBackend(RemoteBackend):
         exclude: list[str] | None = None,
         latest_only: bool = False,
     ) -> None:
-        """Copy the model's folder and its newest version, or that of `step`, from a bucket (default: $BACKUP_BUCKET).
-        The training of a model that has not begun here begins with it, optimizer included. Without a bucket, or for a
-        model that has begun here, nothing is copied. `delete`, `exclude` and `latest_only` have no effect.
+        """Copy the model's folder and its newest version, or that of `step` (or of `only_step`, which wins), from a
+        bucket (default: $BACKUP_BUCKET). The training of a model that has not begun here begins with it, optimizer
+        included. Without a bucket, or for a model that has begun here, nothing is copied. `delete`, `exclude` and
+        `latest_only` have no effect.
 
         Raises `UnsupportedError` for an installation at a URL, and `OSError` if the bucket can't be read."""
         bucket, run_dir = self._bucket(s3_bucket, prefix), self.run_dir(model)
@@ -266,15 +251,16 @@ class LocalBackend(RemoteBackend):
             return
         chosen = step if only_step in (None, "latest") else only_step
         stored = await asyncio.to_thread(steps_in, bucket, model.project, model.name)
-        newest = max(stored, default=None) if chosen is None else chosen
+        pulled_step = max(stored, default=None) if chosen is None else chosen
         await asyncio.to_thread(
             copy_logs, f"{bucket}/{model.project}/models/{model.name}", str(run_dir.parent)
         )
-        if newest is None:
+        if pulled_step is None:
             return
         pulled = str(run_dir.with_name("pulled"))
-        await asyncio.to_thread(copy_version, bucket, pulled, model.project, model.name, int(newest))
-        self._starts[run_dir] = f"{pulled}#{model.project}/main/{model.name}@{newest}"
+        await asyncio.to_thread(copy_version, bucket, pulled, model.project, model.name, int(pulled_step))
+        version = Version(model.project, "main", model.name, int(pulled_step))
+        self._starts[run_dir] = f"{pulled}#{version.name}"
         log.log(_level(verbose), "training begins with %s", self._starts[run_dir])
 
     async def _experimental_pull_model_checkpoint(
@@ -295,7 +281,7 @@ class LocalBackend(RemoteBackend):
         version, and `OSError`."""
         bucket = self._bucket(s3_bucket, prefix) if s3_bucket else None
         names, run_dir = (model.project, model.name), self.run_dir(model)
-        lakes = [str(run_dir / "store"), *([bucket] if bucket else [])]
+        lakes = [str(run_dir / "store"), str(run_dir.with_name("pulled")), *([bucket] if bucket else [])]
         lake_of = {
             n: lake for lake in reversed(lakes) for n in await asyncio.to_thread(steps_in, lake, *names)
         }
@@ -334,7 +320,7 @@ class LocalBackend(RemoteBackend):
         stopping = list(self._started.values())
         self._started.clear()
         self._urls.clear()
-        _end(stopping)
+        stop_installations(stopping)
         atexit.unregister(self._stop)
 
     def __enter__(self) -> Self:
@@ -356,7 +342,8 @@ class LocalBackend(RemoteBackend):
         **options: Any,
     ) -> LocalTrainResult:
         """As `RemoteBackend.train`. If the installation runs in `path`, the result names the folder of the checkpoint,
-        and `<path>/<project>/models/<name>/checkpoints/<step>` is a link to it, as ART lays them out."""
+        and `<path>/<project>/models/<name>/checkpoints/<step>` is a link to it, as ART lays them out. A folder of that
+        name, which ART left, stays."""
         result = await self._train(model, trajectory_groups, learning_rate, options)
         run_dir = self.run_dir(model)
         folder = run_dir / checkpoints_folder(model.project, model.name) / f"step-{result.step:08d}"
@@ -364,8 +351,9 @@ class LocalBackend(RemoteBackend):
             return LocalTrainResult(result.step, result.metrics, None)
         arts = run_dir.with_name("checkpoints") / f"{result.step:04d}"
         arts.parent.mkdir(exist_ok=True)
-        arts.unlink(missing_ok=True)
-        arts.symlink_to(folder)
+        if arts.is_symlink() or not arts.exists():
+            arts.unlink(missing_ok=True)
+            arts.symlink_to(folder)
         return LocalTrainResult(result.step, result.metrics, str(folder))
 
 
@@ -373,43 +361,9 @@ def _level(verbose: bool) -> int:
     return logging.INFO if verbose else logging.DEBUG
 
 
-def _program() -> str:
-    """Return the command `journeywork`. Raises `UpError` if it is not installed."""
-    beside = Path(sys.executable).with_name("journeywork")
-    program = str(beside) if beside.exists() else shutil.which("journeywork")
-    if program is None:
-        raise UpError(
-            "the command `journeywork` is not installed here: install the extra `cpu` or `gpu`, or set "
-            "JOURNEYWORK_URL to the gateway of an installation that runs elsewhere"
-        )
-    return program
+class OtherBackend(LocalBackend):
+    """Stands in for one of ART's other backends: the installation trains and serves. Options beside `path` have no
+    effect."""
 
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Stop installations. Blocks until they have stopped."""
-    for process in processes:
-        process.send_signal(signal.SIGINT)
-    for process in processes:
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _state(run_dir: Path) -> dict[str, Any]:
-    """Return what the installation in a run directory says of itself; empty if there is none."""
-    try:
-        state: dict[str, Any] = json.loads((run_dir / "state.json").read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    return state
-
-
-def _end_of_log(run_dir: Path, since: float) -> str:
-    """Return the end of the supervisor's log, if it was written after `since` (seconds since the epoch)."""
-    file = run_dir / "logs" / "supervisor.log"
-    if not file.exists() or file.stat().st_mtime < since:
-        return "it wrote no log; its error is on standard error"
-    text = file.read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace")
-    return f"the end of {run_dir}/logs/supervisor.log is:\n{text}"
+    def __init__(self, *, path: str | None = None, **options: Any) -> None:
+        super().__init__(path=path)

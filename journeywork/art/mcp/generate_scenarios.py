@@ -7,12 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from journeywork.art.mcp.types import (
-    GeneratedScenario,
-    GeneratedScenarioCollection,
-    MCPResource,
-    MCPTool,
-)
+from journeywork.art.mcp.types import GeneratedScenario, GeneratedScenarioCollection, MCPResource, MCPTool
 from journeywork.scenarios import Writer, write_scenarios
 
 _DESCRIPTION = """\

@@ -28,7 +28,7 @@ class MCPTool:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MCPTool:
         """Make a tool of a dictionary. The schema may also be called `inputSchema`, as in the protocol."""
-        parameters = data.get("parameters", data.get("inputSchema", {}))
+        parameters = data.get("parameters") or data.get("inputSchema") or {}
         return cls(str(data["name"]), str(data.get("description") or ""), dict(parameters))
 
     def to_dict(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class MCPResource:
             str(data["uri"]),
             str(data.get("name") or ""),
             str(data.get("description") or ""),
-            data.get("mime_type", data.get("mimeType")),
+            data.get("mime_type") or data.get("mimeType"),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,9 +128,11 @@ class GeneratedScenarioCollection:
         return GeneratedScenarioCollection(random.sample(self.scenarios, len(self.scenarios)))
 
     def split(self, train_size: int) -> tuple[GeneratedScenarioCollection, GeneratedScenarioCollection]:
-        """Return the first `train_size` scenarios, and the others. Raises `ValueError` if there are fewer."""
-        if train_size > len(self):
-            raise ValueError(f"train_size is {train_size}, but there are {len(self)} scenarios")
+        """Return the first `train_size` scenarios, and the others. Raises `ValueError` for another size."""
+        if not 0 <= train_size <= len(self):
+            raise ValueError(
+                f"train_size is {train_size}, but must be from 0 to {len(self)}, the number of scenarios"
+            )
         return (
             GeneratedScenarioCollection(self.scenarios[:train_size]),
             GeneratedScenarioCollection(self.scenarios[train_size:]),

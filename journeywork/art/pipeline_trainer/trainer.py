@@ -15,7 +15,9 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from journeywork.art.backend import Backend
 from journeywork.art.model import TrainableModel
+from journeywork.art.training import trains
 from journeywork.art.trajectories import Trajectory, TrajectoryGroup
+from journeywork.gathering import cancellation_as_failure
 from journeywork.transport import plain_errors
 
 log = logging.getLogger("journeywork.art")
@@ -31,8 +33,6 @@ EvalFn: TypeAlias = Callable[
 
 PIPELINE_STATE_KEY = "_pipeline_trainer"
 """Key of what is played and evaluated in a model's state."""
-_EQUAL = 1e-6
-"""Rewards that differ by no more than this train nothing."""
 _LOGGED = 50
 """Groups without different rewards of which a step logs the trajectories."""
 
@@ -181,7 +181,8 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
             version = self._step
             try:
                 builder = self.model.metrics_builder("train")
-                with builder.activate_context(), builder.measure("time/step_actor_s"):
+                measured = builder.measure("time/step_actor_s")
+                with builder.activate_context(), measured, cancellation_as_failure("the rollout"):
                     group = await self.rollout_fn(self.model, scenario, self.config)
             except Exception:
                 log.exception("a rollout failed; its scenario is left out: %r", scenario)
@@ -250,10 +251,9 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                 raise RuntimeError(
                     f"every rollout of a group failed, the first by {first.type}: {first.message}"
                 )
-            rewards = [trajectory.reward for trajectory in group.trajectories]
             if (version := _version(group)) is not None and self._step - version > self.max_steps_off_policy:
                 self._stale += 1
-            elif len(rewards) > 1 and max(rewards) - min(rewards) > _EQUAL:
+            elif trains(group):
                 batch.append(group)
             else:
                 self._equal.append(group)
@@ -275,7 +275,8 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                     continue
                 try:
                     builder = self.model.metrics_builder("eval")
-                    with builder.activate_context(), builder.measure("time/step_eval_s"):
+                    measured = builder.measure("time/step_eval_s")
+                    with builder.activate_context(), measured, cancellation_as_failure("the evaluation"):
                         evaluated = await self.eval_fn(self.model, step, self.config)
                 except Exception:
                     log.exception("the evaluation of step %d failed", step)

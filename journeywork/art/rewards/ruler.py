@@ -136,7 +136,8 @@ async def _judge(group: dict[str, Any], model: str, params: dict[str, Any], rubr
     if key := str(params.pop("api_key", None) or ""):
         settings["api_key_env"] = f"{_KEY}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         environment[settings["api_key_env"]] = key
-    settings |= {_SETTINGS[name]: params.pop(name) for name in list(params) if name in _SETTINGS}
+    given = {name: params.pop(name) for name in list(params) if name in _SETTINGS}
+    settings |= {_SETTINGS[name]: value for name, value in given.items() if value is not None}
     with NamedTemporaryFile("w", suffix=".md", encoding="utf-8") as file:
         file.write(rubric)
         file.flush()

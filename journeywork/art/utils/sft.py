@@ -34,11 +34,7 @@ class SFTChunk(NamedTuple):
 
 
 def create_lr_schedule(
-    total_steps: int,
-    peak_lr: float,
-    method: Schedule = "linear",
-    warmup_steps: int = 0,
-    min_lr: float = 0.0,
+    total_steps: int, peak_lr: float, method: Schedule = "linear", warmup_steps: int = 0, min_lr: float = 0.0
 ) -> list[float]:
     """Return the learning rate of each update: it rises from `min_lr` to `peak_lr` in `warmup_steps`, then stays, or
     falls to `min_lr` at the last update, in a line or in half a cosine. Raises `ValueError` for another method."""

@@ -19,7 +19,7 @@ from openai import AsyncOpenAI
 from journeywork import Journeywork, Trajectory
 
 MODEL = "starter_model"
-URL = os.environ.get("JOURNEYWORK_URL", "http://127.0.0.1:8700")
+URL = os.environ.get("JOURNEYWORK_URL") or "http://127.0.0.1:8700"
 
 
 @dataclass(frozen=True)

@@ -16,21 +16,23 @@ GROUPS = View(
         "status": "`scored`; `discarded` if it was discarded without being scored.",
         "size": "Number of trajectories that were scored.",
         "reward_mean": "Mean reward of the scored members.",
-        "reward_min": "Lowest reward of them.",
-        "reward_max": "Highest reward of them.",
-        "has_signal": "Whether these rewards differ by more than 1e-6, without which a group is not trained, unless it "
-        "is compared with other groups (`trainer.loss.baseline`); null for validation groups, which are never trained.",
+        "reward_min": "Lowest reward of the scored members.",
+        "reward_max": "Highest reward of the scored members.",
+        "has_signal": "Whether these rewards differ by more than 1e-6. A group with equal rewards is not trained, "
+        "unless it is compared with other groups (`trainer.loss.baseline`). Null for validation groups, which are "
+        "never trained.",
         "discarded": "Number of its trajectories that are not trained, before or after the scoring.",
-        "reason": "Why most of these were discarded; null if none was.",
-        "decided_by": "Service that discarded them.",
+        "reason": "Reason of the discard that covers most of them; null if none was discarded.",
+        "decided_by": "Service that made this discard.",
         "decided_at": "When the group was scored, or else discarded, UTC.",
         "stream_seq": "Sequence of the event in GROUPS.",
     },
-    # Two parts in place of a full join, through which no condition on a column would reach the files.
+    # Two parts in place of a full join, through which no condition on a column would reach the files. `discarded` is
+    # not materialised: of a union over a materialised table all columns are read, also to count its rows.
     f"""
         WITH scored AS (
           SELECT *, [m.reward FOR m IN members IF m.outcome = 'scored'] AS rewards FROM group_scored
-        ), discarded AS (
+        ), discarded AS NOT MATERIALIZED (
           SELECT project, model, "group", branch, split, len(list_distinct(flatten(list(trajectories)))) AS discarded,
             arg_max(reason, len(trajectories)) AS reason, arg_max("by", len(trajectories)) AS "by", min("at") AS "at",
             arg_min(log_seq, log_at) AS log_seq
@@ -58,7 +60,7 @@ GROUPS = View(
 
 VERDICTS = View(
     "verdicts",
-    "One row per trajectory that a judge scored, and per vote of the judge of what happened next on a call.",
+    "One row per trajectory that a judge scored, and per vote of the judge of kind `next_state` on a call.",
     {
         "verdict": "Number of the verdict in its group, from 0.",
         "position": "Place in which the judge saw the run, from 0; null where it is unknown.",
@@ -84,7 +86,7 @@ VERDICTS = View(
 
 REWARDS = View(
     "rewards",
-    "One row per member of a scored group: what training gets.",
+    "One row per member of a scored group, with the reward for training.",
     {
         "reward": "Final reward, after composition; null where `outcome` is not `scored`.",
         "centered": "Reward minus the mean of the group's scored members; its sign is that of the advantage with "
@@ -134,7 +136,7 @@ JUDGE_COST = View(
 
 SIGNALS = View(
     "signals",
-    "One row per signal: what somebody said about a run or one of its calls.",
+    "One row per signal: feedback on a run or on one of its calls.",
     {
         "call": "Number of the call that it is about; -1: the whole run.",
         "given_by": "Name of the API key that gave it; empty where there are no keys.",
@@ -153,7 +155,7 @@ LABELS = View(
     "labels",
     "One row per number that a person gave a run under the name `label`, with the judge's score of the run.",
     {
-        "score": "The person's.",
+        "score": "The person's score.",
         "given_by": "Name of the API key that gave it; empty where there are no keys.",
         "given_at": "When, UTC.",
         "judge_model": "Model that judged; `agent` where the agents' rewards were used; null where no judge scored it.",

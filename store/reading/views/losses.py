@@ -11,7 +11,7 @@ STARVATION = View(
     {
         "reason": "Reason of the discard, or the outcome that is not trained (`no_result`, `masked`).",
         "dropped_by": "Service that discarded the group; `agent` for an outcome.",
-        "duration_s": "Seconds that the run took; those of the longest run of the group where its own are unknown.",
+        "duration_s": "Duration of the run; if unknown, that of the longest run of its group.",
         "duration": "Range of `duration_s`: `<1s`, `<10s`, `<1m`, `<10m`, `<1h`, `>=1h`.",
         "dropped_at": "When it was dropped, UTC.",
     },
@@ -42,7 +42,7 @@ DEAD = View(
     "Events that no consumer could use, with the reason.",
     {
         "dead_seq": "Sequence in DEAD, which `journeywork dead` takes.",
-        "subject": "Its subject there.",
+        "subject": "Subject of the event in that stream.",
         "reason": "`undecodable`, `unstorable`, `max_deliver`, `ended_service`, …",
         "dead_at": "When it was given up, UTC.",
     },

@@ -11,12 +11,12 @@ TRAJECTORIES = View(
     "trajectories",
     "One row per agent run, open or ended.",
     {
-        "group_id": "Empty for a run without a group. Other views name the run's id then: it is a group of its own.",
-        "reward": "The agent's own; null if it gave none. What training got is in `rewards`.",
+        "group_id": "Empty for a run without a group. In other views such a run is a group with the run's id.",
+        "reward": "Reward that the agent reported; null if none. The view `rewards` has the reward for training.",
         "outcome": "`scored`, `no_result` or `masked`; `open` while the run has not ended.",
         "last_step": "Highest policy step that sampled in the run.",
         "metrics": "Metrics given by the agent.",
-        "metadata": "What was given at the opening and at the end, JSON; of a key that both have, the end's value.",
+        "metadata": "Metadata of the opening and of the end, JSON; if both have a key, the end's value counts.",
         "exchanges": "Number of exchange events; null while open.",
         "opened_at": "When the run began, UTC.",
         "completed_at": "When the run ended, UTC; null while open.",
@@ -83,7 +83,7 @@ EXCHANGES = View(
 
 MESSAGES = View(
     "messages",
-    "One row per chat message of a call: those that were sent, then the reply.",
+    "One row per chat message of a call: the messages of the request, then the reply.",
     {
         "position": "Place in the call's conversation, from 0; the reply is last.",
         "role": "`system`, `user`, `assistant` or `tool`.",

@@ -59,7 +59,7 @@ SPENDING = View(
           ) GROUP BY ALL
         ), of_one_kind AS (
           FROM measured QUALIFY rank = min(rank) OVER (PARTITION BY project, model)
-        ), held AS (
+        ), measured_with_first AS (
           SELECT *, first_value(held_out) OVER (PARTITION BY project, model ORDER BY step) AS first_of_all
           FROM of_one_kind
         )
@@ -67,7 +67,7 @@ SPENDING = View(
           e.sampled_tokens, sum(e.judge_usd) OVER so_far AS total_usd,
           sum(e.train_gpu_s + e.serve_gpu_s) OVER so_far AS total_gpu_s,
           (sum(e.sampled_tokens) OVER so_far)::BIGINT AS total_tokens, h.held_out, h.held_out - h.first_of_all AS gain
-        FROM each e LEFT JOIN held h ON h.project = e.project AND h.model = e.model AND h.step = e.step
+        FROM each e LEFT JOIN measured_with_first h ON h.project = e.project AND h.model = e.model AND h.step = e.step
         WINDOW so_far AS (PARTITION BY e.project, e.model ORDER BY e.step NULLS LAST)
         """,
 )

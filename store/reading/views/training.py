@@ -11,7 +11,7 @@ CHECKPOINTS = View(
     "checkpoints",
     "One row per published policy version.",
     {
-        "groups": "Ids of the groups that it learned from.",
+        "groups": "Ids of the groups that it was trained on.",
         "started_at": "When the step began, UTC.",
     },
     f"""
@@ -65,12 +65,12 @@ their groups."""
 # both. Those of the group are of its member's steps, and the newest that the log had when it took the group in.
 LINEAGE = View(
     "lineage",
-    "From a checkpoint to its groups, trajectories, exchanges and verdicts: one row per exchange that it learned from.",
+    "A checkpoint's groups, trajectories, exchanges and verdicts: one row per exchange that it was trained on.",
     {
         "version": "Checkpoint.",
-        "group_id": "Group that it learned from.",
+        "group_id": "Group that it was trained on.",
         "group_seq": "Sequence of the group in GROUPS.",
-        "verdicts": "What each judge said of the run (call -1) or of a call: judge_model, rubric, score, explanation.",
+        "verdicts": "Each judge's verdict on the run (call -1) or on a call: judge_model, rubric, score, explanation.",
         "seq": "Number of the call in its run; null where its exchanges are not in the store.",
         "staleness": "Steps between the version that sampled and the one that was trained from.",
         "exchange_seq": "Sequence of the exchange in ROLLOUTS.",
@@ -98,7 +98,7 @@ LINEAGE = View(
 
 STALENESS = View(
     "staleness",
-    "The age of what a step learned from: one row per trained trajectory and checkpoint.",
+    "How old the trained trajectories were: one row per trajectory and checkpoint.",
     {
         "version": "Checkpoint.",
         "staleness_min": "Steps between the newest version that sampled in the run and the one that was trained from.",

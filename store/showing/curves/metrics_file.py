@@ -1,7 +1,8 @@
 """`metrics.jsonl`: a line per training step and per evaluation of a policy version, in the order of the log.
 
 The last line shows how far the log was read. If a kill truncated it, it is removed at the next start and written
-again, so each step is in the file once.
+again, so each step is in the file once. Only a step that the log lost in a power cut, and that was trained again, has
+two lines: the later one counts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.files import write_whole
 from store.showing.curves.rows import Key, Row
 
 NAME = "metrics.jsonl"
@@ -43,21 +43,12 @@ class MetricsFile:
         return max(self.rows.values(), key=lambda row: row.log_at, default=None)
 
     def add(self, row: Row) -> bool:
-        """Write a row, and return whether it is new. It replaces another one if, after a power cut, a step that the log
-        lost was trained again."""
-        before = self.rows.get(row.key)
-        if before == row:
+        """Write a row, and return whether it is new."""
+        if self.rows.get(row.key) == row:
             return False
         self.rows[row.key] = row
-        if before is not None:
-            self._rewrite()
-            return True
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(row) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         return True
-
-    def _rewrite(self) -> None:
-        rows = sorted(self.rows.values(), key=lambda row: row.log_at)
-        write_whole(self._path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows), durable=True)

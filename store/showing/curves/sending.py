@@ -1,18 +1,13 @@
-"""Rows on their way to a tracker: in a thread of its own, again after a failure, and from where they stopped after a
-restart."""
+"""Rows on their way to a tracker: in a thread of its own, and again after a failure."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from queue import SimpleQueue
 
-import msgspec
-
 from pipeline.backoff import Backoff
-from pipeline.files import write_whole
 from pipeline.telemetry.logs import get_logger
 from store.showing.curves.rows import Row
 from store.showing.curves.trackers import Tracker
@@ -27,26 +22,20 @@ class Sender:
     """Sends rows to a tracker in a thread. `name`: of the tracker; `make` opens it. The thread is a daemon, so a
     library that hangs delays neither the curves nor the end of the process.
 
-    `<name>.json` in `folder` holds the time in the log of the last row of an earlier start that the tracker has stored
-    safely: its runs were finished. A kill therefore sends the rows since the start again. Waiting rows are shared with
-    the history, which is in memory anyway, so a tracker that is down for long needs no further memory."""
+    Each start sends the whole history; the tracker leaves out what it holds. Waiting rows are shared with the history,
+    which is in memory anyway, so a tracker that is down for long needs no further memory."""
 
-    def __init__(
-        self, name: str, make: Callable[[], Tracker], folder: Path, backoff: Backoff | None = None
-    ) -> None:
-        self._name, self._make, self._file = name, make, folder / f"{name}.json"
+    def __init__(self, name: str, make: Callable[[], Tracker], backoff: Backoff | None = None) -> None:
+        self._name, self._make = name, make
         self._backoff = backoff or Backoff(first_s=1.0, longest_s=300.0)
         self._waiting: SimpleQueue[Row | None] = SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"curves-{name}", daemon=True)
 
     def start(self, rows: Iterable[Row]) -> None:
-        """Send those of `rows`, the history, that the tracker does not hold yet, and then what is added. Reads a
-        file."""
-        sent = self._sent()
+        """Send `rows`, the history, in the order of the log, and then what is added."""
         for row in sorted(rows, key=lambda row: row.log_at):
-            if row.log_at > sent:
-                self._waiting.put(row)
+            self._waiting.put(row)
         self._thread.start()
 
     def add(self, row: Row) -> None:
@@ -67,8 +56,7 @@ class Sender:
 
     def _run(self) -> None:
         tracker: Tracker | None = None
-        newest: Row | None = None
-        row, is_whole = self._waiting.get(), True
+        row = self._waiting.get()
         while row and not self._stopping.is_set():
             try:
                 tracker = tracker or self._make()
@@ -80,32 +68,18 @@ class Sender:
                     tracker=self._name, model=row.model, branch=row.branch, step=row.step, why=repr(error),
                 )  # fmt: skip
                 # The library's state after an error is unknown, so the runs are opened again.
-                is_whole &= self._close(tracker)
+                self._close(tracker)
                 tracker = None
                 self._stopping.wait(self._backoff.next_s())
             else:
                 self._backoff.reset()
-                newest, row = row, self._waiting.get()
-        if self._close(tracker) and newest and is_whole:
-            write_whole(self._file, msgspec.json.encode({"at": newest.log_at}), durable=True)
+                row = self._waiting.get()
+        self._close(tracker)
 
-    def _sent(self) -> int:
-        """Return the time in the log, in microseconds, of the last row that the tracker holds; -1 if there is none."""
-        try:
-            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, int])["at"]
-        except FileNotFoundError:
-            return -1
-        except (msgspec.DecodeError, KeyError) as error:
-            log.warning("the file of what a tracker holds can't be read; all points are sent again",
-                        file=str(self._file), why=repr(error))  # fmt: skip
-            return -1
-
-    def _close(self, tracker: Tracker | None) -> bool:
-        """Finish the tracker's runs; then it holds every row that it took. Return whether that succeeded."""
+    def _close(self, tracker: Tracker | None) -> None:
+        """Finish the tracker's runs; then it holds every row that it took."""
         try:
             if tracker:
                 tracker.close()
         except Exception as error:  # noqa: BLE001 - as in `_run`
             log.warning("a tracker did not finish its runs", tracker=self._name, why=repr(error))
-            return False
-        return True

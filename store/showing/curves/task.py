@@ -73,7 +73,7 @@ class Curves:
         history = MetricsFile(folder)
         runs = runs_of(self._config, folder)
         for name in dict.fromkeys(self._config.curves.trackers):
-            sender = Sender(name, partial(TRACKERS[name], runs), folder)
+            sender = Sender(name, partial(TRACKERS[name], runs))
             sender.start(history.rows.values())
             self._senders.append(sender)
         return history

@@ -28,7 +28,8 @@ class Tracker(Protocol):
     """The runs of one project at a tracker. The methods block, and raise the library's own errors."""
 
     def add(self, row: Row) -> None:
-        """Send a row. Rows of a model and branch come in the order of the log."""
+        """Send a row, unless the tracker holds it. Rows of a model and branch come in the order of the log, from its
+        first one at each start."""
 
     def close(self) -> None:
         """Finish the runs that were opened: every row outlives this process then. They can be opened again."""
@@ -86,8 +87,11 @@ class WandB:
         values, step = {name: value for name, value in row.metrics.items() if value is not None}, row.step
         if row.evaluation:
             values, step = values | {"eval/step": row.step}, row.log_at // 1000
-        # A step is held back until the next one, unless it is committed.
-        self._open[run_id].log(values, step=step, commit=True)
+        if (
+            step >= self._open[run_id].step
+        ):  # else an earlier start has sent it: W&B would drop it with a warning
+            # A step is held back until the next one, unless it is committed.
+            self._open[run_id].log(values, step=step, commit=True)
 
     def close(self) -> None:
         while self._open:

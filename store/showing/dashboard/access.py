@@ -18,7 +18,7 @@ from starlette.responses import Response
 from pipeline.config import Config, ConfigError
 from pipeline.security.host_names import is_loopback, name_in_host
 from pipeline.security.key_file import checked, expires_at, read_keys
-from store.showing.dashboard.errors import PageError
+from store.showing.dashboard.errors import PageError, SignInError
 
 COOKIE = "journeywork_session"
 _SESSION_S = 12 * 3600.0
@@ -127,9 +127,9 @@ class Access:
             f"bearer token, or, if the run has no keys, the header `Origin: {request.url.scheme}://{host}`.",
         )
 
-    def key(self, request: Request) -> str | None:
-        """The key of the request's user; empty where the run has no keys; `None` where the user must sign in. Raises
-        `PageError` for a bearer token that is wrong, and as `_accepts`."""
+    def key(self, request: Request) -> str:
+        """The key of the request's user; empty where the run has no keys. Raises `SignInError` where the user must sign
+        in, `PageError` for a bearer token that is wrong, and as `_accepts`."""
         if not self._requires_key():
             return ""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -138,7 +138,9 @@ class Access:
                 raise PageError(401, "This key is no operator's key of this run.")
             return token.strip()
         key, ends_at = self._sessions.get(request.cookies.get(COOKIE, ""), ("", 0.0))
-        return key if time.monotonic() < ends_at and self._accepts(key) else None
+        if time.monotonic() >= ends_at or not self._accepts(key):
+            raise SignInError(401, "Send an operator's key of this run as bearer token.")
+        return key
 
     def sign_in(self, key: str, response: Response, secure: bool) -> None:
         """Open a session for `key` and put its cookie into `response`. Raises a 401 `PageError` for a wrong key, and as

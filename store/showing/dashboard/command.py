@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import anyio
 
 from pipeline.config import ConfigError, UiConfig, with_values
-from pipeline.running.plan import free_port
+from pipeline.running.ports import free_port
 from pipeline.running.runs import run_settings
 from pipeline.running.service import until_signalled
 from pipeline.telemetry import logs as log

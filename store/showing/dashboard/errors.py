@@ -11,5 +11,9 @@ class PageError(Exception):
         self.status = status
 
 
+class SignInError(PageError):
+    """A request of nobody who has signed in."""
+
+
 class ListenError(Exception):
     """The dashboard cannot listen on its address. The message says why, and what to do."""

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,11 +27,11 @@ from pipeline.config import Config
 from pipeline.running.runs import run_settings, runs_under
 from store.lake.storage import StoreError
 from store.reading import checkpoints, events, groups, judge, overview, texts, trajectories, what_if
-from store.reading.errors import InvalidQueryError, NotFoundError, ReadingError
+from store.reading.errors import ReadingError
 from store.reading.history import History
 from store.showing.dashboard import labels
 from store.showing.dashboard.access import COOKIE, HEADERS, Access
-from store.showing.dashboard.errors import PageError
+from store.showing.dashboard.errors import PageError, SignInError
 from store.showing.dashboard.gateway import ACTIONS, Gateway
 
 _HERE = Path(__file__).parent
@@ -58,7 +58,6 @@ _SINGLE: dict[str, Callable[..., Data]] = {
 }  # fmt: skip
 _DATA: dict[str, Callable[..., Data]] = {"overview": overview.with_curves}
 """Pages whose JSON holds more than their HTML."""
-_STATUSES: dict[type[Exception], int] = {NotFoundError: 404, InvalidQueryError: 400}
 _WITH_POLICIES = ("overview", "numbers", "checkpoint", "decisions")
 
 
@@ -72,15 +71,8 @@ class Dashboard:
             loader=FileSystemLoader(_HERE / "templates"), autoescape=select_autoescape(), undefined=StrictUndefined,
             trim_blocks=True, lstrip_blocks=True,
         )  # fmt: skip
-        self._templates.filters.update(
-            number=texts.number,
-            when=texts.when,
-            short=texts.short,
-            pretty=texts.pretty,
-            signed=texts.signed,
-            name=texts.name,
-            code=_code,
-        )
+        filters = (texts.number, texts.when, texts.short, texts.pretty, texts.signed, texts.name)
+        self._templates.filters.update({filter_.__name__: filter_ for filter_ in filters}, code=_code)
         routes = [Route("/", self._home), Mount("/static", StaticFiles(directory=_HERE / "static"))]
         for name, load in _LISTS.items():
             routes += [
@@ -118,8 +110,6 @@ class Dashboard:
         """Check the user, load the page's data in a thread, and render it as HTML or JSON. A page about versions gets
         what the gateway says they are now."""
         key = self._access.key(request)
-        if key is None:
-            return self._to_sign_in(request)
         data = await anyio.to_thread.run_sync(load)
         if page in _WITH_POLICIES:
             data = {**data, "policies": await self._gateway.policies(key)}
@@ -135,18 +125,10 @@ class Dashboard:
         )  # fmt: skip
         return HTMLResponse(text, status)
 
-    def _to_sign_in(self, request: Request) -> Response:
-        if request.url.path.endswith(".json"):
-            raise PageError(401, "Send an operator's key of this run as bearer token.")
-        return RedirectResponse("/sign-in", 303)
-
     async def _failed(self, request: Request, error: Exception) -> Response:
-        known = (
-            _STATUSES.get(type(error))
-            or getattr(error, "status", None)
-            or getattr(error, "status_code", None)
-        )
-        status = known or 500
+        if isinstance(error, SignInError) and not request.url.path.endswith(".json"):
+            return _redirect("/sign-in", "An operator's key is needed: programs send it as bearer token. ")
+        status: int = getattr(error, "status", 0) or getattr(error, "status_code", 500)
         message = str(error)
         if isinstance(error, HTTPException):
             here = request.url.path[:200]
@@ -158,7 +140,7 @@ class Dashboard:
     # -- pages -------------------------------------------------------------------------------------------------------
 
     async def _home(self, request: Request) -> Response:
-        return RedirectResponse("/overview", 303)
+        return _redirect("/overview")
 
     def _page(
         self, page: str, load: Callable[..., Data], named: bool = False
@@ -188,7 +170,10 @@ class Dashboard:
                     )
                     for run, _ in sides
                 }  # fmt: skip
-                shown = overview.compare(*((histories[run], branch) for run, branch in sides))
+                shown = [
+                    {**overview.curves(histories[run], {"branch": branch}), "run": str(runs[run])}
+                    for run, branch in sides
+                ]
                 known = {run: overview.branches(history) for run, history in histories.items()}
             return {"sides": shown, "runs": sorted(runs), "selection": sides, "branches": known}
 
@@ -201,8 +186,6 @@ class Dashboard:
 
     async def _decide(self, request: Request) -> Response:
         key = self._access.key(request)
-        if key is None:
-            return self._to_sign_in(request)
         form = await self._form(request)
         action = form.pop("action", "")
         if action not in ACTIONS:
@@ -216,18 +199,16 @@ class Dashboard:
                     400, f"percent={body['percent'][:40]!r}: write a number from 0 to 100."
                 ) from None
         await self._gateway.decide(key, request.path_params["model"], action, body)
-        return RedirectResponse("/decisions?decided=1", 303)
+        return _redirect("/decisions?decided=1")
 
     async def _label(self, request: Request) -> Response:
         """Record the scores of the form (`store.showing.dashboard.labels`)."""
         key = self._access.key(request)
-        if key is None:
-            return self._to_sign_in(request)
         group, form = request.path_params["group"], await self._form(request)
         bodies = labels.bodies(form)
         for trajectory, body in bodies.items():
             await self._gateway.give_feedback(key, trajectory, body)
-        return RedirectResponse(f"/group/{quote(group, safe='')}?labeled={len(bodies)}", 303)
+        return _redirect(f"/group/{quote(group, safe='')}?labeled={len(bodies)}")
 
     # -- signing in --------------------------------------------------------------------------------------------------
 
@@ -235,7 +216,7 @@ class Dashboard:
         if request.method == "GET":
             return self._render(request, "sign_in", {"error": ""})
         form = await self._form(request)
-        response = RedirectResponse("/overview", 303)
+        response = _redirect("/overview")
         try:
             self._access.sign_in(form.get("key", "").strip(), response, request.url.scheme == "https")
         except PageError as error:
@@ -243,7 +224,7 @@ class Dashboard:
         return response
 
     async def _sign_out(self, request: Request) -> Response:
-        response = RedirectResponse("/sign-in", 303)
+        response = _redirect("/sign-in")
         self._access.sign_out(request, response)
         return response
 
@@ -252,6 +233,11 @@ class Dashboard:
         if not length.isascii() or not length.isdigit() or int(length) > _BODY:
             raise PageError(413, f"A form has at most {_BODY} bytes.")
         return {name: str(value) for name, value in (await request.form(max_files=0)).items()}
+
+
+def _redirect(address: str, reason: str = "") -> Response:
+    """Send a browser to another page. The body says so to a program, which may not follow."""
+    return PlainTextResponse(f"{reason}See {address}\n", 303, {"location": address})
 
 
 def _code(text: str) -> Markup:

@@ -34,7 +34,7 @@ def check(config: Config) -> None:
 async def serve(config: Config, ready: Ready) -> None:
     """Answer until cancelled; `ready` is called with the URL. Raises `ConfigError`, `StoreError`, and `ListenError`
     where the address is taken."""
-    app = make_app(config)
+    check(config)
     host = config.ui.host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -46,6 +46,7 @@ async def serve(config: Config, ready: Ready) -> None:
             "choose another port (ui.port, --port; 0: any free one) or another address (ui.host, --host)"
         ) from error
     with opened as listener:
+        app = make_app(config)
         server = _Server(
             uvicorn.Config(app, log_config=None, access_log=False, server_header=False, date_header=False,
                            lifespan="on", timeout_graceful_shutdown=_STOP_S)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-SUITE = Path(__file__).with_name("test_compatibility.py")
+SUITE = Path(__file__).with_name("compatibility")
 RESULT = Path(__file__).with_name("compatibility.json")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 PACKAGES = (
@@ -42,8 +43,8 @@ def environment(folder: Path) -> Path:
 def outcomes(python: Path, package: str) -> dict[str, str]:
     """The outcome of each case. The suite is copied away from this repository's `conftest.py` files."""
     with tempfile.TemporaryDirectory() as folder:
-        copy, report = Path(folder) / SUITE.name, Path(folder) / "report.xml"
-        copy.write_bytes(SUITE.read_bytes())
+        report = Path(folder) / "report.xml"
+        copy = shutil.copytree(SUITE, Path(folder) / SUITE.name, ignore=shutil.ignore_patterns("__pycache__"))
         env = {**os.environ, "ART_UNDER_TEST": package, "PYTHONPATH": str(ROOT)}
         command = [str(python), "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider",
                    f"--junitxml={report}", str(copy)]  # fmt: skip

@@ -19,6 +19,7 @@ SETTINGS = {
     # Of one group a step: a test that trains several groups in one step shows that the batch was requested.
     "trainer.groups_per_step": 1,
     "trainer.logprob_bound": 1000,  # the double's logprobs are no model's
+    "ui.enabled": False,
 }
 
 

@@ -1,4 +1,4 @@
-"""The public names of openpipe-art, and the table of docs/art.md that says which of them `journeywork.art` has.
+"""The public names of openpipe-art, and the tables of docs/art.md that say which of them `journeywork.art` has.
 
     python -m tests.journeywork.art.names                  # writes the table from names.json
     python -m tests.journeywork.art.names --package PATH   # first reads the names of the unpacked wheel's folder `art`
@@ -101,27 +101,32 @@ def state_of(module: str, name: str) -> str:
 
 
 def table(modules: dict[str, list[str]]) -> str:
-    """The table as Markdown: a line a module with what is here, and a line for each sentence of refusal."""
-    rows = ["| module of ART | names | |", "| --- | --- | --- |"]
+    """Two tables as Markdown: a line a module with what is here, and a line a sentence with the names that it refuses.
+    A module stands for all of its names."""
+    here = ["| module of ART | names that are here |", "| --- | --- |"]
+    instead: dict[str, list[str]] = {}
     for module, names in sorted(modules.items()):
-        if (
-            refused := next((name for name in REFUSED if f"{module}.".startswith(f"{name}.")), None)
-        ) is not None:
-            ours = importlib.import_module(f"journeywork.art.{module}").__dict__
-            if lacking := [name for name in WHOLE.get(module, ()) if name not in ours]:
+        whole = next((name for name in REFUSED if f"{module}.".startswith(f"{name}.")), None)
+        if whole is None:
+            states = {name: state_of(module, name) for name in names}
+            ours = [name for name, state in states.items() if state == "here"]
+            refused = {
+                f"`art.{module}.{name}`".replace("..", "."): s for name, s in states.items() if s != "here"
+            }
+        else:
+            ours = WHOLE.get(module, [])
+            defined = importlib.import_module(f"journeywork.art.{module}").__dict__
+            if lacking := [name for name in ours if name not in defined]:
                 raise LookupError(f"art.{module} lacks {', '.join(lacking)}")
-            kept = ", ".join(f"`{name}`" for name in WHOLE.get(module, ()))
-            rows += [f"| `art.{module}` | {kept} | here |"] if kept else []
-            row = f"| `art.{refused}` | {'others' if kept else 'all'} | refused: {REFUSED[refused]} |"
-            rows += [row] if row not in rows else []
-            continue
-        states: dict[str, list[str]] = {}
-        for name in names:
-            states.setdefault(state_of(module, name), []).append(f"`{name}`")
-        for state, listed in sorted(states.items(), key=lambda item: item[0] != "here"):
-            said = "here" if state == "here" else f"refused: {state}"
-            rows.append(f"| `{f'art.{module}'.rstrip('.')}` | {', '.join(listed)} | {said} |")
-    return "\n".join(rows) + "\n"
+            refused = {f"`art.{whole}`{' (others)' if ours else ''}": REFUSED[whole]}
+        if ours:
+            listed = ", ".join(f"`{name}`" for name in ours)
+            here.append(f"| `{f'art.{module}'.rstrip('.')}` | {listed} |")
+        for name, sentence in refused.items():
+            if name not in instead.setdefault(sentence, []):
+                instead[sentence].append(name)
+    rows = [f"| {', '.join(listed)} | {sentence} |" for sentence, listed in instead.items()]
+    return "\n".join([*here, "", "| refused names | instead |", "| --- | --- |", *rows]) + "\n"
 
 
 def main() -> None:

@@ -51,6 +51,8 @@ async def test_a_compressed_stream_is_captured(encoding: str, compress: Callable
 
     made = await art.capture_auto_trajectory(stream(compress(STREAM)))
     assert [m.get("content") for m in made.messages()] == ["a", "hello"]  # type: ignore[union-attr]
+    commented = await art.capture_auto_trajectory(stream(compress(b": keep-alive\n\n" + STREAM)))
+    assert commented.messages() == made.messages()  # type: ignore[union-attr]
     cut_off = await art.capture_auto_trajectory(stream(compress(STREAM)[:-40]))
     assert cut_off.messages() == []
 

@@ -90,6 +90,8 @@ async def test_versions_go_to_a_bucket_and_another_machine_begins_with_them(
     )
     assert (Path(folder) / "adapter_model.safetensors").read_text() == "1"
     assert folder == str(tmp_path / "adapter")
+    newest_pulled = Path(await there._experimental_pull_model_checkpoint(model))
+    assert (newest_pulled / "adapter_model.safetensors").read_text() == "2"
     # `train` links a step's folder to the trainer's checkpoint, which a pull leaves as it is.
     own = here.run_dir(model).with_name("own")
     own.mkdir()

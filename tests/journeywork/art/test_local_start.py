@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import journeywork.art as art
+from journeywork.art.local import UpError
 from journeywork.art.local import backend as local
 
 pytestmark = pytest.mark.anyio
@@ -50,6 +51,24 @@ async def test_an_earlier_runs_log_is_not_shown_as_the_cause(tmp_path: Path) -> 
     log.parent.mkdir(parents=True)
     log.write_text("of yesterday")
     os.utime(log, (1, 1))
-    with pytest.raises(local.UpError, match="status 3 before it was ready: it wrote no log"):
+    with pytest.raises(UpError, match="status 3 before it was ready: it wrote no log"):
         await backend.url_of(model(tmp_path))
+    await backend.close()
+
+
+async def test_the_error_of_a_start_holds_what_the_program_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    backend = Backend(path=str(tmp_path))
+    backend.program = (
+        "import sys; sys.exit('x' * 3000 + '\\njourneywork: models.0.base is not on this machine')"
+    )
+    with pytest.raises(
+        UpError, match=r"status 1 .*standard error ends with:\nx+\n.* is not on this machine$"
+    ) as caught:
+        await backend.url_of(model(tmp_path))
+    assert len(str(caught.value)) < 2200
+    assert capfd.readouterr().err.endswith("x\njourneywork: models.0.base is not on this machine\n"), (
+        "shown too"
+    )
     await backend.close()

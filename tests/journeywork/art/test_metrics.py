@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 import journeywork.art as art
 from journeywork.art.metrics import MetricsBuilder, track_api_cost
@@ -61,6 +63,20 @@ async def test_costs_of_a_judge_and_of_a_gpu_are_in_the_rows_and_summed_over_ste
     assert "train/costs/search" not in first
 
 
+async def test_the_time_of_a_step_with_two_rows_is_in_the_next_step_s_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("journeywork.art.model.time", SimpleNamespace(monotonic=lambda: now))
+    model: Any = art.TrainableModel(name="m", project="p", base_model="b", base_path=str(tmp_path))
+    model._backend = art.LocalBackend()
+    for step, at in ((1, 10.0), (1, 15.0), (2, 30.0)):
+        now = at
+        await model.log(split="train", step=step, metrics={"loss": 1.0})
+    rows = map(json.loads, (tmp_path / "p" / "models" / "m" / "history.jsonl").read_text().splitlines())
+    assert [row.get("time/step_wall_s") for row in rows] == [10.0, None, 20.0]
+
+
 @pytest.mark.parametrize(
     ("response", "cost"),
     [
@@ -84,13 +100,39 @@ async def test_what_an_answer_cost(response: Any, cost: float) -> None:
     assert await builder.flush() == {}
 
 
+def test_a_model_without_a_price_has_that_which_litellm_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is imported, in seconds, where no other price is known."""
+    prices = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6}
+    monkeypatch.setitem(sys.modules, "litellm", SimpleNamespace(model_cost={"x/j": prices}))  # type: ignore[arg-type]
+    builder = MetricsBuilder("train")
+
+    def cost(model_name: str, **prices: float) -> float:
+        return builder.add_response_cost(
+            "judge", {"usage": USAGE}, provider="x", model_name=model_name, **prices
+        )
+
+    assert cost("j") == pytest.approx(1200e-6)
+    assert cost("j", completion_price_per_million=20.0) == pytest.approx(3000e-6)
+    assert cost("k", prompt_price_per_million=1.0, completion_price_per_million=2.0) == pytest.approx(1200e-6)
+    with pytest.raises(ValueError, match="not known: register it"):
+        cost("k")
+
+
 def test_what_is_no_metric_is_refused() -> None:
     builder = MetricsBuilder("train")
     builder.add_cost("a/b", 1.0)
-    for name in ("a", "costs/cum/a", "costs/a", "costs/a/b/c"):
+    for name in ("a", "costs/cum/a", "costs/all", "costs/all/x", "costs/a", "costs/a/b/c"):
         with pytest.raises(ValueError, match=r"must be|can't be"):
             builder.add_metric(name, 1.0)
-    with pytest.raises(ValueError, match="not known: register it"):
-        builder.add_response_cost("judge", {"usage": USAGE}, provider="x", model_name="no such model")
     with pytest.raises(LookupError):
         MetricsBuilder.get_active()
+
+
+def test_a_safe_dump_does_not_serialize_the_config() -> None:
+    class Settings(BaseModel):
+        judge: Any = None
+
+    model = art.Model(name="a", project="p", config=Settings(judge=lambda: 1.0))
+    dumped = model.safe_model_dump(mode="json")
+    assert (dumped["name"], dumped["config"]) == ("a", None)
+    assert model.config is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterable
@@ -134,6 +135,30 @@ async def test_what_can_not_be_trained(tmp_path: Path, caplog: pytest.LogCapture
     for wrong in ({"min_batch_size": 0}, {"max_batch_size": 1}, {"max_steps": -1}):
         with pytest.raises(ValueError, match="must be at least"):
             trainer(**wrong)
+
+
+async def test_what_is_cancelled_in_a_rollout_or_an_evaluation_is_a_failure_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = Backend()
+
+    async def cancelled(*_: object) -> Any:
+        lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        lost.cancel()
+        return await lost
+
+    async def play(model: Any, scenario: dict[str, Any], config: Any) -> art.TrajectoryGroup:
+        return await (cancelled if scenario.get("lost") else group)(model, scenario, config)
+
+    scenarios: list[dict[str, Any]] = [{"lost": True}, {}, {}]
+    model = await model_of(backend, tmp_path)
+    trainer = PipelineTrainer(
+        model, backend, play, scenarios, None, cancelled, num_rollout_workers=1, min_batch_size=2
+    )
+    await trainer.train(handle_signals=False)
+    assert [len(batch) for batch in backend.batches] == [2]
+    assert "a rollout failed; its scenario is left out" in caplog.text
+    assert "the evaluation of step 0 failed" in caplog.text
 
 
 async def test_a_signal_ends_it_after_a_last_step(tmp_path: Path) -> None:

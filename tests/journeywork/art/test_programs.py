@@ -55,7 +55,7 @@ def inference(program: Program, base: Path, folder: Path) -> Iterator[str]:
         double.stop()
 
 
-FEW = ("yes-no-maybe", "sft-warmup", "tic-tac-toe")
+FEW = ("sft-warmup", "tic-tac-toe")
 """Run with all other tests. The rest takes a minute each: JOURNEYWORK_TEST_PROGRAMS=all runs them too."""
 
 

@@ -35,6 +35,7 @@ async def test_scores_are_those_of_the_judge_without_the_effect_of_positions() -
     """Settings by litellm's names reach the judge; the key goes by the environment, not by the command line."""
     async with ScoringServer(Scorer(first_bonus=0.3), keep=True).run() as server:
         params = {"api_base": server.url, "api_key": "k-1", "timeout": 30, "seed": 4}
+        params |= {"base_url": None, "temperature": None, "max_tokens": None}  # as if they were not given
         scores = await ruler(said(0.2, 0.6), "openai/scorer", params, "- my rubric")
         assert [s.trajectory_id for s in scores] == ["1", "2"]
         # Two passes in two orders: each attempt was first once.

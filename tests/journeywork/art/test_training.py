@@ -25,7 +25,7 @@ from tests.conftest import InferenceDouble
 from tests.journeywork.art.kit import BASE, MODEL, installation
 from tests.kits.installation import Up
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,12 @@ def up(tmp_path_factory: pytest.TempPathFactory, inference_double: InferenceDoub
     run_dir = tmp_path_factory.mktemp("art") / "run"
     with installation(run_dir, inference_double.url, **{"trainer.groups_per_step": 50}) as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the small model takes less time than a program waits between two looks at it."""
+    monkeypatch.setattr("journeywork.art.training._POLL_S", 0.05)
 
 
 @pytest.fixture
@@ -85,6 +91,26 @@ async def test_a_step_trains_what_it_was_given(up: Up, model: Any) -> None:
         model=model.get_inference_name(), messages=[{"role": "user", "content": "a1=x"}], max_tokens=4
     )
     assert reply.model == result.artifact_name
+
+
+async def test_a_row_counts_all_groups_that_were_given(model: Any, tmp_path: Path) -> None:
+    groups = []
+    for rewards, length in (((1, 2, 3), 3), ((4, 4, 4), 6), ((2, 2, 2), 9)):
+        members = [await trajectory(model, reward, metrics={"the length": length}) for reward in rewards]
+        groups.append(art.TrajectoryGroup(members))
+    groups[2].exceptions.append(art.trajectories.PydanticException(type="E", message="m", traceback=""))
+    await model.train(groups)
+    row = json.loads((tmp_path / "p" / "models" / MODEL / "history.jsonl").read_text())
+    means = {name: value for name, value in row.items() if name.startswith("train/")}
+    assert means == {
+        "train/reward": pytest.approx(24 / 9),
+        "train/the length": 6,
+        "train/exception_rate": pytest.approx(0.1),
+        "train/reward_std_dev": pytest.approx((2 / 3) ** 0.5 / 3),
+    }
+    numbers = ("scenarios", "trajectories", "groups_submitted", "groups_trainable")
+    assert [row[f"data/step_num_{name}"] for name in numbers] == [3, 10, 3, 1]
+    assert row["trainer/trajectories"] == 3, "what the step trained is the trainer's own metric"
 
 
 async def test_groups_without_a_difference_take_no_step(model: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -344,7 +370,7 @@ async def test_a_local_backend_starts_an_installation_fine_tunes_it_and_joins_it
         await joined.close()
         assert await model.get_step() == 3, "an installation that was joined keeps running"
         lake = backend.run_dir(model) / "store" / "checkpoints" / "own" / "main" / MODEL
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while not (lake / "step-00000002" / "event.msgpack").exists():
                 await anyio.sleep(0.1)  # the store writes it
         (process,) = backend._started.values()
@@ -373,3 +399,10 @@ async def test_an_installation_that_does_not_start_shows_why(
     with pytest.raises(UpError, match="status"):
         await model.register(backend)
     await backend.close()
+
+
+def test_a_group_with_exceptions_is_read_back() -> None:
+    group = art.TrajectoryGroup([art.Trajectory(reward=1.0), RuntimeError("x")])
+    again = art.TrajectoryGroup.model_validate_json(group.model_dump_json())
+    assert again.exceptions == group.exceptions
+    assert [t.reward for t in again] == [1.0]

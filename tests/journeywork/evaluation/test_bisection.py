@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from journeywork import AsyncJourneywork
 from journeywork.evaluation.bisection import Limits, SequentialTest, UndecidedError, bisect, main
 from journeywork.trajectory import Trajectory
 from tests.kits.stub_gateway import StubGateway
@@ -17,10 +18,8 @@ TASKS = [f"task {n}" for n in range(8)]
 
 
 @pytest.fixture
-async def stub() -> AsyncIterator[StubGateway]:
-    found = StubGateway(step=12)
-    async with found.serving():
-        yield found
+def stub() -> StubGateway:
+    return StubGateway(step=12)
 
 
 def winning(stub: StubGateway, share: Callable[[int], float], seed: int = 0) -> Callable[..., object]:
@@ -36,7 +35,7 @@ def winning(stub: StubGateway, share: Callable[[int], float], seed: int = 0) -> 
 @pytest.mark.parametrize("culprit", [1, 2, 6, 7, 12])
 async def test_it_finds_the_step_that_lost_the_task(stub: StubGateway, culprit: int) -> None:
     rollout = winning(stub, lambda step: 0.9 if step < culprit else 0.3, seed=culprit)
-    async with AsyncJourneywork(stub.url) as client:
+    async with stub.client() as client:
         found = await bisect(client, "m@0", "m@12", TASKS, rollout)
     assert (found.culprit.version, found.before.version) == (f"m@{culprit}", f"m@{culprit - 1}")
     assert found.comparisons <= 5  # log2(12) + 1, rounded up
@@ -48,13 +47,13 @@ async def test_it_finds_the_step_that_lost_the_task(stub: StubGateway, culprit: 
 async def test_versions_that_are_gone_are_passed_over(stub: StubGateway) -> None:
     stub.retired = {"m@6", "m@7", "m@8"}
     rollout = winning(stub, lambda step: 0.9 if step < 7 else 0.3)
-    async with AsyncJourneywork(stub.url) as client:
+    async with stub.client() as client:
         found = await bisect(client, "m@0", "m@12", TASKS, rollout)
     assert (found.culprit.version, found.before.version) == ("m@9", "m@5")
 
 
 async def test_what_the_runs_do_not_show_is_said(stub: StubGateway) -> None:
-    async with AsyncJourneywork(stub.url) as client:
+    async with stub.client() as client:
         for share, why in (
             (lambda step: 0.2 if step < 7 else 0.9, "m@0 is not better than m@12"),
             (lambda step: {0: 1.0, 12: 0.0}.get(step, 0.5), "m@6: after 40 runs its mean, .* is not shown"),
@@ -74,7 +73,7 @@ async def test_easy_tasks_do_not_decide_before_hard_ones(stub: StubGateway) -> N
         step = int(stub.opened[run.id]["pinned"].rpartition("@")[2])
         return float(step < 6 or (step == 6 and tasks.index(task) < 25))
 
-    async with AsyncJourneywork(stub.url) as client:
+    async with stub.client() as client:
         for seed in range(2):
             with pytest.raises(UndecidedError, match="m@6: after 100 runs"):
                 await bisect(client, "m@0", "m@12", tasks, rollout, Limits(rounds=2, seed=seed))
@@ -102,6 +101,35 @@ def test_the_test_is_quick_where_the_mean_is_far_away() -> None:
         assert test.side == 1
         needed.append(len(test.values))
     assert sorted(needed)[100] <= 40
+
+
+def test_the_command_prints_text_or_one_json_object(
+    stub: StubGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("journeywork.evaluation.bisection.client_of", lambda url, args: stub.client())
+    rollout: Any = winning(stub, lambda step: float(step < 7))
+
+    async def printing(run: Trajectory, task: str) -> Any:
+        print(f"playing {task}")  # noqa: T201
+        return await rollout(run, task)
+
+    monkeypatch.setattr("journeywork.evaluation.bisection.load_rollout", lambda _: printing)
+    args = ["m@0", "m@12", "--url", "http://x", "--rollout", "a:b"]
+    args += ["--scenarios", "tests.journeywork.evaluation.kit:held_out"]
+    main(args)
+    assert "m@7 lost them, after m@6: 5 comparisons, threshold 0.5" in capsys.readouterr().out
+    main([*args, "--json"])
+    printed = capsys.readouterr()
+    assert "playing a1=x" in printed.err
+    told = json.loads(printed.out)
+    played = told.pop("played")
+    assert told == {"culprit": "m@7", "before": "m@6", "threshold": 0.5, "alpha": 0.05, "comparisons": 5}
+    assert [(p["version"], p["mean"], p["lost"]) for p in played[:2]] == [
+        ("m@0", 1, False),
+        ("m@12", 0, True),
+    ]
+    assert len(played) == 6
+    assert all(p["runs"] > 0 for p in played)
 
 
 def test_arguments_that_can_t_be_used(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,17 +12,15 @@ from typing import Any
 import pytest
 
 from journeywork.evaluation.command import main
-from pipeline.config import NatsConfig
 from pipeline.events import PolicyEvaluated, TrajectoryCompleted
 from pipeline.log.broker import Broker
 from store.reading import sql
 from tests.conftest import VllmServer
-from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, gateway, start_gateway
+from tests.kits.stub_gateway import StubGateway
+from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
 from tests.store.kit import fill
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
-
-__all__ = ["gateway", "start_gateway"]  # fixtures
+pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[3]
 KIT = "tests.journeywork.evaluation.kit"
@@ -38,9 +36,9 @@ def evaluate(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 async def test_versions_and_models_of_others_play_the_same_tasks(
-    gateway: GatewayProcess, nats_config: NatsConfig, vllm_server: VllmServer, tmp_path: Path
+    gateway: GatewayProcess, inference_double: VllmServer, tmp_path: Path
 ) -> None:
-    server, served = f"{vllm_server.url}/v1", f"{vllm_server.model}@0"
+    server, served = f"{inference_double.url}/v1", f"{inference_double.model}@0"
     entrants = ["tictactoe@0", "tictactoe", f"{server}#{served}"]
     done = evaluate(
         *entrants, "--url", gateway.url, "--attempts", "2", "--json",
@@ -54,7 +52,7 @@ async def test_versions_and_models_of_others_play_the_same_tasks(
         e["prompt_tokens"] > 0 < e["completion_tokens"] and e["call_s"] > 0 for e in told["entrants"][:2]
     )
 
-    async with Broker.connect(nats_config, name="test") as broker:
+    async with Broker.connect(gateway.config.nats, name="test") as broker:
         events: list[Any] = [r.event for r in await broker.read(PolicyEvaluated, project=PROJECT)]
         runs = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
     assert [(e.entrant, e.position) for e in events] == [(name, n) for n, name in enumerate(entrants)]
@@ -109,6 +107,34 @@ def test_a_stopped_run_is_no_gateway(tmp_path: Path, capsys: pytest.CaptureFixtu
         f"the run {tmp_path} is stopped: start it with `journeywork up`, or give --url"
         in capsys.readouterr().err
     )
+
+
+def test_what_a_rollout_prints_is_no_part_of_the_json() -> None:
+    entrant = "http://127.0.0.1:9/v1#m"
+    done = evaluate(entrant, "--rollout", f"{KIT}:chatter", "--no-record", "--json")
+    assert done.returncode == 0, done.stderr
+    (played,) = json.loads(done.stdout)["entrants"]
+    assert (played["entrant"], played["runs"]) == (entrant, 3)
+    for printed in ("playing a1=x", "from a library", "from a program"):
+        assert printed in done.stderr
+
+
+def test_a_dry_run_plays_nothing(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = StubGateway(step=3)
+    monkeypatch.setattr("journeywork.evaluation.command.client_of", lambda *_: stub.client())
+    asked = [*PLAYED, "--url", "http://127.0.0.1:9", "--dry-run"]
+    main([*asked, "m", "http://127.0.0.1:9/v1#m"])
+    plan = json.loads(capfd.readouterr().out)
+    assert plan == {"tasks": 3, "versions": {"m": "m@3", "http://127.0.0.1:9/v1#m": ""}}
+    assert not stub.opened
+    for wrong, said in (
+        (["x"], "no model 'x'"), (["m", "m"], "different names"),
+        (["--scenarios", f"{KIT}:NONE", "m"], "no tasks in"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as ended:
+            main([*asked, *wrong])
+        assert ended.value.code == 2
+        assert said in capfd.readouterr().err
 
 
 def test_an_evaluation_without_a_reward_fails(capsys: pytest.CaptureFixture[str]) -> None:

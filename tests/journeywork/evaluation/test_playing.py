@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import anyio.to_thread
 import pytest
 
-from journeywork import AsyncJourneywork, EvaluationReport, Journeywork
+from journeywork import EvaluationReport, Journeywork
 from journeywork.evaluation.entrants import parse_entrant
 from journeywork.evaluation.playing import play, task_name
 from journeywork.statistics import paired_difference, wilson
@@ -23,10 +22,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def stub() -> AsyncIterator[StubGateway]:
-    found = StubGateway()
-    async with found.serving():
-        yield found
+def stub() -> StubGateway:
+    return StubGateway()
 
 
 async def test_entrants_play_the_same_tasks_and_are_paired(stub: StubGateway) -> None:
@@ -38,15 +35,9 @@ async def test_entrants_play_the_same_tasks_and_are_paired(stub: StubGateway) ->
         return task + (0.5 if better else 0.0) + (0.1 if better and task == 2.0 else 0.0)
 
     tasks = [0.0, 1.0, 3.0, 2.0, 2.0]  # equal tasks are tasks of their own
-    async with AsyncJourneywork(stub.url) as client:
+    async with stub.client() as client:
         report = await play(
-            client,
-            ["m", "m@7"],
-            tasks,
-            rollout,
-            attempts=2,
-            max_exceptions=4,
-            progress=False,
+            client, ["m", "m@7"], tasks, rollout, attempts=2, max_exceptions=4, progress=False
         )
     assert {b["split"] for b in stub.opened.values()} == {"val"}
     assert {b["pinned"] for b in stub.opened.values()} == {"m@3", "m@7"}  # what `m` stood for
@@ -72,12 +63,12 @@ async def test_entrants_play_the_same_tasks_and_are_paired(stub: StubGateway) ->
 
 
 async def test_an_attempt_that_could_not_be_opened_counts(stub: StubGateway) -> None:
-    stub.refused_attempts = {1}
+    stub.refused_attempts = {2}
 
     async def rollout(run: Trajectory, task: int) -> float:
         return 1.0
 
-    async with AsyncJourneywork(stub.url) as client:
+    async with stub.client() as client:
         report = await play(client, ["m"], [0], rollout, attempts=2, max_exceptions=1, progress=False)
     (task,) = report.entrants[0].tasks
     assert (task.attempts, task.failed, task.values) == (2, 1, {"reward": 1.0})
@@ -90,7 +81,7 @@ async def test_a_name_stands_for_the_version_of_the_beginning(stub: StubGateway)
         stub.step = 9
         return 1.0
 
-    async with AsyncJourneywork(stub.url) as client:
+    async with stub.client() as client:
         report = await play(client, ["m@base", "m"], [1], rollout, progress=False)
     assert [entrant.version for entrant in report.entrants] == ["m@0", "m@3"]
     assert [b["pinned"] for b in stub.opened.values()] == ["m@0", "m@3"]
@@ -110,7 +101,7 @@ async def test_a_name_stands_for_the_version_of_the_beginning(stub: StubGateway)
 async def test_what_can_t_be_played_is_said_so(
     stub: StubGateway, entrants: list[str], tasks: list[int], said: str
 ) -> None:
-    async with AsyncJourneywork(stub.url) as client:
+    async with stub.client() as client:
         with pytest.raises(ValueError, match=said):
             await play(client, entrants, tasks, lambda run, task: 1.0, progress=False)
     assert stub.opened == {}
@@ -118,7 +109,7 @@ async def test_what_can_t_be_played_is_said_so(
 
 async def test_a_version_that_is_gone_is_no_entrant(stub: StubGateway) -> None:
     stub.retired = {"m@2"}
-    async with AsyncJourneywork(stub.url) as client:
+    async with stub.client() as client:
         with pytest.raises(ValueError, match="no version 'm@2'; it has: m@0, m@1, m@3, "):
             await client.evaluate(["m", "m@2"], ["a"], lambda run, task: 1.0, progress=False)
 
@@ -130,7 +121,8 @@ async def test_a_blocking_client_evaluates(stub: StubGateway) -> None:
         with Journeywork(stub.url) as client:
             return client.evaluate(["m@7"], [0.0, 1.0, None, 1.0], lambda run, task: task, progress=False)
 
-    (entrant,) = (await anyio.to_thread.run_sync(compare)).entrants
+    async with stub.serving():
+        (entrant,) = (await anyio.to_thread.run_sync(compare)).entrants
     assert entrant.estimate("reward") == wilson(2, 3)
     assert (entrant.unrewarded, entrant.failed) == (1, 0)
 
@@ -141,7 +133,7 @@ async def test_a_policy_needs_a_gateway() -> None:
 
 
 async def test_one_task_has_no_interval(stub: StubGateway) -> None:
-    async with AsyncJourneywork(stub.url) as client:
+    async with stub.client() as client:
         report = await play(client, ["m@1", "m@2"], ["t"], lambda run, task: 0.5, progress=False)
     assert math.isinf(report.entrants[0].estimate("reward").high)
     measure = stub.evaluations[1]["measures"][0]

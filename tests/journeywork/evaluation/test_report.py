@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from journeywork.evaluation.entrants import parse_entrant
 from journeywork.evaluation.report import text_report
 from journeywork.evaluation.results import EntrantResult, EvaluationReport, TaskResult
@@ -26,6 +28,27 @@ def test_means_differences_errors_and_times_are_shown() -> None:
     assert "m@9: 2 runs failed: KeyError: 'x'" in lines
     assert "no reward" not in text
     assert lines[-1].split()[0] == "m@9"
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_over_few_tasks_no_difference_is_sure(count: int) -> None:
+    """Differences that are all alike have an interval without width."""
+    both = [
+        EntrantResult(
+            parse_entrant(name),
+            name,
+            tuple(TaskResult(f"task {n}", {"reward": reward}, 1, 0) for n in range(count)),
+            Usage(), (), 2.0,
+        )
+        for name, reward in (("m@0", 0.0), ("m@9", 1.0))
+    ]  # fmt: skip
+    text = text_report(EvaluationReport("e-1", "s:tasks", "s:play", tuple(both)))
+    assert f"+1.000 [+1.000, +1.000] over {count}" in text
+    assert ("Too few tasks, as few as 3:" in text, "over 3 *" in text, "over 6 *" in text) == (
+        count == 3,
+        False,
+        count == 6,
+    )
 
 
 def test_tasks_without_a_reward_are_told() -> None:

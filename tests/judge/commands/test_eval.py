@@ -77,9 +77,15 @@ def test_the_command_reports_and_exits_by_the_bound(
     assert json.loads(capsys.readouterr().out)["groups"] == 2
     command.main(["eval", data, "--set", "judge.model=test/judge", "--set", "judge.passes=1"])
     assert "\nself_agreement         -\n" in capsys.readouterr().out  # no two passes to compare
-    with pytest.raises(SystemExit) as stop:
-        command.main(["eval", data, "--set", "judge.model=test/judge", "--min-tau", "1.5"])
-    assert stop.value.code == 1
+    equal = json.loads(Path(data).read_text().splitlines()[0])
+    for run in equal["trajectories"]:
+        run["reward"] = 1.0
+    (tmp_path / "equal.jsonl").write_text(json.dumps(equal))
+    for file, bound in ((data, "1.5"), (str(tmp_path / "equal.jsonl"), "-1")):
+        with pytest.raises(SystemExit) as stop:
+            command.main(["eval", file, "--set", "judge.model=test/judge", "--min-tau", bound])
+        assert stop.value.code == 1
+    assert "\nkendall_tau            -\n" in capsys.readouterr().out  # no two rewards differ
     with pytest.raises(SystemExit) as stop:
         command.main(["eval", data])
     assert stop.value.code == 2

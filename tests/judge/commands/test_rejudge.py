@@ -112,10 +112,10 @@ async def test_on_main_each_group_trains_once_under_each_verdict_set(
         assert done == [1, 1, 2, 0, 0]
         newest = [r.event.at for r in await broker.read(GroupScored) if not r.event.origin][-1]
         ranged = Rejudge(broker, later, judge, branch="main", verdicts="three")
-        assert (
-            (await ranged.run(since=newest + 1)).rejudged,
-            (await ranged.run(since=newest)).rejudged,
-        ) == (0, 1)
+        assert ((await ranged.run(since=newest + 1)).rejudged, (await ranged.run(since=newest)).rejudged) == (
+            0,
+            1,
+        )
     found = await groups(broker, 7)
     assert sorted((g.group, g.judge) for g in found if g.offline) == [
         ("g0", "one"), ("g0", "two"), ("g1", "one"), ("g1", "three"), ("g1", "two")

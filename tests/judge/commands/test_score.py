@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,18 +94,13 @@ async def test_a_failing_judge_is_not_retried() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_answers_in_json(tmp_path: Path) -> None:
-    """As a user runs it, in front of a server of its own."""
+async def test_the_command_answers_in_json(tmp_path: Path) -> None:
+    """As a user runs it."""
     (tmp_path / "group.json").write_text(json.dumps(GROUP))
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.kits.scoring_server"], stdout=subprocess.PIPE
-    ) as server:
-        assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"]
+    async with ScoringServer().run() as server:
         command = [sys.executable, "-m", "pipeline.cli", "judge", "score", str(tmp_path / "group.json")]
-        command += ["--set", "judge.model=openai/scorer", "--set", f"judge.api_base={url}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        server.terminate()
+        command += ["--set", "judge.model=openai/scorer", "--set", f"judge.api_base={server.url}"]
+        done = await anyio.run_process(command, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["scores"] == pytest.approx({"a": 0.9, "2": 0.2, "c": 0.5})
 

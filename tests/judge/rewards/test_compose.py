@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from judge.labelled import GroupFile, GroupMember
 from judge.rewards.compose import ConfiguredComposer, combine, open_composer, second_config
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
-from judge.ruler.transcripts import Transcript
 from judge.scoring import UnscoredError, agent_reward
 from pipeline.config import (
     Config,
@@ -21,8 +21,7 @@ from pipeline.config import (
     SecondJudgeConfig,
     load,
 )
-from pipeline.events import TrajectoryCompleted
-from tests.judge.kit import Model, completed, ruler, transcript
+from tests.judge.kit import Model, completed, loading, ruler, transcript
 from tests.kits.scoring_server import Scorer
 
 pytestmark = pytest.mark.anyio
@@ -46,7 +45,7 @@ async def test_a_function_s_number_is_the_reward() -> None:
     ("name", "why"),
     [
         ("raises", "ValueError: no bad"),
-        ("hangs", "took longer than 5"),
+        ("hangs", "took longer than 3"),
         ("dies", "ended its process"),
         ("eats", "MemoryError"),
         ("words", "'good', not a number"),
@@ -55,7 +54,7 @@ async def test_a_function_s_number_is_the_reward() -> None:
     ],
 )
 async def test_a_function_that_misbehaves_fails_that_call_only(name: str, why: str) -> None:
-    async with RewardFunction(function(name, timeout_s=5.0 if name == "hangs" else 60.0)).open() as call:
+    async with RewardFunction(function(name, timeout_s=3.0 if name == "hangs" else 60.0)).open() as call:
         with pytest.raises(RewardFunctionError, match=why):
             await call({"id": "bad"})
         if name in ("hangs", "dies"):
@@ -67,13 +66,8 @@ async def test_a_function_rewards_calls_by_what_followed_them() -> None:
     messages = [{"role": role, "content": content} for role, content in roles]
     task = [{"role": "user", "content": "a"}]
     group = GroupFile([GroupMember("x", messages), GroupMember("y", messages[:1])], messages=task)
-    transcripts = group.transcripts()
-
-    async def load_transcript(member: TrajectoryCompleted) -> Transcript:
-        return transcripts[member.trajectory]
-
     config = Config(judge=JudgeConfig(rewards=(function("followed", weight=2.0),), combine="sum"))
-    async with open_composer(config, load_transcript) as composer:
+    async with open_composer(config, loading(group.transcripts().values())) as composer:
         assert composer is not None
         rewards = await composer([completed("x"), completed("y")])
     assert rewards.final == {"x": 1.0, "y": 1.0}
@@ -97,12 +91,10 @@ async def test_a_function_that_rewards_calls_wrongly_gives_no_reward(
     logged: list[str] = []
     monkeypatch.setattr("judge.rewards.compose.log.error", lambda reason, **_: logged.append(reason))
 
-    async def load_transcript(member: TrajectoryCompleted) -> Transcript:
-        messages = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-        return GroupFile([GroupMember("x", messages)]).transcripts()["x"]
-
+    messages = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    said = GroupFile([GroupMember("x", messages)]).transcripts().values()
     config = Config(judge=JudgeConfig(rewards=(function("followed"),)))
-    async with open_composer(config, load_transcript) as composer:
+    async with open_composer(config, loading(said)) as composer:
         assert composer is not None
         rewards = await composer([completed("x", task=returned)])
     assert rewards.final == {}
@@ -117,12 +109,9 @@ async def test_a_number_that_is_too_large_is_no_reward() -> None:
                 await call({"id": "a", "messages": [{"content": "9" * digits}]})
         assert (await call({"id": "a", "messages": [{"content": "9" * 15}]})).reward == 10.0**15 - 1
 
-    async def no_transcript(member: TrajectoryCompleted) -> Transcript:
-        raise NotImplementedError
-
     for combination in ("sum", "mean", "product"):
         parts = tuple(RewardConfig(name=name, kind="metric") for name in ("x", "y"))
-        composer = ConfiguredComposer(JudgeConfig(rewards=parts, combine=combination), {}, {}, no_transcript)
+        composer = ConfiguredComposer(JudgeConfig(rewards=parts, combine=combination), {}, {}, loading(()))
         for large in (1e308, 1e14):
             members = [
                 completed("a", metrics={"x": large, "y": large}),
@@ -155,23 +144,19 @@ MEMBERS = [
     completed("b", reward=0.0, rewards={"style": 0.1}, metrics={"speed": 0.8}),
     completed("c", reward=0.5, metrics={}),
 ]
-SAID = {
-    "a": transcript("a", "I win quality=0.9"),
-    "b": transcript("b", "I lose quality=0.2"),
-    "c": transcript("c", "quality=0.4"),
-}
+SAID = (
+    transcript("a", "I win quality=0.9"),
+    transcript("b", "I lose quality=0.2"),
+    transcript("c", "quality=0.4"),
+)
 
 
 async def compose(*rewards: RewardConfig, **settings: Any) -> Any:
     config = JudgeConfig(model="x", rewards=rewards, **settings)
-
-    async def load(member: TrajectoryCompleted) -> Transcript:
-        return SAID[member.trajectory]
-
-    rulers = {r.name: ruler(Model(Scorer()), list(SAID.values())) for r in rewards if r.kind == "ruler"}
+    rulers = {r.name: ruler(Model(Scorer()), SAID) for r in rewards if r.kind == "ruler"}
     functions = {r.name: RewardFunction(r) for r in rewards if r.kind == "python"}
     try:
-        return await ConfiguredComposer(config, rulers, functions, load)(MEMBERS)
+        return await ConfiguredComposer(config, rulers, functions, loading(SAID))(MEMBERS)
     finally:
         for opened in functions.values():
             await opened._stop()
@@ -203,6 +188,14 @@ async def test_a_member_without_one_of_the_components_has_no_reward() -> None:
     assert scores.components["c"] == {"agent": 0.5, "style": 0.5}
 
 
+async def test_the_sum_of_other_rewards_is_not_the_reward_that_is_missing() -> None:
+    members = [msgspec.structs.replace(m, reward=None, rewards={"correct": 1.0}) for m in MEMBERS]
+    composer = ConfiguredComposer(JudgeConfig(rewards=(RewardConfig(name="style"),)), {}, {}, loading(()))
+    scores = await composer(members)
+    assert scores.final == {}
+    assert scores.missing == "reward style is missing for 3 of 3"
+
+
 async def test_a_failing_function_gives_no_reward_instead_of_a_low_one() -> None:
     scores = await compose(function("raises"))
     assert scores.final == {}
@@ -211,13 +204,9 @@ async def test_a_failing_function_gives_no_reward_instead_of_a_low_one() -> None
 
 async def test_a_rubric_that_can_t_be_judged_leaves_the_group_unscored() -> None:
     config = JudgeConfig(model="x", rewards=(RewardConfig(name="q", kind="ruler"),))
-    failing = ruler(Model(lambda _: 500), list(SAID.values()), retry_for_s=0.0)
-
-    async def load(member: TrajectoryCompleted) -> Transcript:
-        raise AssertionError
-
+    failing = ruler(Model(lambda _: 500), SAID, retry_for_s=0.0)
     with pytest.raises(UnscoredError, match="answered 500"):
-        await ConfiguredComposer(config, {"q": failing}, {}, load)(MEMBERS)
+        await ConfiguredComposer(config, {"q": failing}, {}, loading(()))(MEMBERS)
 
 
 @pytest.mark.parametrize(("how", "value"), [("mean", 0.65), ("sum", 2.6), ("product", 0.4), ("min", 0.5)])
@@ -254,16 +243,11 @@ async def test_a_function_that_can_t_be_imported_stops_the_judge_s_start() -> No
 @pytest.mark.parametrize("share", [0.0, 1.0])
 async def test_a_second_judge_s_verdicts_are_recorded_and_no_part_of_the_reward(share: float) -> None:
     names = [f"t{i}" for i in range(4)]
-    transcripts = {n: transcript(n, f"quality=0.{i + 1}") for i, n in enumerate(names)}
-
-    async def load_transcript(member: TrajectoryCompleted) -> Transcript:
-        return transcripts[member.trajectory]
-
+    transcripts = [transcript(n, f"quality=0.{i + 1}") for i, n in enumerate(names)]
     config = JudgeConfig(model="test/judge", second=SecondJudgeConfig(model="test/other", share=share))
     first, opinion = Model(Scorer()), Model(Scorer(first_bonus=0.3))
-    rulers = {"": ruler(first, list(transcripts.values()))}
-    second = {"": ruler(opinion, list(transcripts.values()))}
-    composer = ConfiguredComposer(config, rulers, {}, load_transcript, second=second)
+    rulers, second = {"": ruler(first, transcripts)}, {"": ruler(opinion, transcripts)}
+    composer = ConfiguredComposer(config, rulers, {}, loading(transcripts), second=second)
     rewards = await composer([completed(n) for n in names])
     assert rewards.final == pytest.approx({n: (i + 1) / 10 for i, n in enumerate(names)})
     assert [v.second for v in rewards.verdicts] == [False, False] + [True, True] * bool(share)
@@ -273,22 +257,17 @@ async def test_a_second_judge_s_verdicts_are_recorded_and_no_part_of_the_reward(
 
 
 async def test_a_second_judge_that_fails_holds_nothing_up() -> None:
-    transcripts = {n: transcript(n, f"quality=0.{i + 1}") for i, n in enumerate(("a", "b"))}
-
-    async def load_transcript(member: TrajectoryCompleted) -> Transcript:
-        return transcripts[member.trajectory]
-
+    transcripts = [transcript(n, f"quality=0.{i + 1}") for i, n in enumerate("ab")]
+    load, members = loading(transcripts), [completed("a"), completed("b")]
     config = JudgeConfig(model="test/judge", second=SecondJudgeConfig(model="test/other", share=1.0))
-    rulers = {"": ruler(Model(Scorer()), list(transcripts.values()))}
-    failing = {"": ruler(Model(lambda _: 500), list(transcripts.values()))}
-    composer = ConfiguredComposer(config, rulers, {}, load_transcript, second=failing)
-    rewards = await composer([completed(n) for n in transcripts])
+    rulers = {"": ruler(Model(Scorer()), transcripts)}
+    failing = {"": ruler(Model(lambda _: 500), transcripts)}
+    rewards = await ConfiguredComposer(config, rulers, {}, load, second=failing)(members)
     assert rewards.final == pytest.approx({"a": 0.1, "b": 0.2})
     assert not any(v.second for v in rewards.verdicts)
-    unable = {"": ruler(Model(lambda _: 500), list(transcripts.values()), retry_for_s=0.0)}
-    broken = ConfiguredComposer(config, unable, {}, load_transcript, second=rulers)
+    unable = {"": ruler(Model(lambda _: 500), transcripts, retry_for_s=0.0)}
     with pytest.raises(UnscoredError):
-        await broken([completed(n) for n in transcripts])
+        await ConfiguredComposer(config, unable, {}, load, second=rulers)(members)
 
 
 def test_the_second_judge_gets_no_secret_of_the_first() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -47,7 +48,8 @@ def name() -> Iterator[str]:
     unique = f"jw{os.getpid()}"
     yield unique
     for left in named(unique):
-        left.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
 
 
 async def refused(call: RewardFunction, trajectory: dict[str, Any], why: str = "Error") -> None:
@@ -149,9 +151,9 @@ async def test_a_process_that_a_function_forks_does_not_outlive_its_call(isolate
 @everywhere
 async def test_a_process_forked_while_a_call_ends_is_killed_too(isolate: str, name: str) -> None:
     async with function("scatters", isolate).open() as call:
-        for n in range(60):
+        for n in range(30):
             assert (await call({"id": str(n), "task": name})).reward == 0.5
-            if n % 20 == 19:
+            if n % 10 == 9:
                 assert named(name) == []
 
 
@@ -236,7 +238,7 @@ async def test_processes_are_bounded(isolate: str) -> None:
         await refused(call, {"id": "a"}, "more than 20 processes and threads")
         assert call._process is not None
         sandbox = psutil.Process(call._process.pid)
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             while len(sandbox.children(recursive=True)) > 1:  # the worker in its sandbox
                 await anyio.sleep(0.01)  # killed processes take a moment to end
 
@@ -285,6 +287,6 @@ async def test_a_killed_judge_leaves_no_process_of_its_functions(isolate: str, n
             await anyio.sleep(0.05)
     judge.send_signal(signal.SIGKILL)
     judge.wait()
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         while named(name):
             await anyio.sleep(0.05)

@@ -7,13 +7,7 @@ from statistics import mean
 
 import pytest
 
-from judge.ruler.aggregation import (
-    JudgePass,
-    PositionBias,
-    aggregate,
-    draw_orders,
-    pairwise_agreement,
-)
+from judge.ruler.aggregation import JudgePass, PositionBias, aggregate, draw_orders, pairwise_agreement
 
 
 def judged(

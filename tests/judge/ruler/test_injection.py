@@ -90,3 +90,11 @@ async def test_control_chat_template_tokens_would_succeed_if_they_were_not_broke
 )
 def test_sanitize_removes_hidden_characters_and_breaks_up_template_tokens(text: str, defused: str) -> None:
     assert prompt.sanitize(text) == defused
+
+
+UNSEEN = (0x34F, 0x115F, 0x1160, 0x17B4, 0x180B, 0x200B, 0x3164, 0xFE0F, 0xFFA0, 0xE0061, 0xE0100, 0xE01EF)
+
+
+@pytest.mark.parametrize("code", UNSEEN)
+def test_a_character_that_nobody_sees_is_removed(code: int) -> None:
+    assert prompt.sanitize(f"a{chr(code)}b") == "ab"

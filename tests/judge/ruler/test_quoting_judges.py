@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -129,11 +130,11 @@ def never_the_agents(form: str, quotes: Sequence[str], truth: Sequence[float] = 
     return scores
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_attack_gives_the_agents_score(form: str, attack: str) -> None:
+def test_no_attack_gives_the_agents_score(attack: str) -> None:
     text = ATTACKS[attack]
-    for quotes in ([text, "fine", "fine"], [text] * 3, [text, text, "fine"], [text, "fine", text]):
+    several = ([text, "fine", "fine"], [text] * 3, [text, text, "fine"], [text, "fine", text])
+    for form, quotes in itertools.product(FORMS, several):
         never_the_agents(form, quotes)
         never_the_agents(form, quotes[::-1], TRUTH[::-1])
 

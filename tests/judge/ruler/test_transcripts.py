@@ -8,13 +8,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from judge.ruler.transcripts import (
-    from_exchanges,
-    load_transcript,
-    render_message,
-    shorten,
-    utf8_size,
-)
+from judge.ruler.transcripts import from_exchanges, load_transcript, render_message, shorten, utf8_size
 from pipeline.conversations import Message
 from pipeline.log.broker import Broker, HistoryGoneError
 from tests.judge.kit import exchange
@@ -45,11 +39,7 @@ def test_the_last_main_call_and_its_reply_are_the_transcript() -> None:
         "call 2, choice 1 of call 2",
         "call 2, choice 2 of call 2",
     ]
-    assert [c.messages[-1]["content"] for c in found.conversations] == [
-        "first",
-        "second",
-        "other choice",
-    ]
+    assert [c.messages[-1]["content"] for c in found.conversations] == ["first", "second", "other choice"]
 
 
 def test_a_trajectory_without_exchanges_raises_history_gone() -> None:

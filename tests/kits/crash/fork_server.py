@@ -44,8 +44,8 @@ def serve(order: dict[str, Any]) -> None:
     log.configure(name, "WARNING", config.path(f"{name}.log").open("a"))
     streams.CONSUMERS = quick_consumers(float(sys.argv[1]), endless=True)
     if name == "store":
-        # After 100 commits a slow machine would pass the stop point too rarely.
-        importlib.import_module("store.lake.maintenance")._CHECKPOINT_EVERY = 10  # type: ignore[attr-defined]
+        # Where one is due after 100 commits, the stop point would be passed too rarely.
+        importlib.import_module("store.lake.maintenance")._CHECKPOINT_EVERY = 3  # type: ignore[attr-defined]
     crash.arm(order["crash"])
 
     def ready(**_: str | int | float) -> None:

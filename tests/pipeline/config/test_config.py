@@ -55,13 +55,28 @@ from pipeline.config.checks import check
         ("project=", "project: '' can't be a name"),
         ("models.0.name=a b", "models.0.name: 'a b' can't be a name"),
         ("models.0.name=a/../b", "models.0.name: 'a/../b' can't be a name"),
+        (
+            'models=[{name="m+b", base="b"}, {name="m", base="b"}]',
+            "models.0.name: 'm+b' is also the name of branch 'b' of the model 'm'",
+        ),
         ("models.3.name=m", "'models.3.name' is not the name of a setting"),
         (
             "trainer.sede=1",
             "there is no such setting; did you mean trainer.seed? docs/configuration.md lists",
         ),
         ("gatway.port=1", "settings: gatway: there is no such setting; did you mean gateway?"),
+        (
+            "port=1",
+            "port: there is no such setting; did you mean ui.port or vllm.port or nats.port or gateway.port?",
+        ),
+        ("trainer.learning_rate=1", "did you mean trainer.optimizer.learning_rate?"),
+        ("models.0.trainer.learning_rate=1", "did you mean trainer.optimizer.learning_rate?"),
+        ("trainer.rank=8", "did you mean trainer.lora.rank?"),
+        ("base=/m", "did you mean models.0.base?"),
+        ("qwertz=1", "settings: qwertz: there is no such setting. docs/configuration.md lists"),
         ("=3", "'=3' is not a setting: write section.key=value"),
+        ("vllm..env.A=3", "'vllm..env.A=3' is not a setting: write section.key=value"),
+        ('vllm."env.A=3', "there is no such setting"),
         ('models={name="x"}', "settings: models: expected list of tables (`[[models]]`), got table"),
         ("vllm.args=3", "settings: vllm.args: expected list, got `int`"),
         ("vllm.env=3", "settings: vllm.env: expected table, got `int`"),
@@ -94,6 +109,7 @@ def test_every_number_of_the_settings_is_bounded() -> None:
         ('vllm.env.QUOTED="1"', {"QUOTED": "1"}),
         ('vllm.env={"A": "b"}', {"A": "b"}),
         ('vllm.env={A = "b"}', {"A": "b"}),
+        ('vllm.env."A.B"=1', {"A.B": "1"}),
     ],
 )
 def test_a_text_stays_one_where_the_setting_is_a_text(override: str, env: dict[str, str]) -> None:
@@ -139,5 +155,9 @@ def test_a_model_may_be_named_as_hubs_name_models() -> None:
 def test_a_judge_does_not_wait_longer_than_the_log_keeps_runs() -> None:
     with pytest.raises(ConfigError, match=r"judge\.timeout_s: a group may wait at most half"):
         check(with_values(Config(), {"nats.rollouts_max_age_h": 0.25, "judge.timeout_s": 600}))
+    waiting = {"nats.rollouts_max_age_h": 24.0, "judge.timeout_s": 600, "feedback.wait_s": 86_400 - 1200}
+    check(with_values(Config(), waiting))
+    with pytest.raises(ConfigError, match=r"feedback\.wait_s is 86400: it may be at most 85200 s"):
+        check(with_values(Config(), waiting | {"feedback.wait_s": 86_400}))
     with pytest.raises(ConfigError, match=r"nats\.publish_deadline_s must be less than 120"):
         check(with_values(Config(), {"nats.publish_deadline_s": 120}))

@@ -25,7 +25,7 @@ async def serve(url: str, how: str) -> None:
         Broker.connect(NatsConfig(url=url), name="judge") as broker,
         broker.consume("judge") as messages,
     ):
-        while batch := await messages.batch(100, wait_s=2.5 * ACK_WAIT_S):
+        while (batch := await messages.batch(100, wait_s=ACK_WAIT_S)) or await broker.lag("judge"):
             for delivery in batch:
                 assert isinstance(delivery.event, TrajectoryCompleted)
                 with handling([delivery]):

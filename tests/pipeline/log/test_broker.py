@@ -7,6 +7,7 @@ import pytest
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
 from tests.kits.events import completed, exchange
+from tests.kits.log import take
 
 pytestmark = pytest.mark.anyio
 
@@ -64,7 +65,7 @@ async def test_what_exceeds_the_payload_limit_comes_back_whole(broker: Broker) -
     body = b'"' + b"x" * 3_000_000 + b'"'
     await broker.publish(exchange(request=body))
     async with broker.consume("store-rollouts") as messages:
-        (delivery,) = await messages.batch(1)
+        (delivery,) = await take(messages, 1)
         assert isinstance(delivery.event, ExchangeRecorded)
         assert delivery.event.request == body
         await delivery.ack()
@@ -73,10 +74,10 @@ async def test_what_exceeds_the_payload_limit_comes_back_whole(broker: Broker) -
 async def test_what_is_held_is_kept_alive_and_given_back_at_once(broker: Broker) -> None:
     await broker.publish(completed())
     async with broker.consume("judge") as messages:
-        (held,) = await messages.batch(1)
+        (held,) = await take(messages, 1)
         assert held.deliveries == 1
     async with broker.consume("judge") as messages:
-        (again,) = await messages.batch(1)
+        (again,) = await take(messages, 1)
         assert again.deliveries == 2
         await again.ack(confirmed=True)
     async with broker.consume("judge") as messages:

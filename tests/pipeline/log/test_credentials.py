@@ -63,7 +63,7 @@ async def test_a_connection_that_loses_its_server_comes_back_with_its_credential
     async with Broker.connect(config, name="supervisor") as broker:
         server.kill()
         await anyio.to_thread.run_sync(server.start)
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             while not broker.client.is_connected:
                 await anyio.sleep(0.05)
             assert (await broker.js.stream_info("DEAD")).config.name == "DEAD"
@@ -103,6 +103,7 @@ def test_what_is_no_seed_is_named_and_not_shown(tmp_path: Path) -> None:
         "store.s3_endpoint=https://name:hunter2@host",
         'vllm.args=["--api-key", "hunter2"]',
         'vllm.args=["--api-key=hunter2"]',
+        'vllm.args=["--api_key", "hunter2"]',
         "vllm.env.HF_TOKEN=hunter2",
     ],
 )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import anyio
 import msgspec
 import pytest
 
 from judge.ruler.transcripts import load_transcript
-from pipeline.config import NatsConfig
+from pipeline.config import NatsConfig, TrainerConfig
 from pipeline.events import (
     ClaimCheck,
     Continuation,
@@ -30,7 +29,7 @@ from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import NOT_RECORDED, Completion, Registry
 from rollout_gateway.capture.trajectory import Trajectory
 from tests.kits.conversations import growing
-from tests.rollout_gateway.kit import StubCall
+from tests.kits.log import take
 from trainer.batches.groups import TrainingGroup
 from trainer.batches.histories import Histories
 
@@ -52,7 +51,7 @@ async def record(trajectory: Trajectory, exchanges: Sequence[ExchangeRecorded]) 
     out = []
     for one in exchanges:
         seq = await trajectory.record(
-            StubCall(lambda seq, one=one: [msgspec.structs.replace(one, seq=seq)])  # type: ignore[misc]
+            lambda seq, one=one: [msgspec.structs.replace(one, seq=seq)]  # type: ignore[misc]
         )
         out.append(msgspec.structs.replace(one, seq=seq))
     return out
@@ -92,10 +91,7 @@ async def test_readers_and_consumers_get_whole_exchanges(nats_config: NatsConfig
                 r.event for r in await broker.read(ExchangeRecorded, start_seq=newest.seq, **KEYS)
             ] == recorded[-1:]
     async with Broker.connect(forgetful) as broker, broker.consume("store-rollouts") as messages:
-        taken = []
-        with anyio.fail_after(30):
-            while len(taken) < 8:
-                taken += await messages.batch(8)
+        taken = await take(messages, 8)
         assert [d.event for d in taken[2:]] == recorded  # after the openings of the group and of the run
 
 
@@ -175,7 +171,7 @@ async def test_a_lost_predecessor_makes_the_trajectory_unusable(nats_config: Nat
         group = TrainingGroup(
             GroupScored(project="p", model="m", group="g", judge="j", members=(member,)), Place(1, 0)
         )
-        refusal = await Histories(broker, Defaults(), mask_truncated=False).read(group)
+        refusal = await Histories(broker, TrainerConfig(), Defaults()).read(group)
         assert refusal is not None
         assert (refusal.reason, group.sequences) == ("history_gone", None)
         assert "2 of 5 exchanges can be read" in refusal.detail
@@ -187,10 +183,7 @@ async def test_a_lost_predecessor_makes_the_trajectory_unusable(nats_config: Nat
         assert (done.outcome, done.metrics[NOT_RECORDED]) == ("no_result", 2)
         # The store, which has to write every event, gets dead letters.
         async with broker.consume("store-rollouts") as messages:
-            taken = []
-            with anyio.fail_after(30):
-                while len(taken) < 5:
-                    taken += await messages.batch(10)
+            await take(messages, 5)
         letters = [r.event for r in await broker.read(DeadLettered)]
         assert [x.stream_seq for x in letters] == [newest - 1, newest]
         assert "can't be read: exchange 2.0" in letters[0].detail

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import importlib.metadata
 import random
+import signal
 import tomllib
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ import anyio
 import nats.errors
 import nats.js.errors
 import nats.protocol.parser
+import psutil
 import pytest
 
 from pipeline import streams
@@ -51,7 +53,7 @@ async def test_many_at_once_are_all_acknowledged_each_with_its_own_number(broker
 
     async def one(number: int) -> None:
         payload = b"%d" % number
-        ack = await client.publish_acked("rollout.opened.p.t", payload, {"Nats-Msg-Id": str(number)}, 5)
+        ack = await client.publish_acked("rollout.opened.p.t", payload, {"Nats-Msg-Id": str(number)}, 60)
         assert (ack.stream, ack.duplicate) == ("ROLLOUTS", False)
         seqs[ack.seq] = payload
 
@@ -61,7 +63,7 @@ async def test_many_at_once_are_all_acknowledged_each_with_its_own_number(broker
     assert len(seqs) == 500
     for seq in list(seqs)[::50]:
         assert (await broker.js.get_msg("ROLLOUTS", seq)).data == seqs[seq]
-    again = await client.publish_acked("rollout.opened.p.t", b"0", {"Nats-Msg-Id": "0"}, 5)
+    again = await client.publish_acked("rollout.opened.p.t", b"0", {"Nats-Msg-Id": "0"}, 60)
     assert again.duplicate
     assert not client._waiting
 
@@ -73,7 +75,7 @@ async def test_the_first_message_of_a_connection_is_acknowledged(nats_config: Na
     for number in range(20):
         async with Broker.connect(nats_config, provision=False) as broker:
             ack = await broker.client.publish_acked(
-                "rollout.opened.p.t", b"", {"Nats-Msg-Id": str(number)}, 5
+                "rollout.opened.p.t", b"", {"Nats-Msg-Id": str(number)}, 60
             )
             assert ack.stream == "ROLLOUTS"
 
@@ -81,17 +83,17 @@ async def test_the_first_message_of_a_connection_is_acknowledged(nats_config: Na
 async def test_what_the_server_refuses_raises_as_with_nats_py(broker: Broker) -> None:
     headers = {"Nats-Expected-Last-Subject-Sequence": "7"}
     with pytest.raises(nats.js.errors.APIError) as ours:
-        await broker.client.publish_acked("rollout.opened.p.t", b"", headers, 5)
+        await broker.client.publish_acked("rollout.opened.p.t", b"", headers, 60)
     with pytest.raises(nats.js.errors.APIError) as theirs:
         await broker.js.publish("rollout.opened.p.t", b"", headers=headers)
     assert (ours.value.code, ours.value.err_code) == (theirs.value.code, theirs.value.err_code)
     with pytest.raises(nats.js.errors.NoStreamResponseError):
-        await broker.client.publish_acked("no.stream.listens", b"", {}, 5)
+        await broker.client.publish_acked("no.stream.listens", b"", {}, 60)
 
 
 async def test_headers_arrive_as_sent_and_can_hold_no_further_lines(broker: Broker) -> None:
     headers = {"traceparent": "00-u", "Reason": "first\r\nNats-Msg-Id: forged"}
-    ack = await broker.client.publish_acked("rollout.opened.p.t", b"\r\nMSG x", headers, 5)
+    ack = await broker.client.publish_acked("rollout.opened.p.t", b"\r\nMSG x", headers, 60)
     found = await broker.js.get_msg("ROLLOUTS", ack.seq)
     assert found.headers == {"traceparent": "00-u", "Reason": "first Nats-Msg-Id: forged"}
     assert found.data == b"\r\nMSG x"
@@ -124,7 +126,7 @@ async def test_acknowledgements_in_any_portions(nats_config: NatsConfig) -> None
 async def test_a_message_nobody_acknowledges_is_given_up(broker: Broker) -> None:
     sub = await broker.client.subscribe("deaf")  # else the server says that nobody listens
     await broker.client.flush()
-    with anyio.fail_after(5), pytest.raises(nats.errors.TimeoutError):
+    with anyio.fail_after(60), pytest.raises(nats.errors.TimeoutError):
         await broker.client.publish_acked("deaf", b"", {}, 0.01)
     assert not broker.client._waiting
     await sub.unsubscribe()
@@ -133,7 +135,7 @@ async def test_a_message_nobody_acknowledges_is_given_up(broker: Broker) -> None
 async def test_what_is_sent_while_the_server_is_away_arrives_once(
     nats_server: NatsServer, broker: Broker
 ) -> None:
-    await broker.client.publish_acked("rollout.opened.p.t", b"0", {}, 5)
+    await broker.client.publish_acked("rollout.opened.p.t", b"0", {}, 60)
     nats_server.kill()
     async with anyio.create_task_group() as tg:
         tg.start_soon(broker._publish_until_acked, "rollout.opened.p.t", b"1", {"Nats-Msg-Id": "one"})
@@ -248,7 +250,7 @@ async def test_nats_py_and_the_short_way_give_the_same(nats_config: NatsConfig) 
             pulling(broker.client, spec.stream, spec.name, ahead=100) as puller,
         ):
             got: list[Pulled] = []
-            with anyio.fail_after(20):
+            with anyio.fail_after(60):
                 while len(got) < 301:
                     got += await puller.take(64, 1.0)
             for seq, pulled in enumerate(got[:300]):
@@ -259,7 +261,7 @@ async def test_nats_py_and_the_short_way_give_the_same(nats_config: NatsConfig) 
                 assert (deliveries, place.seq) == (1, seq + 1)
             assert (got[300].data, got[300].headers) == (b"without headers", {})
             await broker.client.acknowledge([m.reply for m in got])
-            with anyio.fail_after(10):
+            with anyio.fail_after(60):
                 while await broker.lag("store-rollouts"):
                     await anyio.sleep(0.02)
 
@@ -275,6 +277,9 @@ async def test_attempts_that_end_before_a_servers_first_word_leave_no_socket_ope
         attempts += 1
         writer.close()
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()  # what other tests left
     server = await asyncio.start_server(drop, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     with warnings.catch_warnings(record=True) as seen:
@@ -290,11 +295,29 @@ async def test_attempts_that_end_before_a_servers_first_word_leave_no_socket_ope
     assert [str(w.message) for w in seen if issubclass(w.category, ResourceWarning)] == []
 
 
+async def test_a_late_answer_to_a_ping_that_was_given_up_does_not_end_the_reading(
+    broker: Broker, nats_server: NatsServer
+) -> None:
+    """The fault that was: nats-py's reading task ended with an error, and the connection stayed deaf for minutes."""
+    assert nats_server.process is not None
+    nats_server.process.send_signal(signal.SIGSTOP)
+    try:
+        with anyio.fail_after(60):
+            while psutil.Process(nats_server.process.pid).status() != psutil.STATUS_STOPPED:
+                await anyio.sleep(0.01)  # until its threads have stopped
+        with pytest.raises(nats.errors.FlushTimeoutError):
+            await broker.client.flush(timeout=1)
+    finally:
+        nats_server.process.send_signal(signal.SIGCONT)
+    await broker.publish(exchange())
+    assert not broker.client._reading_task.done()
+
+
 async def test_any_of_several_servers_will_do(nats_server: NatsServer) -> None:
     dead = f"nats://127.0.0.1:{free_port()}"
     for url in ((dead, nats_server.url), f"{dead}, {nats_server.url}"):
         async with Broker.connect(NatsConfig(url=url)) as broker:
             await broker.publish(exchange())
-    with pytest.raises(BrokerUnavailableError, match=f"{dead},{dead}"), anyio.fail_after(20):
+    with pytest.raises(BrokerUnavailableError, match=f"{dead},{dead}"), anyio.fail_after(60):
         async with Broker.connect(NatsConfig(url=(dead, dead), connect_timeout_s=0.5)):
             pass

@@ -79,7 +79,22 @@ async def test_the_newest_message_of_each_subject_in_pages(
     wanted = ["rollout.exchange.p.one", "rollout.completed.p.m.g.>", "rollout.completed.p.m.none.>"]
     found = [m.seq for m in await broker.newest_messages("ROLLOUTS", wanted)]
     last = (await broker.stream_info("ROLLOUTS")).state.last_seq
-    if server_limit:
-        assert found == [*range(1, last + 1)]
-    else:
-        assert found == [*range(1, 9), last]
+    assert found == [*range(1, 1031 if server_limit else 9), last]
+
+
+async def test_the_newest_messages_when_another_replica_that_lags_answers_for_the_second_page(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second replica lacks the newest message of a subject, and still has the one before as its newest."""
+    monkeypatch.setattr("pipeline.log.stream_reader._BATCH", 3)
+    for name in "bacdeb":  # the newest of b is on the second page
+        await broker.js.publish(f"rollout.completed.p.m.g.{name}", b"x")
+    lagging, ask = Lagging(broker, 5), broker._direct_get
+
+    async def answer(stream: str, request: dict[str, Any]) -> tuple[list[Any], bool]:
+        lagging.asked += 1
+        return await (ask if lagging.asked == 1 else lagging)(stream, request)
+
+    monkeypatch.setattr(broker, "_direct_get", answer)
+    found = await broker.newest_messages("ROLLOUTS", ["rollout.completed.p.m.g.>"])
+    assert [(m.seq, m.subject[-1]) for m in found] == [(2, "a"), (3, "c"), (4, "d"), (5, "e"), (6, "b")]

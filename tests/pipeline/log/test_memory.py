@@ -9,6 +9,7 @@ from pipeline.events import TrajectoryOpened
 from pipeline.log import memory
 from pipeline.log.broker import Broker
 from tests.kits.events import exchange
+from tests.kits.log import take
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +24,7 @@ async def fill(broker: Broker) -> None:
 
 async def read_everything(broker: Broker, *, up_to: int = 2 * RUNS) -> None:
     async with broker.consume("store-rollouts") as consumption:
-        for delivery in await consumption.batch(up_to):
+        for delivery in await take(consumption, up_to):
             await delivery.ack(confirmed=True)
 
 

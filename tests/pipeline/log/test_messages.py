@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import anyio
-import anyio.to_thread
 import pytest
 
 from pipeline.config import NatsConfig
@@ -14,6 +12,7 @@ from pipeline.log.broker import Broker
 from pipeline.log.messages import Place, parse_ack_subject
 from tests.conftest import NatsServer
 from tests.kits.events import completed
+from tests.kits.log import take
 from tests.kits.power import Power
 
 pytestmark = pytest.mark.anyio
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_delivery_and_a_read_agree(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker, broker.consume("judge") as messages:
         await broker.publish(completed("t"))
-        (delivery,) = await messages.batch(1)
+        (delivery,) = await take(messages, 1)
         place = (await broker.read_at(TrajectoryCompleted, delivery.seq)).place
         assert delivery.place == place
         assert place.at > 0
@@ -47,16 +46,11 @@ async def test_an_acknowledgement_does_not_swallow_what_came_under_its_number(
     async with Broker.connect(nats_config) as broker, broker.consume("judge") as messages:
         for name in ("old0", "old1"):
             await broker.publish(completed(name))
-        held = []
-        while len(held) < 2:
-            held += await messages.batch(2)
+        held = await take(messages, 2)
         await power.cut()
         for name in ("new0", "new1"):
             await broker.publish(completed(name))
-        fresh = []
-        with anyio.fail_after(30):
-            while len(fresh) < 2:
-                fresh += await messages.batch(2)
+        fresh = await take(messages, 2)
         assert [d.seq for d in fresh] == [d.seq for d in held]
         for delivery in held:
             await delivery.ack(confirmed=True)

@@ -11,6 +11,7 @@ from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from pipeline.log.unwritten import Unwritten, UnwrittenEvents
 from tests.kits.events import exchange
+from tests.kits.log import take
 
 pytestmark = pytest.mark.anyio
 
@@ -36,14 +37,14 @@ async def test_a_store_that_is_behind_raises_an_alarm_and_a_loss_another(nats_co
 
 
 async def test_events_that_the_store_wrote_raise_no_alarm(nats_config: NatsConfig) -> None:
-    short = msgspec.structs.replace(nats_config, rollouts_max_age_h=1 / 3600)
+    short = msgspec.structs.replace(nats_config, rollouts_max_age_h=6 / 3600)
     watched = UnwrittenEvents(0.5)
     async with Broker.connect(short) as broker:
-        await broker.publish(exchange())
-        await watched.check(broker)
         async with broker.consume(streams.consumer("store-rollouts")) as messages:
-            (held,) = await messages.batch(1)
+            await broker.publish(exchange())
+            (held,) = await take(messages, 1)
             await held.ack(confirmed=True)
+        await watched.check(broker)
         with anyio.fail_after(60):
             while (await broker.js.stream_info("ROLLOUTS")).state.messages:
                 await anyio.sleep(0.05)

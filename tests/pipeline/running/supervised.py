@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import anyio
 
 from pipeline.config import Config
 from pipeline.running.plan import ProcessSpec
 from pipeline.running.supervisor import Supervisor, Watched
+
+
+def runs(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 class Changes:
@@ -31,7 +39,7 @@ class Changes:
 
 @asynccontextmanager
 async def supervised(
-    config: Config, *specs: ProcessSpec, seconds: float = 60
+    config: Config, *specs: ProcessSpec, seconds: float = 100
 ) -> AsyncIterator[tuple[Supervisor, Changes]]:
     """A supervisor whose processes are ready; it stops them at the end."""
     changes = Changes()

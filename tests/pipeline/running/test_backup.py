@@ -30,7 +30,7 @@ def history(run: Up) -> set[tuple[str, int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1200)
 def test_a_restored_installation_trains_on(tmp_path: Path) -> None:
     settings = (
         *SMALL,

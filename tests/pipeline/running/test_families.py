@@ -69,4 +69,7 @@ def test_the_command_has_the_flags_that_tools_need(tmp_path: Path) -> None:
     assert flags not in command(unknown)
     given = command(base, args=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"))
     assert given.count("--tool-call-parser") == 1
+    assert "--tool-call-parser" not in command(
+        base, args=("--enable_auto_tool_choice", "--tool_call_parser=hermes")
+    )
     assert "--reasoning-parser qwen3" in command(base, reasoning_parser="qwen3")

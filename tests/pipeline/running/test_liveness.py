@@ -30,7 +30,7 @@ from tests.kits.disk import small_disk
 from tests.kits.events import opened
 from tests.pipeline.running.supervised import Changes, supervised
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 SERVICE = """
 import anyio
@@ -68,7 +68,7 @@ async def test_a_stopped_service_is_noticed_and_restarted(tmp_path: Path) -> Non
     async with supervised(settings(tmp_path), spec) as (supervisor, changes):
         judge = supervisor.watched["judge"]
         os.kill(judge.pid, signal.SIGSTOP)
-        await changes.until(lambda: judge.restarts == 1 and judge.state == "ready")
+        await changes.until(lambda: judge.restarts and judge.state == "ready")
 
 
 async def test_a_server_whose_health_page_fails_is_restarted(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ async def test_a_server_whose_health_page_fails_is_restarted(tmp_path: Path) -> 
         flag.touch()
         await changes.until(lambda: server.pid != first)
         flag.unlink()
-        await changes.until(lambda: server.restarts == 1 and server.state == "ready")
+        await changes.until(lambda: server.restarts and server.state == "ready")
 
 
 @pytest.fixture
@@ -91,40 +91,44 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextlib.asynccontextmanager
-async def log_on(disk: Path, **client: str | bool) -> AsyncIterator[tuple[Supervisor, Changes, Broker]]:
-    """A log whose files are on `disk`, its supervisor, and an impatient connection to it."""
+async def log_on(
+    disk: Path, **client: str | bool
+) -> AsyncIterator[tuple[Supervisor, Changes, Broker, Broker]]:
+    """A log whose files are on `disk`, its supervisor, and two connections to it: the first one is impatient."""
     config, specs = make_plan(load(None, [f"run_dir={disk}", "nats.max_bytes=1000000000"]), ())
     config = msgspec.structs.replace(config, supervisor=QUICK)
-    impatient = msgspec.structs.replace(config.nats, publish_deadline_s=2.0, ack_timeout_s=1.0)
+    impatient = msgspec.structs.replace(config.nats, publish_deadline_s=5.0, ack_timeout_s=1.0)
     async with (
-        supervised(config, *specs, seconds=120) as (supervisor, changes),
-        Broker.connect(impatient, **client) as broker,  # type: ignore[arg-type]
+        supervised(config, *specs, seconds=250) as (supervisor, changes),
+        Broker.connect(impatient, **client) as hasty,  # type: ignore[arg-type]
+        Broker.connect(config.nats, **client) as broker,  # type: ignore[arg-type]
     ):
-        yield supervisor, changes, broker
+        yield supervisor, changes, hasty, broker
 
 
-async def fill(broker: Broker) -> None:
+async def fill(broker: Broker, disk: Path) -> None:
     """Until the disk is full and ROLLOUTS is frozen."""
     for i in range(200):
         try:
             await broker.publish(large(f"t{i}", 400_000))
-        except BrokerUnavailableError:
-            return
+        except BrokerUnavailableError:  # also of a server that is only slow
+            if shutil.disk_usage(disk).free < 1_000_000:
+                return
     raise AssertionError("8 MB took 80")
 
 
 @pytest.mark.slow
 async def test_a_log_that_met_a_full_disk_is_restarted_once_there_is_room(disk: Path) -> None:
-    async with log_on(disk) as (supervisor, changes, broker):
+    async with log_on(disk) as (supervisor, changes, hasty, broker):
         server = supervisor.watched["nats"]
-        await fill(broker)
+        await fill(hasty, disk)
         with pytest.raises(BrokerUnavailableError):
-            await broker.publish(opened("refused"))
+            await hasty.publish(opened("refused"))
         while not any("takes no writes" in a for a in supervisor.alarms):
             await anyio.sleep(0.05)
         assert server.restarts == 0  # there is no room yet: a restart would freeze again
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-        await changes.until(lambda: server.restarts == 1 and server.state == "ready")
+        await changes.until(lambda: server.restarts and server.state == "ready")
         await broker.publish(opened("taken"))
         assert len(await broker.read(TrajectoryOpened)) > 10
         while supervisor.alarms:
@@ -136,13 +140,13 @@ async def test_a_log_that_met_a_full_disk_is_restarted_once_there_is_room(disk: 
 async def test_a_bucket_that_met_a_full_disk_takes_objects_once_there_is_room(disk: Path) -> None:
     """The probes of the streams of events fit into the space that was left, so they see nothing."""
     # The trainer may write objects, the supervisor may not.
-    async with log_on(disk, name="trainer", provision=False) as (supervisor, changes, broker):
+    async with log_on(disk, name="trainer", provision=False) as (supervisor, changes, hasty, broker):
         server = supervisor.watched["nats"]
         (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free - 600_000))
         with pytest.raises(BrokerError):
-            await broker.put_object(streams.ADAPTERS_BUCKET, "refused", os.urandom(1_500_000))
+            await hasty.put_object(streams.ADAPTERS_BUCKET, "refused", os.urandom(1_500_000))
         (disk / "ballast").unlink()
-        await changes.until(lambda: server.restarts == 1 and server.state == "ready")
+        await changes.until(lambda: server.restarts and server.state == "ready")
         await broker.put_object(streams.ADAPTERS_BUCKET, "taken", os.urandom(1_500_000))
 
 
@@ -152,9 +156,10 @@ async def nothing_is_lost(reason: str) -> None:
 
 async def test_a_stream_refuses_at_its_limit(nats_server: NatsServer) -> None:
     total = 4_000_000
-    config = NatsConfig(url=nats_server.url, max_bytes=total, publish_deadline_s=1.0)
+    config = NatsConfig(url=nats_server.url, max_bytes=total)
     limit = streams.byte_limit(streams.stream("ROLLOUTS").share, total)
-    async with Broker.connect(config) as broker:
+    impatient = msgspec.structs.replace(config, publish_deadline_s=1.0)
+    async with Broker.connect(config) as broker, Broker.connect(impatient) as hasty:
         count = 0
 
         async def fills() -> Fill:
@@ -164,11 +169,11 @@ async def test_a_stream_refuses_at_its_limit(nats_server: NatsServer) -> None:
             await broker.publish(large(f"t{count}", 100_000))
             count += 1
         assert (await fills()).bytes < limit
-        with contextlib.suppress(BrokerUnavailableError):
-            for i in range(100):
-                await broker.publish(large(f"u{i}", 100_000))
+        while (await fills()).bytes + 101_000 < limit:
+            await broker.publish(large(f"t{count}", 100_000))
+            count += 1
         with pytest.raises(BrokerUnavailableError):
-            await broker.publish(large("one more", 100_000))
+            await hasty.publish(large("one more", 200_000))
         first = await broker.js.stream_info("ROLLOUTS")
         assert first.state.first_seq == 1  # nothing that somebody may still have to read was dropped
         # What a limit below the present size would drop stays too.
@@ -185,7 +190,7 @@ async def test_a_log_without_room_for_one_event_is_an_alarm(nats_server: NatsSer
     probe = liveness.LogProbe(Config(nats=config))
     async with anyio.create_task_group() as tg:
         tg.start_soon(probe.watch, nothing_is_lost)
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             await probe.checked.wait()
         tg.cancel_scope.cancel()
     assert any(alarm.startswith("ROLLOUTS takes no events") for alarm in probe.alarms)

@@ -36,12 +36,13 @@ def log_server(run_dir: Path, max_bytes: int) -> Iterator[NatsConfig]:
 
 
 async def test_a_run_goes_on_when_the_disk_has_less_room(tmp_path: Path) -> None:
-    with log_server(tmp_path, 4_000_000_000) as settings:
+    run_dir = tmp_path / "José's runs"  # the server's configuration names the folder
+    with log_server(run_dir, 4_000_000_000) as settings:
         async with Broker.connect(settings) as broker:
             await broker.publish(completed())
     # Twice: the first start with less room must not leave behind what refuses the second.
     for max_bytes in (1_000_000_000, 900_000_000):
-        with log_server(tmp_path, max_bytes) as settings:
+        with log_server(run_dir, max_bytes) as settings:
             async with Broker.connect(settings) as broker:
                 assert len(await broker.read(TrajectoryCompleted)) == 1
                 limits = [
@@ -49,6 +50,6 @@ async def test_a_run_goes_on_when_the_disk_has_less_room(tmp_path: Path) -> None
                     for name in ("ROLLOUTS", "GROUPS", "POLICY")
                 ]
                 assert sum(limits) < max_bytes
-    with log_server(tmp_path, 8_000_000_000) as settings:
+    with log_server(run_dir, 8_000_000_000) as settings:
         async with Broker.connect(settings) as broker:
             assert ((await broker.js.stream_info("ROLLOUTS")).config.max_bytes or 0) > 900_000_000

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from pipeline.config import load
 from pipeline.running import run_lock
 from pipeline.running.prepare import prepare
 from pipeline.running.run_lock import RunInUseError
+from tests.pipeline.running.supervised import runs
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,13 +48,6 @@ def end(process: subprocess.Popen[str], how: signal.Signals) -> int:
 def services(run_dir: Path) -> dict[str, int]:
     state = json.loads((run_dir / "state.json").read_text())
     return {name: service["pid"] for name, service in state["services"].items()}
-
-
-def runs(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def files(run_dir: Path) -> dict[str, bytes]:
@@ -115,6 +111,51 @@ for server in sys.argv[2:]:
 print("held", flush=True)
 sys.stdin.read()
 """
+
+
+LEFT = """
+import subprocess, sys
+from pathlib import Path
+from pipeline.running import run_lock
+with run_lock.hold(Path(sys.argv[1])) as lock:
+    child = subprocess.Popen(["sleep", "600"], pass_fds=(lock,), stdout=subprocess.DEVNULL)
+    print(child.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_server_of_exec_does_not_start_beside_what_a_killed_up_left_behind(tmp_path: Path) -> None:
+    """Two NATS servers wrote to one folder."""
+    command = [sys.executable, "-c", LEFT, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as up:
+        assert up.stdout is not None
+        child = int(up.stdout.readline())
+        up.kill()
+    try:
+        said = f"a server or service of an ended journeywork up runs there as process {child};"
+        for _ in range(2):
+            with pytest.raises(RunInUseError, match=said):
+                run_lock.for_server(tmp_path, "nats")
+        with run_lock.hold(tmp_path):  # as the next `up`
+            assert not runs(child)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    os.close(run_lock.share(tmp_path))
+
+
+def test_the_refusal_names_the_command_that_uses_the_directory(tmp_path: Path) -> None:
+    with run_lock.hold(tmp_path, "journeywork backup"):
+        for lock in (run_lock.hold(tmp_path).__enter__, partial(run_lock.share, tmp_path)):
+            with pytest.raises(RunInUseError, match="is in use: journeywork backup runs there"):
+                lock()
+    with run_lock.hold(tmp_path), pytest.raises(RunInUseError, match="is in use: journeywork up runs there"):
+        run_lock.share(tmp_path)
+    shared = run_lock.share(tmp_path)
+    said = "is in use: journeywork prepare or a server of journeywork exec runs there"
+    with pytest.raises(RunInUseError, match=said), run_lock.hold(tmp_path):
+        pass
+    os.close(shared)
 
 
 def test_servers_of_exec_share_a_run_directory_but_not_with_up_and_one_of_them_is_nats(

@@ -112,6 +112,13 @@ def test_a_stopped_run_has_no_address(runs: Path) -> None:
     assert connect(argparse.Namespace(url="", run_dir="runs/a", key="")).url == "http://now:2"
 
 
+def test_a_damaged_state_is_named(runs: Path) -> None:
+    make(runs / "a")
+    (runs / "a" / "state.json").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"^runs/a/state\.json is damaged .*: delete it; `journeywork up`"):
+        run_settings()
+
+
 def test_settings_in_a_file_of_their_own_come_before_the_runs(runs: Path, tmp_path: Path) -> None:
     make(runs / "a", settings='project = "x"\n', address="nats://now:1")
     (tmp_path / "own.toml").write_text('project = "y"\nrun_dir = "runs/a"\n')
@@ -131,6 +138,19 @@ def test_a_command_reads_only_the_sections_that_it_needs(runs: Path) -> None:
         run_settings()
     config = run_settings(sections=("store",))
     assert (config.project, config.store.dir) == ("x", "s")
+
+
+def test_settings_of_which_a_command_reads_a_part_are_not_checked_against_the_defaults_of_others(
+    runs: Path,
+) -> None:
+    make(
+        runs / "large",
+        settings="[[models]]\nname = 'm'\nbase = 'b'\n[trainer.lora]\nrank = 64\n[vllm]\nmax_lora_rank = 64\n"
+        "[judge]\ntimeout_s = 100000.0\n[nats]\nrollouts_max_age_h = 96.0\n",
+    )
+    run_settings()
+    assert run_settings(sections=("models", "trainer")).trainer.lora.rank == 64
+    assert run_settings(sections=("store", "judge")).judge.timeout_s == 100_000
 
 
 def test_a_run_without_a_log_says_how_to_name_one(runs: Path) -> None:

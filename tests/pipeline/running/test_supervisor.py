@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,9 +17,17 @@ import pytest
 
 from pipeline import cli
 from pipeline.config import Config, ConfigError, load
-from pipeline.running.plan import ProcessSpec, make_plan, require_base_files
+from pipeline.running import ports
+from pipeline.running.plan import (
+    ONE_PROCESS,
+    ProcessSpec,
+    make_plan,
+    one_process_environment,
+    require_base_files,
+)
 from pipeline.running.supervisor import Supervisor, SupervisorError
-from tests.pipeline.running.supervised import supervised
+from tests.conftest import free_port
+from tests.pipeline.running.supervised import runs, supervised
 
 pytestmark = pytest.mark.anyio
 
@@ -63,7 +72,7 @@ if not flag.exists():
     flag.touch()
     time.sleep(60)
 """
-    spec = dataclasses.replace(service("trainer", hang + SERVICE), start_timeout_s=2.0)
+    spec = dataclasses.replace(service("trainer", hang + SERVICE), start_timeout_s=5.0)
     async with supervised(config(tmp_path), spec) as (supervisor, _):
         assert supervisor.watched["trainer"].restarts == 1
     said = (tmp_path / "logs" / "trainer.log").read_text()
@@ -73,7 +82,7 @@ if not flag.exists():
 async def test_a_process_that_never_works_is_an_error_with_its_last_words(tmp_path: Path) -> None:
     broken = service("trainer", "import sys; print('no such base model'); sys.exit(2)")
     supervisor = Supervisor(config(tmp_path), [broken])
-    with anyio.fail_after(20), pytest.raises(ExceptionGroup) as caught:
+    with anyio.fail_after(60), pytest.raises(ExceptionGroup) as caught:
         await supervisor.run()
     error = caught.value.exceptions[0]
     assert isinstance(error, SupervisorError)
@@ -117,10 +126,55 @@ anyio.run(main)
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+    deadline = time.monotonic() + 60
+    while runs(child):
         assert time.monotonic() < deadline
         await anyio.sleep(0.02)
+
+
+def test_two_installations_that_start_at_once_get_different_ports() -> None:
+    """The first one's dashboard does not listen yet when the second one is planned."""
+    wanted = free_port()
+    code = f"from pipeline.running import ports; print(ports.free_port(ports.LOOPBACK, {wanted}))"
+
+    def port_of_another() -> int:
+        return int(subprocess.check_output([sys.executable, "-c", code]))
+
+    assert port_of_another() == wanted
+    assert ports.free_port(ports.LOOPBACK, wanted) == wanted, "the other process has ended"
+    assert ports.free_port(ports.LOOPBACK, wanted) not in (0, wanted)
+    assert port_of_another() not in (0, wanted)
+
+
+@pytest.mark.parametrize(
+    ("services", "settings", "taken"),
+    [
+        ("store", ["nats.port={0}"], "nats"),
+        ("sampler", ["vllm.port={0}", "models.0.base=somewhere"], "vllm"),
+        ("judge,gateway", ["gateway.port={0}"], "gateway"),
+        ("store,ui", ["ui.port={0}"], "ui"),
+        ("gateway", ["nats.port={1}", "gateway.port={1}"], "gateway"),
+    ],
+)
+def test_a_port_of_the_settings_that_is_taken_is_an_error_before_anything_starts(
+    services: str,
+    settings: list[str],
+    taken: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "require_base_files", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        numbers = other.getsockname()[1], free_port()
+        given = [part for setting in settings for part in ("--set", setting.format(*numbers))]
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["up", "--run-dir", str(tmp_path), "--services", services, *given])
+    assert caught.value.code == 2
+    port = numbers["{1}" in settings[-1]]
+    said = f"{taken}.port: {taken} can't listen on port {port} of 127.0.0.1: Address already in use"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "state.json").exists()
 
 
 def test_the_plan_fills_in_every_address(tmp_path: Path) -> None:
@@ -209,6 +263,7 @@ def test_cpu_vllm_gets_one_adapter_slot_that_nothing_fills(tmp_path: Path) -> No
         ("", ["trainer.memory.gpu_share=0.6"], "0.3", 0.6),
         ("", ['vllm.args=["--gpu-memory-utilization", "0.5"]'], "0.5", 0.4),
         ("", ['vllm.args=["--gpu-memory-utilization=0.7"]'], "", 0.2),
+        ("", ['vllm.args=["--gpu_memory_utilization", "0.7"]'], "", 0.2),
         ("", ['vllm.env.CUDA_VISIBLE_DEVICES="1"'], "", 0.0),
         ("", ['vllm.env.CUDA_VISIBLE_DEVICES="1"', "trainer.processes=2"], "0.45", 0.45),
         ("0", ['vllm.env.CUDA_VISIBLE_DEVICES="0,1"'], "0.45", 0.45),
@@ -247,6 +302,7 @@ def test_the_gpu_is_divided_where_vllm_and_the_trainer_share_it(
         (["trainer.memory.quantization=fp8"], ["fp8"]),
         (["models.0.trainer.memory.quantization=4bit"], ["bitsandbytes"]),
         (["trainer.memory.quantization=4bit", 'vllm.args=["--quantization=fp8"]'], []),
+        (["trainer.memory.quantization=4bit", 'vllm.args=["-q", "fp8"]'], []),
         (["trainer.memory.quantization=4bit", "vllm.device=cpu"], []),
     ],
 )
@@ -257,6 +313,36 @@ def test_vllm_holds_the_base_model_as_the_trainer_does(
     _, specs = make_plan(load(None, [*base, *settings]), ("sampler",))
     argv = specs[1].argv
     assert [argv[i + 1] for i, arg in enumerate(argv) if arg == "--quantization"] == flags
+
+
+@pytest.mark.parametrize(
+    ("settings", "executors", "threads"),
+    [
+        ([], [ONE_PROCESS[1]], "3"),
+        (['vllm.args=["--distributed-executor-backend", "mp"]'], [ONE_PROCESS[1], "mp"], "3"),
+        (["vllm.env.OMP_NUM_THREADS=2"], [ONE_PROCESS[1]], "2"),
+        (['vllm.args=["--tensor_parallel_size=2"]'], [], None),
+        (['vllm.args=["-tp", "2"]'], [], None),
+        (["vllm.device=cuda"], [], None),
+    ],
+)
+def test_vllm_on_a_cpu_is_one_process_that_leaves_a_core_free(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: list[str],
+    executors: list[str],
+    threads: str | None,
+) -> None:
+    """vLLM takes the last of several values of a flag."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    base = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cpu"]
+    _, specs = make_plan(load(None, [*base, *settings]), ("sampler",))
+    argv, env = specs[1].argv, specs[1].env
+    assert [argv[i + 1] for i, arg in enumerate(argv) if arg == ONE_PROCESS[0]] == executors
+    assert env.get("OMP_NUM_THREADS") == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert one_process_environment()["OMP_NUM_THREADS"] == "1"
 
 
 def test_shares_of_the_gpu_that_can_not_be_say_so(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from pipeline.log.follow import follow_events, follow_messages
 from pipeline.log.pulling import pulling
 from pipeline.security import users
 from tests.kits.events import checkpoint, completed, opened
+from tests.kits.log import take
 
 pytestmark = pytest.mark.anyio
 
@@ -140,7 +141,7 @@ async def test_every_forbidden_action_is_refused(guarded: NatsConfig) -> None:
                 await client.publish(subject, b"x")
             for subject in (*UNHEARD, *others):
                 await client.subscribe(subject)
-            with anyio.move_on_after(5):  # the client tells of an objection when it comes to it
+            with anyio.move_on_after(60):  # the client tells of an objection when it comes to it
                 while len(objections) < len(wanted):
                     await client.flush()
             said = " ".join(objections).lower()
@@ -154,14 +155,14 @@ async def test_a_missing_right_is_an_error_in_the_log(
 ) -> None:
     async with Broker.connect(guarded, name="judge") as broker:
         await broker.client.publish(CHECKPOINT, b"x")
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             while not (said := [r for r in caplog.records if "lacks a right" in r.getMessage()]):
                 await broker.client.flush()
     assert CHECKPOINT in str(said[0].__dict__["fields"])
 
 
 async def test_a_service_that_may_not_create_streams_says_which_setting_it_needs(guarded: NatsConfig) -> None:
-    settings = msgspec.structs.replace(guarded, provision=True, connect_timeout_s=0.2)
+    settings = msgspec.structs.replace(guarded, provision=True, connect_timeout_s=5.0)
     with pytest.raises(BrokerUnavailableError, match=r"needs nats\.provision = false"):
         async with Broker.connect(settings, name="gateway"):
             pass
@@ -186,7 +187,7 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
             await gateway.publish(opened("big", metadata=b'"%s"' % bytes(2_000_000).hex().encode()))
             await gateway.publish(completed("t"))
             assert (await gateway.publish(completed("t"))).duplicate
-            with anyio.fail_after(10):
+            with anyio.fail_after(60):
                 async for raw in follow_messages(gateway, [TrajectoryCompleted], lambda: 1, project="p"):
                     assert raw.subject == completed("t").subject()
                     break
@@ -198,7 +199,7 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
                 await key_value.put(sampler, streams.FLEET.name, "sampler.p.r", b"{}", 60)
                 await key_value.put(gateway, streams.FLEET.name, "gateway.p.g", b"{}", 60)
                 for reader in (gateway, sampler):
-                    with anyio.fail_after(10):
+                    with anyio.fail_after(60):
                         async for followed in follow_events(reader, [PolicyLoaded], lambda: 1):
                             if followed.event == loaded:
                                 break
@@ -206,7 +207,7 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
                             if key == "gateway.p.g":
                                 break
         async with Broker.connect(guarded, name="judge") as judge, judge.consume("judge") as messages:
-            (delivery,) = await messages.batch(10, wait_s=5)
+            (delivery,) = await take(messages, 1)
             await judge.publish(discarded("judge"))
             await delivery.ack(confirmed=True)
         tar = b"adapter" * 100_000
@@ -226,7 +227,7 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
         async with Broker.connect(guarded, name="store") as store:
             for name in users.user("store").consumes:
                 async with pulling(store.client, streams.consumer(name).stream, name) as puller:
-                    with anyio.fail_after(20):
+                    with anyio.fail_after(60):
                         waiting = True
                         while waiting:  # a page may come in parts
                             taken = await puller.take(100, 0.2)
@@ -238,15 +239,17 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
             await store.publish(alarm)
             assert [r.event for r in await store.read(AlarmChanged)] == [alarm]
             async with aclosing(follow_events(store, [CheckpointPublished], lambda: 1)) as checkpoints:
-                with anyio.fail_after(20):
+                with anyio.fail_after(60):
                     assert (await anext(checkpoints)).event.step
             assert (await store.js.stream_info("OBJ_ADAPTERS")).config.name == "OBJ_ADAPTERS"
+            servers = {"last_by_subj": streams.key_subject("FLEET", streams.sampler_key("p", "a:1"))}
+            assert await store.leader_get("KV_FLEET", servers) is None
             message = (await store.js.get_msg("GROUPS", 1)).data
             assert message
         async with Broker.connect(guarded, name="telemetry") as telemetry:
             for name in users.user("telemetry").consumes:
                 async with telemetry.consume(name) as seen:
-                    assert await seen.batch(10, wait_s=5)
+                    assert await take(seen, 1)
 
 
 async def test_a_message_that_no_one_can_use_is_buried_retried_and_dropped(guarded: NatsConfig) -> None:
@@ -256,7 +259,7 @@ async def test_a_message_that_no_one_can_use_is_buried_retried_and_dropped(guard
             await gateway.js.publish("rollout.completed.p.m.bad", b"\xc1garbage")
         for act in (dead_letters.retry, dead_letters.drop):
             async with Broker.connect(guarded, name="judge") as judge, judge.consume("judge") as messages:
-                assert await messages.batch(10, wait_s=5) == []
+                assert await messages.batch(10, wait_s=60) == []
             (letter,) = await operator.read(DeadLettered)
             await act(operator, letter)
         assert await operator.read(DeadLettered) == []

@@ -113,7 +113,7 @@ async def run_until(config: NatsConfig, done: Callable[[], bool], **settings: An
     telemetry = TelemetryConfig(**settings)
     async with anyio.create_task_group() as tg:
         tg.start_soon(exporter.serve, Config(project="p", nats=config, telemetry=telemetry), lambda **_: None)
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while not done():
                 await anyio.sleep(0.02)
         tg.cancel_scope.cancel()

@@ -101,12 +101,12 @@ def test_a_body_is_not_read_before_the_key_is_checked(start_front: StartGateway)
     address = ("127.0.0.1", gateway.config.gateway.port)
     for path in ("/v1/chat/completions", "/v1/trajectories", "/nowhere"):
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000000\r\n\r\n".encode()
-        with socket.create_connection(address, timeout=30) as client:
+        with socket.create_connection(address, timeout=60) as client:
             client.sendall(head)
             answer = client.recv(65536)
         assert answer[9:12] == (b"404" if path == "/nowhere" else b"401")
     with socket.create_connection(
-        address, timeout=30
+        address, timeout=60
     ) as client:  # a good key, and more than a control call takes
         client.sendall(
             head.replace(b"/nowhere", b"/v1/trajectories").replace(
@@ -129,8 +129,8 @@ def test_silent_connections_shut_no_one_out(
     with ExitStack() as stack:
         for _ in range(300):
             address = ("127.0.0.1", gateway.config.gateway.port)
-            stack.enter_context(socket.create_connection(address, timeout=30))
-        assert httpx.get(f"{gateway.url}/health", timeout=30).status_code == 200
+            stack.enter_context(socket.create_connection(address, timeout=60))
+        assert httpx.get(f"{gateway.url}/health", timeout=60).status_code == 200
         gateway.open(id="mine")
     assert "fewer connections" in gateway.log
 

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.events import GroupDiscarded, GroupOpened, GroupScored, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
+from pipeline.names import new_dated_id
 from tests.rollout_gateway.access.test_access import KEYS, LET_IN, Caller
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.kit import key_config
@@ -62,6 +63,14 @@ async def test_a_group_belongs_to_the_key_that_opened_it_first(
     assert [(e.owner, e.group_size) for e in openings] == [("alice", 2)]
     opened = [r.event for r in await broker.read(TrajectoryOpened, project=PROJECT)]
     assert {e.group_size for e in opened if (e.group, e.split) == ("g", "train")} == {2}
+
+
+def test_a_run_named_like_another_keys_group_does_not_join_it(start_front: StartGateway) -> None:
+    gateway = start_front(keys=KEYS)
+    alice, bob = (Caller(gateway, name) for name in ("alice", "bob"))
+    group = new_dated_id("g")
+    alice.open(group=group, group_size=2)
+    assert code(bob.ask("POST", "/v1/trajectories", opening(id=group))) == (409, "group_exists")
 
 
 def test_a_key_that_fills_the_limit_of_groups_holds_up_no_other_key(start_front: StartGateway) -> None:
@@ -180,6 +189,8 @@ def test_an_evaluation_belongs_to_the_key_that_recorded_it_first(start_front: St
     tasks = [{"task": "t", "reward": 0.5, "trajectories": ["a1"]}]
     assert code(bob.ask("POST", path, {**result, "tasks": tasks})) == (404, "trajectory_not_found")
     assert code(chess.ask("POST", path, result)) == (403, "model_not_allowed")
+    assert code(chess.ask("POST", path, {**other, "model": "tictactoe"})) == (403, "model_not_allowed")
+    assert code(chess.ask("POST", path, {**other, "version": "tictactoe@0"})) == (400, "invalid_name")
     assert alice.status("POST", path, {**result, "tasks": tasks}) == 201
     for body in (result, other, {**result, "tasks": tasks}):
         assert code(bob.ask("POST", path, body)) == (409, "evaluation_exists")

@@ -5,19 +5,11 @@ import os
 from typing import Any
 
 import anthropic
+from move_tool import MOVE
 
 client = anthropic.Anthropic()
 extra = {"logit_bias": json.loads(os.environ["AGENT_LOGIT_BIAS"]), "seed": 1}
-move: Any = {
-    "name": "move",
-    "strict": True,
-    "input_schema": {
-        "type": "object",
-        "properties": {"cell": {"type": "string", "enum": ["a1", "b2"]}},
-        "required": ["cell"],
-        "additionalProperties": False,
-    },
-}
+move: Any = {"name": "move", "strict": True, "input_schema": MOVE["function"]["parameters"]}
 messages: list[Any] = []
 cells, text, chunks = [], "", 0
 

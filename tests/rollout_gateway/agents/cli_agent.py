@@ -12,6 +12,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+QWEN_TOOLS = [
+    "agent", "enter_worktree", "exit_worktree", "get_goal", "list_agents", "record_artifact", "report_findings",
+    "send_message", "skill", "task_stop", "update_goal",
+]  # fmt: skip
+"""Tools of qwen-code's own that `tools.core` does not leave out."""
 kind, node, program, python, *turns = sys.argv[1:]
 turns = turns or ["a1=x", "b2=o"]
 home = Path(tempfile.mkdtemp(dir=os.environ["AGENT_FOLDER"]))
@@ -118,7 +123,10 @@ else:
         "mcpServers": {
             "games": {"command": python, "args": [server], "env": {"GAME_LOG": str(log)}, "trust": True}
         },
-        "tools": {"toolSearch": {"enabled": False}},  # or the tool is found by searching only
+        # Its own tools and its memory would make prompts of 76,000 characters, which vLLM reads for a minute on a CPU.
+        "tools": {"core": ["read_file"], "toolSearch": {"enabled": False}},
+        "permissions": {"deny": QWEN_TOOLS},
+        "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},
         "general": {"disableAutoUpdate": True, "disableUpdateNag": True, "enableAutoUpdate": False},

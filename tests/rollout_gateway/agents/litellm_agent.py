@@ -5,21 +5,9 @@ import os
 from typing import Any
 
 import litellm
+from move_tool import MOVE
 
 bias = {"logit_bias": json.loads(os.environ["AGENT_LOGIT_BIAS"])}
-move: Any = {
-    "type": "function",
-    "function": {
-        "name": "move",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {"cell": {"type": "string", "enum": ["a1", "b2"]}},
-            "required": ["cell"],
-            "additionalProperties": False,
-        },
-    },
-}
 messages: list[Any] = []
 cells, text, count = [], "", 0
 
@@ -28,7 +16,7 @@ def say(choice: Any) -> Any:
     global text, count
     chunks = list(
         litellm.completion(
-            model="openai/tictactoe", messages=messages, tools=[move], tool_choice=choice, max_tokens=75,
+            model="openai/tictactoe", messages=messages, tools=[MOVE], tool_choice=choice, max_tokens=75,
             seed=1, stream=True, stream_options={"include_usage": True}, extra_body=bias,
         )
     )  # fmt: skip

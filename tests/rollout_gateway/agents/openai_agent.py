@@ -4,23 +4,11 @@ import json
 import os
 from typing import Any
 
+from move_tool import MOVE
 from openai import OpenAI
 
 client = OpenAI()
 bias = json.loads(os.environ["AGENT_LOGIT_BIAS"])
-move: Any = {
-    "type": "function",
-    "function": {
-        "name": "move",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {"cell": {"type": "string", "enum": ["a1", "b2"]}},
-            "required": ["cell"],
-            "additionalProperties": False,
-        },
-    },
-}
 messages: list[Any] = []
 cells, text, chunks = [], "", 0
 
@@ -28,7 +16,7 @@ cells, text, chunks = [], "", 0
 def say(choice: Any) -> Any:
     global text, chunks
     with client.chat.completions.stream(
-        model="tictactoe", messages=messages, tools=[move], tool_choice=choice, max_completion_tokens=75,
+        model="tictactoe", messages=messages, tools=[MOVE], tool_choice=choice, max_completion_tokens=75,
         logit_bias=bias, seed=1, stream_options={"include_usage": True},
     ) as stream:  # fmt: skip
         for event in stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -71,11 +72,25 @@ async def test_an_idempotency_id_stands_for_one_decision(gateway: GatewayProcess
     assert [e.action for e in events] == ["pin", "pin", "rollback"]
 
 
+async def test_rollbacks_that_come_at_once_take_back_one_decision_each(
+    gateway: GatewayProcess, broker: Broker
+) -> None:
+    await publish_adapter(broker, 1)
+    await serves(gateway, "tictactoe@1")
+    for version in ("tictactoe@0", "tictactoe@1", "tictactoe@0"):
+        await decide(gateway, "pin", version=version)
+    await asyncio.gather(*(decide(gateway, "rollback") for _ in range(2)))
+    events = [r.event for r in await broker.read(PolicyPromoted)]
+    assert [e.version for e in events[-2:]] == ["tictactoe@1", "tictactoe@0"]
+
+
 async def test_a_split_is_sticky_per_trajectory(gateway: GatewayProcess, broker: Broker) -> None:
     await publish_adapter(broker, 1)
     await serves(gateway, "tictactoe@1")
     reply = await decide(gateway, "split", version="tictactoe@1", other="tictactoe@0", percent=50)
-    assert reply.is_success, reply.text
+    assert (reply.json()["version"], reply.json()["other"]) == ("tictactoe@1", "tictactoe@0")
+    (policy,) = httpx.get(f"{gateway.url}/v1/policies").json()["data"]
+    assert policy["version"] == "tictactoe@1"
     sides: dict[str, set[str]] = {}
     for number in range(16):
         client = gateway.agent(gateway.open(id=f"s{number}"))
@@ -96,6 +111,9 @@ async def test_groups_and_metrics(gateway: GatewayProcess) -> None:
         assert get.post("/v1/groups/g1/complete", json={"trajectories": results}).json() == done.json()
         wrong = get.post("/v1/groups/g1/complete", json={"trajectories": [{"id": "m0"}]})
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "wrong_group")
+        twice = get.post("/v1/groups/g2/complete", json={"trajectories": [{"id": "m0"}, {"id": "m0"}]})
+        assert (twice.status_code, twice.json()["error"]["code"]) == (400, "invalid_body")
+        assert get.get("/v1/trajectories/m0").json()["status"] == "open"
         text = get.get("/metrics").text
         assert 'journeywork_calls_total{endpoint="/v1/chat/completions",status="200"} 1' in text
         assert "journeywork_replica_ready" in text

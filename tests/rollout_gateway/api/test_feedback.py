@@ -12,8 +12,10 @@ import msgspec
 import openai
 import pytest
 
+from journeywork import Journeywork
 from pipeline.config import (
     Config,
+    FeedbackConfig,
     JudgeConfig,
     ModelConfig,
     NatsConfig,
@@ -128,6 +130,31 @@ async def test_feedback_on_the_answers_of_each_api(
 
 
 @pytest.mark.inference
+def test_feedback_on_an_agents_last_call_can_be_repeated_after_its_next_call(gateway: GatewayProcess) -> None:
+    """The repetition was taken for other feedback, on the newer call, and got a 409."""
+    with Journeywork(gateway.url) as client, client.trajectory("tictactoe", id="r") as run:
+
+        def call(role: str) -> None:
+            closed_after_test(openai.OpenAI(**run.role(role))).chat.completions.create(**ASK)
+
+        def said(**changed: Any) -> tuple[int, bool]:
+            reply = give(gateway, "r", **({"role": "worker", "key": "k", "value": 1.0} | changed))
+            assert reply.status_code == 201, reply.text
+            (signal,) = reply.json()["signals"]
+            return signal["call"], signal["repeated"]
+
+        call("worker")
+        assert said() == (0, False)
+        call("worker")
+        call("planner")
+        assert said() == (0, True)
+        for other in ({"value": 0.0}, {"role": "planner"}):
+            refused = give(gateway, "r", **({"role": "worker", "key": "k", "value": 1.0} | other))
+            assert error(refused) == (409, "request_exists")
+        assert said(key="another") == (1, False)
+
+
+@pytest.mark.inference
 async def test_feedback_on_a_run_that_names_itself_nowhere(
     start_gateway: StartGateway, broker: Broker, nats_config: NatsConfig
 ) -> None:
@@ -212,7 +239,7 @@ async def test_what_a_body_says(start_front: StartGateway, nats_config: NatsConf
 
 
 async def test_the_text_that_a_request_or_a_run_records_is_bounded(
-    start_front: StartGateway, nats_config: NatsConfig
+    start_front: StartGateway, broker: Broker, nats_config: NatsConfig
 ) -> None:
     gateway = start_front(keys=KEYS)
     alice, boss = Caller(gateway, "alice"), Caller(gateway, "boss")
@@ -227,8 +254,13 @@ async def test_the_text_that_a_request_or_a_run_records_is_bounded(
     assert not await signals(nats_config)
     assert alice.status("POST", "/v1/feedback", {"ranking": names, "text": longest, "key": "k"}) == 201
     path = "/v1/trajectories/r0/feedback"
-    told = [alice.status("POST", path, {"text": longest, "key": f"k{number}"}) for number in range(64)]
-    assert told == [*[201] * 63, 409]
+    (given,) = [signal for signal in await signals(nats_config) if signal.trajectory == "r0"]
+    for number in range(60):
+        await broker.publish(
+            msgspec.structs.replace(given, signal=f"alice:k{number}", value=None, kind="text")
+        )
+    told = [alice.status("POST", path, {"text": longest, "key": f"k{number}"}) for number in range(60, 64)]
+    assert told == [201, 201, 201, 409]
     # A retry, a short text and another key's text are taken.
     assert alice.status("POST", path, {"text": longest, "key": "k7"}) == 201
     assert alice.status("POST", path, {"text": "short"}) == 201
@@ -311,6 +343,19 @@ async def test_a_key_is_one_signal(start_front: StartGateway, nats_config: NatsC
     ]  # fmt: skip
 
 
+async def test_a_ranking_of_other_runs_under_the_same_key_adds_theirs(start_front: StartGateway) -> None:
+    alice = Caller(start_front(keys=KEYS), "alice")
+    for name in ("r", "s", "t"):
+        alice.open(id=name)
+    for runs, repeated in ((["r", "s"], [False, False]), (["r", "t"], [True, False])):
+        told = alice.ask("POST", "/v1/feedback", {"ranking": runs, "key": "k"}).json()["signals"]
+        assert [line["repeated"] for line in told] == repeated
+    assert error(alice.ask("POST", "/v1/feedback", {"ranking": ["t", "r"], "key": "k"})) == (
+        409,
+        "request_exists",
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["broker.before_publish", "broker.after_publish", "gateway.before_answer"])
 async def test_signals_survive_deaths_of_the_gateway(
@@ -328,7 +373,7 @@ async def test_signals_survive_deaths_of_the_gateway(
         with pytest.raises(httpx.TransportError):
             give(gateway, **{**body, "key": f"k{count}"})
         assert gateway.process is not None
-        assert gateway.process.wait(30) == -9
+        assert gateway.process.wait(60) == -9
         gateway.start()
         assert give(gateway, **{**body, "key": f"k{count}"}).status_code == 201
         gateway.kill()
@@ -396,18 +441,37 @@ async def test_a_feedback_key_can_do_nothing_else(start_front: StartGateway) -> 
         ({"name": "reward", "value": 1.0, "call": 1}, "history"),
         ({"kind": "text", "text": "no"}, "hint"),
         ({"kind": "correction", "text": "b2", "model": "untaught"}, "history"),
+        ({"kind": "text", "text": "no", "model": "outside"}, "history"),
     ],
 )
 def test_what_the_settings_make_of_a_signal_is_told(said: dict[str, Any], use: str) -> None:
     reward = RewardConfig(name="result", kind="feedback", by=("desk",))
-    taught, untaught = (ModelConfig(name=name, base="b") for name in ("m", "untaught"))
+    settings = {"m": {}, "untaught": {"weight": 0.0}, "outside": {"teacher": "outside"}}
     config = Config(
-        models=(taught, msgspec.structs.replace(untaught, trainer={"distill": {"weight": 0.0}})),
+        models=tuple(ModelConfig(name=n, base="b", trainer={"distill": s}) for n, s in settings.items()),
         judge=JudgeConfig(rewards=(reward,)),
         trainer=with_values(TrainerConfig(), {"distill.weight": 1.0}),
     )
     about = {"project": "p", "signal": "s", "trajectory": "t", "model": "m", "group": "t", "by": "desk"}
-    assert _use(config, SignalGiven(**(about | said)), "agent") == use
+    assert _use(config, SignalGiven(**(about | said)), "agent", {"run": "completed"}) == use
+
+
+@pytest.mark.parametrize(
+    ("state", "late", "use"),
+    [
+        ({"run": "scored"}, "train", "history"),
+        ({"run": "discarded", "reason": "unscored"}, "train", "reward"),
+        ({"run": "discarded", "reason": "unscored"}, "record", "history"),
+        ({"run": "discarded", "reason": "late"}, "train", "history"),
+    ],
+)
+def test_feedback_that_scores_a_discarded_run_says_so(state: dict[str, str], late: Any, use: str) -> None:
+    rewards = (RewardConfig(name="result", kind="feedback"),)
+    config = Config(judge=JudgeConfig(rewards=rewards), feedback=FeedbackConfig(late=late))
+    signal = SignalGiven(
+        project="p", signal="s", trajectory="t", model="m", group="t", name="result", value=1.0
+    )
+    assert _use(config, signal, "agent", state) == use
 
 
 async def test_feedback_that_names_a_run_where_an_answer_belongs_says_where_it_goes(
@@ -432,6 +496,8 @@ async def test_a_key_gives_so_many_signals_on_a_run_and_takes_no_others_place(
     assert fan.ask("POST", path, {"thumb": "up", "key": "2"}).json()["signals"][0]["repeated"]
     ranking = {"ranking": ["s", "r"]}
     assert error(fan.ask("POST", "/v1/feedback", ranking)) == (409, "too_many_signals")
+    # Another signal under its key is told of first.
+    assert error(fan.ask("POST", "/v1/feedback", {**ranking, "key": "2"})) == (409, "request_exists")
     assert fan.ask("POST", "/v1/trajectories/s/feedback", {"thumb": "up"}).status_code == 201
     assert alice.ask("POST", path, {"thumb": "down"}).status_code == 201
     assert len(await signals(nats_config)) == 4

@@ -20,6 +20,13 @@ from pipeline.events import (
     encode,
 )
 from pipeline.log.broker import Broker
+from rollout_gateway.capture import copies
+from rollout_gateway.capture.registry import Completion, Registry
+from rollout_gateway.capture.trajectory import Trajectory
+from rollout_gateway.http.errors import ApiError
+from tests.rollout_gateway.access.test_access import Caller
+from tests.rollout_gateway.capture.test_registry import TOKENS
+from tests.rollout_gateway.capture.test_registry import exchange as recorded_call
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway, publish_adapter
 from tests.rollout_gateway.kit import ASK, exchanges, key_config, serves
 
@@ -78,21 +85,37 @@ async def test_calls_of_one_trajectory_become_the_members_of_a_group(
     assert {e.batch for e in ended} == {TrainingBatch(id="b1", groups=("g1", "g2"), settings=settings)}
 
 
-async def test_what_one_completion_copies_or_repeats_is_bounded(
-    gateway: GatewayProcess, broker: Broker
-) -> None:
-    """A call of 32 MiB is named many times, and a task of 1 MB is given to many members."""
-    agent = gateway.agent(gateway.open(id="calls", references=True))
-    large = {**ASK, "metadata": {"note": "x" * 2**25}}
-    named = reference(agent.chat.completions.create(**large).choices[0])
-    assert complete_group(gateway, "g1", {"id": "m1", "exchanges": [named] * 15}).status_code == 200
-    refused = complete_group(gateway, "g2", {"id": "m2", "exchanges": [named] * 17})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
-    members = [{"id": f"t{n}", "reward": 0.0, "batch": {"id": "b", "groups": ["g3"]}} for n in range(20)]
-    refused = complete_group(gateway, "g3", *members, task="x" * 900_000)
+async def test_what_one_completion_copies_is_bounded(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of 100 bytes is named many times."""
+    monkeypatch.setattr(copies, "_COPIED_BYTES", 1000)
+    registry = Registry(broker, "test", TOKENS)
+
+    async def opened(name: str) -> Trajectory:
+        event = TrajectoryOpened(project="test", trajectory=name, model="m", group="g", references=True)
+        return await registry.open(event, "")
+
+    def call(seq: int) -> list[ExchangeRecorded]:
+        return [msgspec.structs.replace(recorded_call("calls", seq), request=b'"%b"' % (b"x" * 98))]
+
+    await (await opened("calls")).record(call)
+    named = copies.Reference(trajectory="calls", reply="r0")
+    for name, count in (("m1", 10), ("m2", 11)):
+        await opened(name)
+        completing = registry.complete(name, Completion(exchanges=(named,) * count))
+        if count == 10:
+            assert (await completing).exchanges == 10
+        else:
+            with pytest.raises(ApiError, match="more than 1,000 bytes") as refused:
+                await completing
+            assert (refused.value.status, refused.value.code) == (413, "body_too_large")
+
+
+async def test_what_one_completion_repeats_is_bounded(start_front: StartGateway, broker: Broker) -> None:
+    """A task of 1 MB is given to many members."""
+    members = [{"id": f"t{n}", "reward": 0.0, "batch": {"id": "b", "groups": ["g"]}} for n in range(20)]
+    refused = complete_group(start_front(), "g", *members, task="x" * 900_000)
     assert (refused.status_code, refused.json()["error"]["param"]) == (413, "task")
-    opened = {r.event.trajectory for r in await broker.read(TrajectoryOpened, project=PROJECT)}
-    assert opened == {"calls", "m1", "m2"}
+    assert await broker.read(TrajectoryOpened, project=PROJECT) == []
 
 
 async def test_answers_of_other_runs_carry_no_reference(gateway: GatewayProcess) -> None:
@@ -131,11 +154,8 @@ async def test_what_cannot_be_referenced_is_named(gateway: GatewayProcess) -> No
     own = gateway.open(id="own", group="g", key_completes=True)
     gateway.agent(own).chat.completions.create(**ASK)
     assert refused({"id": "own", "exchanges": [good]}) == (409, "calls_of_its_own")
-    with_token = httpx.post(
-        f"{gateway.url}/v1/trajectories/own/complete",
-        json={"reward": 1.0, "batch": BATCH},
-        headers={"authorization": f"Bearer {own['api_key']}"},
-    )
+    completing = "POST", "/v1/trajectories/own/complete", {"reward": 1.0, "batch": BATCH}
+    with_token = Caller(gateway, own["api_key"]).ask(*completing)
     assert (with_token.status_code, with_token.json()["error"]["code"]) == (403, "wrong_role")
 
 
@@ -178,8 +198,10 @@ async def test_what_became_of_a_group(gateway: GatewayProcess, nats_config: Nats
         project="", stream="GROUPS", stream_seq=9, original_subject=scored.subject(), consumer="trainer",
         reason="sampler_mismatch", detail="too far", payload=encode(scored),
     )  # fmt: skip
+    elsewhere = msgspec.structs.replace(scored, project="another", group="g2")
     async with Broker.connect(nats_config) as broker:
-        await broker.publish(letter)
+        for seq, payload in ((7, b"\xff no event"), (8, encode(elsewhere)), (9, encode(scored))):
+            await broker.publish(msgspec.structs.replace(letter, stream_seq=seq, payload=payload))
     dead = state("g4")
     assert (dead["status"], dead["reason"], dead["detail"]) == ("dead", "sampler_mismatch", "too far")
     assert state("g2")["status"] == "waiting"
@@ -196,12 +218,8 @@ async def test_settings_of_a_batch_need_an_operator(start_front: StartGateway) -
     gateway = start_front(keys=(key_config("agent"), key_config("boss", role="operator")))
 
     def answered(key: str, run: str, batch: dict[str, Any]) -> int:
-        reply = httpx.post(
-            f"{gateway.url}/v1/groups/g-{run}/complete",
-            json={"model": "tictactoe", "trajectories": [{"id": run, "reward": 1.0, "batch": batch}]},
-            headers={"authorization": f"Bearer {key}"},
-        )
-        return reply.status_code
+        body = {"model": "tictactoe", "trajectories": [{"id": run, "reward": 1.0, "batch": batch}]}
+        return Caller(gateway, key).status("POST", f"/v1/groups/g-{run}/complete", body)
 
     assert answered("agent", "m", BATCH | {"groups": ["g-m"]}) == 403
     # A member of a batch without calls counts in the baseline: whoever may open a run may send it.

@@ -15,12 +15,13 @@ from pipeline.config import DetectionConfig, GatewayConfig, NatsConfig, Replicas
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
+from rollout_gateway.capture.conversations import Conversation, quotes
 from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.capture.trajectory import Trajectory
+from rollout_gateway.capture.waiting_runs import WaitingRun
 from rollout_gateway.dialects.calls import Answer, SampledChoice
 from rollout_gateway.dialects.endpoints import read_chat
-from tests.rollout_gateway.kit import StubCall
 
 pytestmark = pytest.mark.anyio
 
@@ -89,7 +90,7 @@ class Gateway:
                 )
             ]  # fmt: skip
 
-        await run.record(StubCall(make))
+        await run.record(make)
 
 
 def _call(messages: list[dict[str, Any]]) -> Any:
@@ -155,7 +156,7 @@ async def test_a_call_that_fails_leaves_its_run_to_the_repeated_call(nats_config
 async def test_a_silent_run_is_completed_once_and_not_while_it_goes_on_elsewhere(
     nats_config: NatsConfig,
 ) -> None:
-    async with gateways(nats_config, 2, idle_s=2) as (a, b):  # a busy machine asks twice in this time
+    async with gateways(nats_config, 2, idle_s=8) as (a, b):  # a busy machine asks twice in this time
         silent, _ = await a.ask([user("silent")], "one")
         run, history = await a.ask([user("task")], "one")
         taken = await b.detector.find(_call([*history, user("more")]), "m", "alice")
@@ -205,3 +206,40 @@ async def test_a_restored_run_that_went_on_elsewhere_is_not_continued_from_its_o
             await a.record(taken, [*history, user("more")], "two")
             twin, _ = await b.ask([*history, user("more")], "two")
             assert twin.id != run.id
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("tag", ["system-reminder", "analysis"])
+def test_a_tag_that_is_never_closed_takes_linear_time(tag: str) -> None:
+    text = f"<{tag}>" * 100_000
+    told = [user(text), {"role": "assistant", "content": text}]
+    conversation = Conversation.read("alice", "m", told, [])
+    assert conversation.texts == {text}
+    assert quotes(conversation, [])
+
+
+def test_what_a_client_adds_to_a_text_is_left_out() -> None:
+    reminders = (
+        "<system-reminder>x <system-reminder> y</system-reminder>b<system-reminder>\nz</system-reminder>"
+    )
+    text = f"a {reminders} c <system-reminder>"
+    assert Conversation.read("alice", "m", [user(text)], []).texts == {"a b c <system-reminder>"}
+
+
+async def test_a_call_that_is_answered_while_runs_are_put_back_keeps_its_run(broker: Broker) -> None:
+    gateway = Gateway(broker, idle_s=600)
+    detector = gateway.detector
+    detector._ready.set()
+    calls = [_call([user(f"hello {n}")]) for n in range(2)]
+    runs = [await detector.find(call, "m", "alice") for call in calls]
+    for run in runs:
+        run.used_at -= 1_000.0
+    put = detector._put
+
+    async def answered(waiting: WaitingRun) -> None:
+        detector._taken.pop(id(calls[1]), None)
+        await put(waiting)
+
+    detector._put = answered  # type: ignore[method-assign]
+    await detector._put_left()
+    assert not detector._taken

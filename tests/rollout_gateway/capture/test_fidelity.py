@@ -12,25 +12,13 @@ import pytest
 from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs, unpack_mask
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
+from tests.rollout_gateway.agents.move_tool import MOVE
 from tests.rollout_gateway.conftest import GatewayProcess
 from tests.rollout_gateway.kit import ASK, exchanges
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "move",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {"cell": {"type": "string", "enum": ["a1", "b2"]}},
-            "required": ["cell"],
-            "additionalProperties": False,
-        },
-    },
-}
-NAMED: Any = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "move"}}}
+NAMED: Any = {"tools": [MOVE], "tool_choice": {"type": "function", "function": {"name": "move"}}}
 FORMAT: Any = {
     "response_format": {
         "type": "json_schema",
@@ -45,11 +33,11 @@ CASES: dict[str, dict[str, Any]] = {
     "stopped by a string": {"stop": ["=", "a", "b", "x"], "max_tokens": 60},
     "an empty reply": {"logit_bias": {"257": 100}},
     "tokens that end inside a character": {"logit_bias": {str(128 + i): 50 for i in range(0, 100, 7)}},
-    "tools left alone": {"tools": [TOOL], "tool_choice": "none"},
+    "tools left alone": {"tools": [MOVE], "tool_choice": "none"},
     "a tool that must be called": {**NAMED, "max_tokens": 120},
-    "a tool that may be called": {"tools": [TOOL], "max_tokens": 40},
+    "a tool that may be called": {"tools": [MOVE], "max_tokens": 40},
     "several calls in one": {
-        "tools": [TOOL],
+        "tools": [MOVE],
         "tool_choice": "required",
         "max_tokens": 150,
         "parallel_tool_calls": True,
@@ -152,9 +140,9 @@ async def test_a_strict_tool_that_is_left_alone_forces_nothing(
     assert without["choices"][0]["finish_reason"] == "stop"
     opened = shared_gateway.open()
     client = shared_gateway.agent(opened)
-    client.chat.completions.create(**body, tools=[TOOL])
-    list(client.chat.completions.create(**body, tools=[TOOL], stream=True))
-    client.chat.completions.create(**{**body, "max_tokens": 1, "stop": ["zz"]}, tools=[TOOL])
+    client.chat.completions.create(**body, tools=[MOVE])
+    list(client.chat.completions.create(**body, tools=[MOVE], stream=True))
+    client.chat.completions.create(**{**body, "max_tokens": 1, "stop": ["zz"]}, tools=[MOVE])
     async with Broker.connect(shared_gateway.config.nats) as broker:
         plain, streamed, cut = await exchanges(broker, opened["id"])
     for event in (plain, streamed):

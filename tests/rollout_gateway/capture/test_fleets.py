@@ -23,8 +23,8 @@ from tests.rollout_gateway.fake_vllm import FakeVllm
 
 pytestmark = pytest.mark.anyio
 
-IDLE_S = 4.0
-"""Longer than a busy machine takes from one call of an agent to the next."""
+IDLE_S, NO_TIME_S = 600.0, 0.1
+"""The time of silence while agents call, and after their last call."""
 Message = dict[str, Any]
 SUMMARY = "Write a summary of the work so far."
 
@@ -84,7 +84,7 @@ class Agent:
         self.url, self.key = url, key
 
     async def post(self, path: str, **body: Any) -> Any:
-        async with httpx.AsyncClient(timeout=30, headers={"Authorization": f"Bearer {self.key}"}) as client:
+        async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {self.key}"}) as client:
             reply = await client.post(f"{self.url}{path}", json={"model": "tictactoe", **body})
         assert reply.status_code == 200, reply.text
         return reply.json()
@@ -129,23 +129,21 @@ async def front(start: StartGateway, model: FakeVllm, **settings: Any) -> AsyncI
     await model.start()
     try:
         options = {"detection.enabled": True, "detection.idle_s": IDLE_S, **settings}
-        gateway = await anyio.to_thread.run_sync(lambda: start(urls=(model.url,), **options))
-        async with httpx.AsyncClient() as client:
-            while (await client.get(f"{gateway.url}/health")).json()["status"] != "ok":
-                await anyio.sleep(0.05)
-        yield gateway
+        yield await anyio.to_thread.run_sync(lambda: start(urls=(model.url,), **options))
     finally:
         await model.stop()
 
 
-async def completed(nats: NatsConfig) -> list[TrajectoryCompleted]:
-    """Wait until every run that was opened is completed, then return the completions, the longest run first."""
-    async with Broker.connect(nats) as broker:
+async def completed(gateway: GatewayProcess) -> list[TrajectoryCompleted]:
+    """Start the gateway again with a short time of silence, and wait until it has completed every run that was opened.
+    Return the completions, the longest run first."""
+    await anyio.to_thread.run_sync(lambda: gateway.restart(**{"detection.idle_s": NO_TIME_S}))
+    async with Broker.connect(gateway.config.nats) as broker:
         with anyio.fail_after(60):
             while len(done := await broker.read(TrajectoryCompleted)) < len(
                 await broker.read(TrajectoryOpened)
             ):
-                await anyio.sleep(0.1)  # their time of silence passes
+                await anyio.sleep(0.02)  # their time of silence passes
         runs = sorted((r.event for r in done), key=lambda e: -e.exchanges)
         assert sum(e.exchanges for e in runs) == len(await broker.read(ExchangeRecorded))
         return runs
@@ -199,21 +197,17 @@ async def claude_code(agent: Agent, compacts: Literal["", "all", "but the end"])
     await agent.claude(system, messages, MAIN)
 
 
-async def test_claude_codes_agents_and_compactions_are_one_run(
-    start_gateway_alone: StartGateway, nats_config: NatsConfig
-) -> None:
+async def test_claude_codes_agents_and_compactions_are_one_run(start_gateway_alone: StartGateway) -> None:
     async with front(start_gateway_alone, Model()) as gateway, anyio.create_task_group() as tg:
         for compacts in ("", "all", "but the end") * 2:
             tg.start_soon(claude_code, Agent(gateway.url), compacts)
-    runs = await completed(nats_config)
+    runs = await completed(gateway)
     assert [run.exchanges for run in runs] == [9, 9, 9, 9, 7, 7]
     assert len(wholes(runs)) == 1
     assert {run.outcome for run in runs} == {"scored"}
 
 
-async def test_codex_compaction_goes_on_in_the_same_run(
-    start_gateway_alone: StartGateway, nats_config: NatsConfig
-) -> None:
+async def test_codex_compaction_goes_on_in_the_same_run(start_gateway_alone: StartGateway) -> None:
     """After it come the earlier messages of the user and the summary, as one more of them."""
 
     async def codex(agent: Agent) -> None:
@@ -233,13 +227,13 @@ async def test_codex_compaction_goes_on_in_the_same_run(
     async with front(start_gateway_alone, Model()) as gateway, anyio.create_task_group() as tg:
         for _ in range(3):
             tg.start_soon(codex, Agent(gateway.url))
-    runs = await completed(nats_config)
+    runs = await completed(gateway)
     assert [run.exchanges for run in runs] == [4, 4, 4]
     assert len(wholes(runs)) == 1
 
 
 async def test_a_trimmed_history_and_a_handoff_go_on_in_the_same_run(
-    start_gateway_alone: StartGateway, nats_config: NatsConfig
+    start_gateway_alone: StartGateway,
 ) -> None:
     """LangGraph's `trim_messages` keeps the system prompt and the end. The Agents SDK hands the whole history to an
     agent with another prompt and other tools."""
@@ -260,13 +254,13 @@ async def test_a_trimmed_history_and_a_handoff_go_on_in_the_same_run(
         for agent in (trims, hands_over):
             for _ in range(3):
                 tg.start_soon(agent, Agent(gateway.url))
-    runs = await completed(nats_config)
+    runs = await completed(gateway)
     assert [run.exchanges for run in runs] == [4, 4, 4, 2, 2, 2]
     assert len(wholes(runs)) == 2
 
 
 async def test_arguments_that_are_no_json_come_back_in_the_same_run(
-    start_gateway_alone: StartGateway, nats_config: NatsConfig
+    start_gateway_alone: StartGateway,
 ) -> None:
     """Claude Code sends them back under a name of its own."""
     model = Model()
@@ -277,11 +271,11 @@ async def test_arguments_that_are_no_json_come_back_in_the_same_run(
         read["input"] = {"__unparsedToolInput": read["input"]["_raw"]}
         messages.append(claude_result(read, "Error: the input is no JSON."))
         await agent.claude("You are Claude Code.", messages, MAIN)
-    assert [run.exchanges for run in await completed(nats_config)] == [2]
+    assert [run.exchanges for run in await completed(gateway)] == [2]
 
 
 async def test_what_may_belong_to_several_runs_is_a_part_and_so_are_they(
-    start_gateway_alone: StartGateway, nats_config: NatsConfig
+    start_gateway_alone: StartGateway,
 ) -> None:
     """Runs of two tasks come to the same summary. The rest of one is nobody's, and none of the three is compared with
     runs that are whole."""
@@ -296,7 +290,7 @@ async def test_what_may_belong_to_several_runs_is_a_part_and_so_are_they(
             await agent.chat("Answer.", said)
             await agent.chat("Answer.", [user(task)])  # and one that is whole
         await agent.chat("Answer.", [user(f"The work so far:\n{said[-1]['content']}"), user("Go on.")])
-    runs = await completed(nats_config)
+    runs = await completed(gateway)
     assert [(run.exchanges, run.outcome) for run in runs[:2]] == [(2, "masked")] * 2
     assert [(run.exchanges, run.outcome) for run in runs[2:]] == [(1, "scored")] * 3
     part, *scored = sorted(run.group for run in runs[2:])[::-1]
@@ -304,37 +298,33 @@ async def test_what_may_belong_to_several_runs_is_a_part_and_so_are_they(
     assert set(scored) == wholes(runs) == {run.group for run in runs[:2]}
 
 
-async def test_a_run_that_went_on_too_late_is_a_part(
-    start_gateway_alone: StartGateway, nats_config: NatsConfig
-) -> None:
+async def test_a_run_that_went_on_too_late_is_a_part(start_gateway_alone: StartGateway) -> None:
     """Its beginning was completed as a run; the rest of it is not compared with others of the same task."""
     async with front(start_gateway_alone, Model()) as gateway:
         agent, said = Agent(gateway.url), [user("Mend the parser.")]
         await agent.chat("Answer.", said)
-        (before,) = await completed(nats_config)
+        (before,) = await completed(gateway)
         said.append(user("And now?"))
         await agent.chat("Answer.", said)
         await agent.chat("Answer.", [user("Mend the parser.")])
-        runs = await completed(nats_config)
+        runs = await completed(gateway)
     assert sorted(run.group.startswith("i-part-") for run in runs) == [False, False, True]
     assert wholes(runs) == {before.group}
 
 
 async def test_calls_of_another_program_are_not_compared_with_runs_of_the_same_prompt(
-    start_gateway_alone: StartGateway, nats_config: NatsConfig
+    start_gateway_alone: StartGateway,
 ) -> None:
     """Claude Code has a title made of the user's first message."""
     async with front(start_gateway_alone, Model()) as gateway:
         agent, asked = Agent(gateway.url), "Mend the parser that fails in the nightly build, please."
         for tools in (MAIN, MAIN, ()):
             await agent.claude("You are Claude Code." if tools else "Write a title.", [user(asked)], tools)
-    groups = [run.group for run in await completed(nats_config)]
+    groups = [run.group for run in await completed(gateway)]
     assert sorted(groups.count(group) for group in groups) == [1, 2, 2]
 
 
-async def test_a_compacted_run_goes_on_after_the_gateway_died(
-    start_gateway_alone: StartGateway, nats_config: NatsConfig
-) -> None:
+async def test_a_compacted_run_goes_on_after_the_gateway_died(start_gateway_alone: StartGateway) -> None:
     async with front(start_gateway_alone, Model()) as gateway:
         agent, said = Agent(gateway.url), [user("Delegate: mend the parser.")]
         (task,) = (await agent.chat("Answer.", said, MAIN))["tool_calls"]
@@ -352,12 +342,10 @@ async def test_a_compacted_run_goes_on_after_the_gateway_died(
         summary = (await agent.chat("Answer.", said, MAIN))["content"]
         await die()
         await agent.chat("Answer.", [user(f"The work so far:\n{summary}")], MAIN)
-    assert [run.exchanges for run in await completed(nats_config)] == [4]
+    assert [run.exchanges for run in await completed(gateway)] == [4]
 
 
-async def test_agents_that_say_the_same_are_never_joined(
-    start_gateway_alone: StartGateway, nats_config: NatsConfig
-) -> None:
+async def test_agents_that_say_the_same_are_never_joined(start_gateway_alone: StartGateway) -> None:
     """All get the same answers. A search repeats the question, which is the prompt of every run of its task; an answer
     repeats what the user gave; and another program quotes an answer, to grade it."""
     question = "Search for the reason why the nightly build of the parser fails."
@@ -376,7 +364,7 @@ async def test_agents_that_say_the_same_are_never_joined(
             async with anyio.create_task_group() as tg:
                 for _ in range(at_once):
                     tg.start_soon(searches, Agent(gateway.url))
-    runs = await completed(nats_config)
+    runs = await completed(gateway)
     assert [run.exchanges for run in runs] == [2] * 4 + [1] * 4
     assert len({run.group for run in runs[:4]}) == len({run.group for run in runs[4:]}) == 1
     assert len(wholes(runs)) == 2
@@ -387,7 +375,9 @@ async def test_a_run_is_not_completed_while_an_agent_that_it_started_has_a_call(
     start_gateway_alone: StartGateway, nats_config: NatsConfig
 ) -> None:
     model = Model()
-    async with front(start_gateway_alone, model) as gateway, Broker.connect(nats_config) as broker:
+    # The time of silence is longer than a busy machine takes from one call to the next.
+    idle = {"detection.idle_s": 8.0}
+    async with front(start_gateway_alone, model, **idle) as gateway, Broker.connect(nats_config) as broker:
         agent, said = Agent(gateway.url), [user("Delegate: mend the parser.")]
         (task,) = (await agent.chat("Answer.", said, MAIN))["tool_calls"]
         await agent.chat("Answer.", [user("Another run.")])
@@ -402,19 +392,19 @@ async def test_a_run_is_not_completed_while_an_agent_that_it_started_has_a_call(
         said.append({"role": "tool", "tool_call_id": task["id"], "content": "It is found."})
         await agent.chat("Answer.", said, MAIN)
     assert [r.event.exchanges for r in done] == [1]
-    assert [run.exchanges for run in await completed(nats_config)] == [3, 1]
+    assert [run.exchanges for run in await completed(gateway)] == [3, 1]
 
 
 @pytest.mark.parametrize("grouped", [True, False])
 async def test_runs_that_begin_alike_are_a_group_unless_settings_say_otherwise(
-    start_gateway_alone: StartGateway, nats_config: NatsConfig, grouped: bool
+    start_gateway_alone: StartGateway, grouped: bool
 ) -> None:
     async with front(start_gateway_alone, Model(), **{"detection.grouped": grouped}) as gateway:
         for _ in range(2):
             agent, said = Agent(gateway.url), [user("Mend the parser.")]
             await agent.chat("Answer.", said)
             await agent.chat("Answer.", [*said, user("Go on.")])
-    runs = await completed(nats_config)
+    runs = await completed(gateway)
     assert [run.exchanges for run in runs] == [2, 2]
     assert len({run.group_key for run in runs}) == (1 if grouped else 2)
     assert grouped or all(not run.group for run in runs)

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -259,11 +260,19 @@ async def test_opening_again_is_answered_alike(gateway: GatewayProcess) -> None:
     assert httpx.get(f"{gateway.url}/v1/trajectories/same").json()["status"] == "open"
 
 
-async def test_a_run_has_the_metadata_of_its_opening_and_of_its_completion(gateway: GatewayProcess) -> None:
+async def test_a_run_has_the_metadata_of_its_opening_and_of_its_completion(
+    gateway: GatewayProcess, broker: Broker
+) -> None:
+    """Its completion's event too: reward functions are given what that holds."""
+
     def metadata() -> object:
         return httpx.get(f"{gateway.url}/v1/trajectories/both").json()["metadata"]
 
     gateway.open(id="both", metadata={"subject": "user-17", "try": 1})
     assert metadata() == {"subject": "user-17", "try": 1}
-    assert gateway.complete("both", metadata={"try": 2}).status_code == 200
+    for _ in range(2):
+        assert gateway.complete("both", metadata={"try": 2}).status_code == 200
     assert metadata() == {"subject": "user-17", "try": 2}
+    (completed,) = await broker.read(TrajectoryCompleted)
+    assert msgspec.json.decode(completed.event.metadata) == {"subject": "user-17", "try": 2}
+    assert gateway.complete("both", metadata={"try": 3}).status_code == 409

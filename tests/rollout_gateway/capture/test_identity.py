@@ -17,6 +17,7 @@ from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.kits.events import checkpoint
 from tests.kits.log import read_stream
+from tests.rollout_gateway.access.test_access import Caller
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.kit import ASK, exchanges, key_config
 
@@ -28,16 +29,13 @@ async def test_roles(start_gateway: StartGateway, broker: Broker) -> None:
     gateway = start_gateway(keys=(key_config("agent-key"), key_config("boss-key", role="operator")))
 
     def post(path: str, key: str, body: Any) -> int:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        return httpx.post(f"{gateway.url}{path}", json=body, headers=headers, timeout=60).status_code
+        return Caller(gateway, key).status("POST", path, body)
 
     opening = {"model": "tictactoe", "id": "mine"}
     assert [post("/v1/trajectories", k, opening) for k in ("", "wrong", "agent-key")] == [401, 401, 201]
     follow = "/v1/policies/tictactoe/follow"
     assert [post(follow, k, {}) for k in ("", "agent-key", "boss-key")] == [401, 403, 200]
-    opened = httpx.post(
-        f"{gateway.url}/v1/trajectories", json=opening, headers={"authorization": "Bearer agent-key"}
-    ).json()
+    opened = Caller(gateway, "agent-key").open(id="mine")
     with pytest.raises(openai.AuthenticationError):
         gateway.client().chat.completions.create(**ASK)
     with pytest.raises(openai.AuthenticationError):
@@ -78,7 +76,7 @@ async def test_a_call_may_name_and_open_its_trajectory(start_gateway: StartGatew
 @pytest.mark.slow
 async def test_an_unmodified_fleet_is_sorted_into_runs(start_gateway: StartGateway, broker: Broker) -> None:
     """Agents change nothing but the URL: runs and groups are inferred, and end when they go silent."""
-    gateway = start_gateway(**{"detection.enabled": True, "detection.idle_s": 5.0})
+    gateway = start_gateway(**{"detection.enabled": True, "detection.idle_s": 600.0})
     turns, tasks = 3, ("a1=x", "b2=o")
 
     async def play(client: openai.AsyncOpenAI, task: str, stream: bool) -> None:
@@ -101,6 +99,7 @@ async def test_an_unmodified_fleet_is_sorted_into_runs(start_gateway: StartGatew
     ):
         for number in range(6):
             tg.start_soon(play, client, tasks[number % 2], number % 3 == 0)
+    await anyio.to_thread.run_sync(lambda: gateway.restart(**{"detection.idle_s": 0.1}))
     with anyio.fail_after(120):
         while len(done := await broker.read(TrajectoryCompleted)) < 6:
             await anyio.sleep(0.1)  # until the runs have been silent for long enough
@@ -120,7 +119,7 @@ async def test_inferred_runs_outlive_the_gateway(start_gateway: StartGateway, br
     gateway = start_gateway(
         **{
             "detection.enabled": True,
-            "detection.idle_s": 4.0,
+            "detection.idle_s": 600.0,
             "detection.outcome": "masked",
         }
     )
@@ -134,7 +133,8 @@ async def test_inferred_runs_outlive_the_gateway(start_gateway: StartGateway, br
     said = reply.choices[0].message.model_dump(exclude_none=True)
     second = [*first, said, {"role": "user", "content": "b1=o"}]
     client.chat.completions.create(**{**ASK, "messages": second})
-    with anyio.fail_after(30):
+    gateway.restart(**{"detection.idle_s": 0.1})
+    with anyio.fail_after(60):
         while len(done := await broker.read(TrajectoryCompleted)) < 2:
             await anyio.sleep(0.1)  # until both have been silent for long enough
     events = [r.event for r in done]
@@ -160,7 +160,7 @@ async def test_groups_beyond_the_bound_are_told_to_wait(
     gateway.open(group="g3", split="val")
     async with Broker.connect(nats_config) as broker:
         await broker.publish(checkpoint(1, "tictactoe", project=PROJECT, groups=("g1",)))
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         async with httpx.AsyncClient() as client:
             while True:
                 again_asked = time.monotonic()
@@ -198,8 +198,8 @@ async def test_groups_discarded_while_the_log_was_away_are_no_longer_ahead(
             by="judge",
         )
     )
-    with anyio.fail_after(30):
-        async with httpx.AsyncClient(timeout=30) as client:
+    with anyio.fail_after(60):
+        async with httpx.AsyncClient(timeout=60) as client:
             body = {"model": "tictactoe", "group": "g2"}
             while (await client.post(f"{gateway.url}/v1/trajectories", json=body)).status_code != 201:
                 await anyio.sleep(0.1)  # as an agent that was told to wait

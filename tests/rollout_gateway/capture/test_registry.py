@@ -14,11 +14,12 @@ from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, TrajectoryOpened
 from pipeline.log.broker import Broker
 from pipeline.log.messages import StoredMessage
+from rollout_gateway.access.api_keys import Access
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
+from rollout_gateway.capture.answer_ids import new_answer_id
 from rollout_gateway.capture.copies import Reference
 from rollout_gateway.capture.registry import Completion, Registry
 from rollout_gateway.http.errors import ApiError
-from tests.rollout_gateway.kit import StubCall
 
 pytestmark = pytest.mark.anyio
 
@@ -63,7 +64,7 @@ async def record_run(broker: Broker, name: str) -> None:
         return [msgspec.structs.replace(exchange(name, seq), request=request)]
 
     for _ in range(CALLS):
-        await found.record(StubCall(large))
+        await found.record(large)
 
 
 async def test_a_run_is_read_in_pages_and_looked_at_without_reading_it(nats_config: NatsConfig) -> None:
@@ -103,6 +104,49 @@ async def test_a_run_is_read_in_pages_and_looked_at_without_reading_it(nats_conf
         assert sum(broker.gets) < 10_000
 
 
+async def test_the_answers_that_a_call_refers_to_are_read_together(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that refers to each of its earlier answers by its id refers to as many as it made calls."""
+    registry = Registry(broker, "test", TOKENS)
+    event = TrajectoryOpened(project="test", trajectory="t", model="m", group="g", owner="alice")
+    run = await registry.open(event, "")
+    names = [f"chatcmpl-{new_answer_id('t')}" for _ in range(12)]
+    for name in names:
+        response = msgspec.json.encode({"id": name})
+        await run.record(lambda seq, r=response: [msgspec.structs.replace(exchange("t", seq), response=r)])
+    read_page, pages = broker.read_page, list[int]()
+
+    async def read_page_noted(*args: Any, **keys: Any) -> Any:
+        pages.append(1)
+        return await read_page(*args, **keys)
+
+    monkeypatch.setattr(broker, "read_page", read_page_noted)
+    for here in (registry, Registry(broker, "test", TOKENS)):
+        pages.clear()
+        found = await here.exchanges_of([*names, f"chatcmpl-{new_answer_id('t')}"], Access("alice"))
+        assert {name: e.seq for name, e in found.items()} == {name: seq for seq, name in enumerate(names)}
+        assert len(pages) == 1
+        assert await here.exchanges_of(names, Access("bob")) == {}
+        twice = [f"resp_n-{names[3]}", f"msg_0-{names[3]}"]
+        assert {e.seq for e in (await here.exchanges_of(twice, Access("alice"))).values()} == {3}
+        assert len(await here.exchanges_of(twice, Access("alice"))) == 2
+
+
+async def test_answers_of_runs_that_nobody_opened_cost_one_look(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, asked = Registry(broker, "test", TOKENS), list[str]()
+
+    async def opening(trajectory: str) -> None:
+        asked.append(trajectory)
+
+    monkeypatch.setattr(registry.log, "opening", opening)
+    invented = [f"chatcmpl-{new_answer_id(f't{i}')}" for i in range(100)]
+    assert await registry.exchanges_of(invented, Access("mallory")) == {}
+    assert len(asked) == 1
+
+
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0)
@@ -119,7 +163,7 @@ async def test_a_call_that_begins_as_a_completion_wakes_is_in_the_run(broker: Br
     found.begin()  # before the completion had its turn
     for _ in range(3):
         await asyncio.sleep(0)
-    await found.record(StubCall(lambda seq: [exchange("t", seq)]))
+    await found.record(lambda seq: [exchange("t", seq)])
     found.end()
     assert (await completing).exchanges == 1
 

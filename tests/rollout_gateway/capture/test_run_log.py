@@ -14,7 +14,6 @@ from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Completion, Registry
 from rollout_gateway.http.errors import ApiError
 from tests.rollout_gateway.capture.test_registry import exchange
-from tests.rollout_gateway.kit import StubCall
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +27,7 @@ def opened(name: str) -> TrajectoryOpened:
 
 async def test_an_expired_trajectory_is_refused_by_every_gateway(nats_config: NatsConfig) -> None:
     """A dated id for ever, another one until the log has forgotten the trajectory."""
-    short = msgspec.structs.replace(nats_config, rollouts_max_age_h=1.5 / 3600)
+    short = msgspec.structs.replace(nats_config, rollouts_max_age_h=4 / 3600)
     dated = new_dated_id("t")
     names = ["mine", dated]
     async with Broker.connect(short) as broker, Broker.connect(short) as second:
@@ -64,7 +63,7 @@ async def test_an_id_is_not_used_again_while_the_log_holds_a_part_of_its_traject
     if completed:
         await registry.complete("mine", Completion(reward=1.0))
     else:
-        await found.record(StubCall(lambda seq: [exchange("mine", seq)]))
+        await found.record(lambda seq: [exchange("mine", seq)])
     opening = await registry.log.opening("mine")
     assert opening is not None
     await broker.js.delete_msg("ROLLOUTS", opening.seq)  # as its age does, before that of what came later
@@ -81,3 +80,10 @@ async def test_an_id_with_an_old_date_is_refused(broker: Broker) -> None:
     ):
         with pytest.raises(ApiError, match="opened more than 48 hours ago"):
             await call
+
+
+async def test_an_id_with_a_date_to_come_is_not_used_twice(broker: Broker) -> None:
+    future = "t-20990101T000000Z-" + "0" * 20
+    await broker.publish(exchange(future, 0))  # what the log still holds of a run whose opening has expired
+    with pytest.raises(ApiError, match="expired"):
+        await Registry(broker, "test", TOKENS).open(opened(future), "")

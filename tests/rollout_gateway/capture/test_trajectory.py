@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
+import msgspec
 import nats.errors
 import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.errors import LogShrankError
 from pipeline.events import ExchangeRecorded, TrajectoryOpened, now_us
+from pipeline.log import stream_reader
 from pipeline.log.broker import Broker
 from pipeline.log.fast_client import Ack
 from pipeline.names import new_id
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Completion, Registry
+from rollout_gateway.capture.trajectory import RecordedCalls
 from tests.conftest import NatsServer
 from tests.kits.power import Power
-from tests.rollout_gateway.kit import StubCall
 
 pytestmark = pytest.mark.anyio
 
@@ -42,7 +45,7 @@ def test_a_trajectory_key_is_known_by_its_signature() -> None:
         assert TOKENS.verify(other) is None
 
 
-def made(name: str, by: str, choices: int = 1) -> StubCall:
+def made(name: str, by: str, choices: int = 1) -> Callable[[int], list[ExchangeRecorded]]:
     """One call, for `Trajectory.record`."""
 
     def make(seq: int) -> list[ExchangeRecorded]:
@@ -55,7 +58,7 @@ def made(name: str, by: str, choices: int = 1) -> StubCall:
             for choice in range(choices)
         ]  # fmt: skip
 
-    return StubCall(make)
+    return make
 
 
 async def on_the_log(broker: Broker, name: str = "t") -> list[tuple[int, int, str]]:
@@ -68,9 +71,10 @@ def opened(trajectory: str = "t") -> TrajectoryOpened:
 
 
 async def test_a_log_that_lost_its_end_ends_the_gateway(
-    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path
+    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is recorded on what is gone; the next start reads what the log still holds."""
+    monkeypatch.setattr(stream_reader, "_CATCH_UP_S", 0.1)  # there is no other server that could be behind
     power = Power(nats_server, tmp_path)
     async with Broker.connect(nats_config) as broker:
         run = await Registry(broker, "test", TOKENS).open(opened(), "")
@@ -86,7 +90,7 @@ async def test_a_log_that_lost_its_end_ends_the_gateway(
         async with Broker.connect(nats_config) as third:  # the log's numbers are given again
             other = await Registry(third, "test", TOKENS).open(opened("other"), "")
             await other.record(made("other", "other", 3))
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             for gateway, known in ((registry, run), (reader, read)):
                 while not gateway.log.broker.client.stats["reconnects"]:
                     await anyio.sleep(0.01)
@@ -110,7 +114,8 @@ async def test_a_server_that_comes_back_with_all_of_its_log_changes_nothing(
     await found.record(made("t", "a", 2))
     silent = await registry.open(opened("silent"), "")
     await broker.js.publish("rollout.exchange.test.t", b"\xc1")
-    assert not await found.refresh()
+    await found.refresh()
+    assert found.recorded.exchanges == 2
     nats_server.kill()
     await anyio.to_thread.run_sync(nats_server.start)
     assert await found.record(made("t", "a")) == 1
@@ -124,6 +129,7 @@ async def test_a_new_leader_that_has_yet_to_apply_the_log_lost_nothing(
     registry = Registry(broker, "test", TOKENS)
     found = await registry.open(opened(), "")
     await found.record(made("t", "a"))
+    monkeypatch.setattr(stream_reader, "_CATCH_UP_S", 0.1)
     get, info = broker.leader_get, broker.stream_info
     answers = ["of before", "of now"]
 
@@ -142,6 +148,29 @@ async def test_a_new_leader_that_has_yet_to_apply_the_log_lost_nothing(
     assert not answers
 
 
+async def test_what_is_read_after_a_reconnection_does_not_replace_what_has_to_be_checked(
+    broker: Broker, nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log that lost its end and grew past it would otherwise not be noticed."""
+    registry = Registry(broker, "test", TOKENS)
+    found = await registry.open(opened(), "")
+    await found.record(made("t", "a"))
+    known = found.recorded.last_stream_seq
+    async with Broker.connect(nats_config) as beside:
+        await (await Registry(beside, "test", TOKENS).find("t")).record(made("t", "other"))
+    broker.client.stats["reconnects"] += 1
+    await found.refresh()
+    get, asked = broker.leader_get, []
+
+    async def leader_get(stream: str, request: dict[str, Any]) -> Any:
+        asked.append(request)
+        return await get(stream, request)
+
+    monkeypatch.setattr(broker, "leader_get", leader_get)
+    await registry.log.check_end()
+    assert asked == [{"seq": known}]
+
+
 async def test_a_call_whose_acknowledgement_was_lost_is_recorded_once_though_another_replica_went_on(
     nats_config: NatsConfig,
 ) -> None:
@@ -158,8 +187,17 @@ async def test_a_call_whose_acknowledgement_was_lost_is_recorded_once_though_ano
             raise nats.errors.TimeoutError
 
         broker.client.publish_acked = lose_first  # type: ignore[method-assign, assignment]
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             assert await found.record(made("t", "a")) == 0
             assert await found.record(made("t", "a")) == 2
         assert await on_the_log(broker) == [(0, 0, "a"), (1, 0, "other"), (2, 0, "a")]
         assert (await Registry(broker, "test", TOKENS).complete("t", Completion())).outcome == "scored"
+
+
+def test_a_repeated_request_is_the_newest_call_again() -> None:
+    calls = RecordedCalls()
+    asked = ["a", "b", "a"]
+    for seq, request_hash in enumerate(asked):
+        (event,) = made("t", "")(seq)
+        calls.add(msgspec.structs.replace(event, request_hash=request_hash), seq)
+    assert list(calls.recent.items()) == [("b", [1]), ("a", [2])]

@@ -13,7 +13,6 @@ SCHEMA: Any = {
     "type": "object", "properties": {"cell": {"type": "string", "enum": ["a1", "b2"]}}, "required": ["cell"],
     "additionalProperties": False,
 }  # fmt: skip
-MESSAGE_TOOL: Any = {"name": "move", "description": "Move.", "input_schema": SCHEMA, "strict": True}
 RESPONSE_TOOL: Any = {"type": "function", "name": "move", "parameters": SCHEMA, "strict": True}
 
 

@@ -149,9 +149,9 @@ def test_every_way_to_the_server_is_checked(start_front: StartGateway) -> None:
         ("/tokenize", {**ASK, "chat_template": "x"}, 400),
         ("/tokenize", chat, 400),
     ):
-        reply = httpx.post(gateway.url + path, json=body, timeout=30)
+        reply = httpx.post(gateway.url + path, json=body, timeout=60)
         assert reply.status_code == status, (path, reply.text)
-    packed = httpx.post(gateway.url + path, content=b"x", headers={"content-encoding": "gzip"}, timeout=30)
+    packed = httpx.post(gateway.url + path, content=b"x", headers={"content-encoding": "gzip"}, timeout=60)
     assert (packed.status_code, packed.json()["error"]["code"]) == (415, "unsupported_encoding")
 
 

@@ -212,3 +212,17 @@ def test_malformed_arguments_keep_their_text(text: str) -> None:
         (call,) = translated(MessagesTranslation, messages=history).chat()["messages"][1]["tool_calls"]
         kept = call["function"]["arguments"]
         assert kept == text or json.loads(kept) == json.loads(text)
+
+
+def test_tokens_that_vllm_counts_are_passed_on() -> None:
+    """vLLM's details are null, or lack a number, where it does not count."""
+    answer = completion({"role": "assistant", "content": "ok"})
+    for details, cached, reasoned in (
+        ({}, 0, 0),
+        ({"prompt_tokens_details": None, "completion_tokens_details": {"reasoning_tokens": None}}, 0, 0),
+        ({"prompt_tokens_details": {"cached_tokens": 16}, "completion_tokens_details": {"reasoning_tokens": 5}}, 16, 5),
+    ):  # fmt: skip
+        told = answer | {"usage": answer["usage"] | details}
+        usage = translated(ResponsesTranslation, input="go").answer(told)["usage"]
+        assert usage["input_tokens_details"] == {"cached_tokens": cached}
+        assert usage["output_tokens_details"] == {"reasoning_tokens": reasoned}

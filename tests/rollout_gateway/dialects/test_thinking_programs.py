@@ -21,7 +21,7 @@ from trainer.batches.sequences import build
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEPS = 10
+STEPS = 4
 
 
 def ai_sdk(major: int) -> list[str]:

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
+from tests.rollout_gateway.access.test_access import Caller
 from tests.rollout_gateway.conftest import LONG, StartGateway
 from tests.rollout_gateway.dialects.kit import claude
 from tests.rollout_gateway.kit import exchanges, key_config
 
 pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 
-STEPS = 10
+STEPS = 4
 
 
 def reasoning(step: int) -> str:
@@ -26,7 +26,7 @@ def reasoning(step: int) -> str:
 
 @LONG
 @pytest.mark.vllm
-async def test_prompts_of_ten_tool_steps_are_those_of_chat(
+async def test_prompts_of_tool_steps_are_those_of_chat(
     start_gateway_alone: StartGateway, long_vllm: VllmServer, broker: Broker
 ) -> None:
     gateway = start_gateway_alone(urls=(long_vllm.url,))
@@ -73,13 +73,8 @@ async def test_answers_are_referred_to_by_id(start_gateway: StartGateway, broker
     """As clients do that leave the conversation with the server: by `previous_response_id`, or by `item_reference`. A
     trajectory's key knows its own answers, an agent's key those of its runs."""
     gateway = start_gateway(keys=(key_config("alice"), key_config("bob")))
-
-    def opened(name: str, key: str) -> dict[str, Any]:
-        headers = {"authorization": f"Bearer {key}"}
-        body = {"model": "tictactoe", "id": name}
-        return dict(httpx.post(f"{gateway.url}/v1/trajectories", json=body, headers=headers).json())
-
-    client = gateway.agent(opened("kept", "alice"), max_retries=0)
+    alice = Caller(gateway, "alice")
+    client = gateway.agent(alice.open(id="kept"), max_retries=0)
     asked: Any = {"model": "tictactoe", "instructions": "Play.", "max_output_tokens": 6}
     question: Any = {"role": "user", "content": "a1=."}
     first = client.responses.create(**asked, input=[question])
@@ -92,7 +87,7 @@ async def test_answers_are_referred_to_by_id(start_gateway: StartGateway, broker
     _, whole, previous, by_item = await exchanges(broker, "kept")
     assert whole.prompt_ids == previous.prompt_ids == by_item.prompt_ids
     gateway.client(api_key="alice").responses.create(**asked, input="b1", previous_response_id=first.id)
-    others = gateway.agent(opened("other", "alice"), max_retries=0), gateway.client(api_key="bob")
+    others = gateway.agent(alice.open(id="other"), max_retries=0), gateway.client(api_key="bob")
     for other in others:
         for options in ({"previous_response_id": first.id, "input": "b1"}, {"input": [reference]}):
             with pytest.raises(openai.BadRequestError) as refused:

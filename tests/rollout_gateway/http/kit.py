@@ -22,17 +22,13 @@ HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
 
 
-def _everyone(_: Request) -> None:
-    pass
-
-
 @asynccontextmanager
-async def serve(handler: Handler, admit: Admit = _everyone, **limits: Any) -> AsyncIterator[int]:
+async def serve(handler: Handler, admit: Admit = lambda _: None, **limits: Any) -> AsyncIterator[int]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.setblocking(False)
         bounds = HttpConfig(**{"max_body_bytes": 1000, **limits})
-        async with run_server(handler, listener, bounds, grace_s=5, admit=admit):
+        async with run_server(handler, listener, bounds, grace_s=5, admit=admit, cut_off=lambda: None):
             yield listener.getsockname()[1]
 
 

@@ -63,3 +63,22 @@ def test_an_invalid_body_says_where(body: bytes, code: str, param: str | None) -
     with pytest.raises(ApiError) as refused:
         read_body(body, Body)
     assert (refused.value.status, refused.value.code, refused.value.param) == (400, code, param)
+
+
+@pytest.mark.parametrize("value", [b"{},", b"[],", b"1,", b'"",'])
+def test_a_body_of_millions_of_values_is_refused(value: bytes) -> None:
+    with pytest.raises(ApiError, match="at most 1,000,000") as refused:
+        read_body(b'{"model": "m", "x": [' + value * 1_100_000 + b"1]}", Body)
+    assert (refused.value.status, refused.value.code) == (413, "body_too_large")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hostile", [b'"' + b'\\"' * 1_000_000, b'""' * 5_000_000, b'"",' * 5_000_000])
+def test_counting_the_values_of_a_hostile_body_takes_linear_time(hostile: bytes) -> None:
+    with pytest.raises(ApiError):
+        read_body(b"," * 1_000_001 + hostile, Body)
+
+
+def test_commas_and_brackets_in_a_text_are_no_values() -> None:
+    text = msgspec.json.encode('\\", [{' * 700_000)
+    assert read_body(b'{"model": "m", "x": ' + text + b"}", Body) == Body("m")

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 async def none_in_flight(gateway: GatewayProcess) -> None:
     async with httpx.AsyncClient(base_url=gateway.url) as client:
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while any(r["in_flight"] for r in (await client.get("/health")).json()["replicas"]):
                 await anyio.sleep(0.02)  # until the gateway has noticed
 
@@ -85,7 +85,7 @@ async def test_stopping_refuses_new_calls_and_cuts_old_ones_with_an_error(
     start_gateway_alone: StartGateway, nats_config: NatsConfig
 ) -> None:
     with Mortal() as server:
-        gateway = start_gateway_alone(urls=(server.url,), drain_s=2.0)
+        gateway = start_gateway_alone(urls=(server.url,), drain_s=15.0)
         gateway.open(id="cut")
         assert gateway.process is not None
         async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
@@ -111,7 +111,7 @@ async def test_stopping_refuses_new_calls_and_cuts_old_ones_with_an_error(
                 assert (opening.status_code, opening.json()["error"]["code"]) == (503, "stopping")
         assert sorted(r.status_code for r in cut) == [503] * 3
         assert {r.json()["error"].get("code", "theirs") for r in cut} == {"stopping", "theirs"}
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             assert await anyio.to_thread.run_sync(gateway.process.wait) == 0
         async with Broker.connect(nats_config) as broker:
             events = await exchanges(broker, "cut")
@@ -161,5 +161,5 @@ async def test_a_call_that_ends_in_time_is_answered_while_the_gateway_stops(
                     b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
                 )
             assert (await call).status_code == 200
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             assert await anyio.to_thread.run_sync(gateway.process.wait) == 0

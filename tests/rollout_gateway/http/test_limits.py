@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import httpx
 import openai
 import pytest
 
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
+from tests.rollout_gateway.access.test_access import LET_IN, Caller
 from tests.rollout_gateway.conftest import StartGateway
+from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import ASK, counted, exchanges, key_config
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
-
-LONG: Any = {**ASK, "max_tokens": 240, "extra_body": {"ignore_eos": True}}
+pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.vllm
 async def test_a_call_past_its_deadline_is_a_504_and_stops_the_server(
     start_gateway: StartGateway, broker: Broker, vllm_server: VllmServer
 ) -> None:
@@ -29,7 +30,8 @@ async def test_a_call_past_its_deadline_is_a_504_and_stops_the_server(
     gateway = start_gateway(**{"replicas.timeout_s": 0.2})
     before = counted(vllm_server, "generation_tokens_total")
     client = gateway.agent(gateway.open(id="slow"), max_retries=0)
-    slow = {**LONG, "n": 128}  # deadlines are looked for four times a second
+    # Deadlines are looked for four times a second.
+    slow: Any = {**ASK, "max_tokens": 240, "n": 128, "extra_body": {"ignore_eos": True}}
     with pytest.raises(openai.APIStatusError) as refused:
         client.chat.completions.create(**slow)
     assert (refused.value.status_code, refused.value.code) == (504, "upstream_timeout")
@@ -51,12 +53,22 @@ async def test_a_call_past_its_deadline_is_a_504_and_stops_the_server(
     assert sampled < 2 * 128 * 240 / 2
 
 
-async def test_calls_beyond_the_bound_are_told_to_wait(start_gateway: StartGateway) -> None:
-    gateway = start_gateway(max_calls=2)
+async def begun(server: FakeVllm, client: openai.AsyncOpenAI) -> asyncio.Future[list[Any]]:
+    """Two calls of a client that the server holds, as it does all calls until its `held` is set."""
+    server.held = asyncio.Event()
+    calls = asyncio.gather(*(client.chat.completions.create(**ASK) for _ in range(2)))
+    with anyio.fail_after(60):
+        while len(server.calls) < 2:
+            await anyio.sleep(0.01)
+    return calls
+
+
+async def test_calls_beyond_the_bound_are_told_to_wait(
+    start_gateway_alone: StartGateway, fake_vllm: FakeVllm
+) -> None:
+    gateway = start_gateway_alone(urls=(fake_vllm.url,), max_calls=2)
     async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
-        # Many choices, so that both are still at it when the third call comes, however busy the machine is.
-        first = await client.chat.completions.create(**LONG, n=128, stream=True)
-        second = await client.chat.completions.create(**LONG, n=128, stream=True)
+        calls = await begun(fake_vllm, client)
         with pytest.raises(openai.RateLimitError) as refused:
             await client.chat.completions.create(**ASK)
         assert refused.value.code == "too_many_calls"
@@ -65,36 +77,35 @@ async def test_calls_beyond_the_bound_are_told_to_wait(start_gateway: StartGatew
             claude = await control.post("/v1/messages", json={"model": "tictactoe", "messages": []})
             assert (claude.status_code, claude.json()["error"]["type"]) == (429, "rate_limit_error")
             assert (await control.get("/health")).status_code == 200
-        assert (await client.with_options(max_retries=60).chat.completions.create(**ASK)).choices
-        for stream in (first, second):
-            assert [c async for c in stream][-1].choices[0].finish_reason == "length"
-        assert (await client.chat.completions.create(**ASK)).choices
+        patient = client.with_options(max_retries=60).chat.completions.create(**ASK)
+        waiting = asyncio.ensure_future(patient)
+        fake_vllm.held.set()  # type: ignore[union-attr]  # `begun` made it
+        assert all(reply.choices for reply in [*await calls, await waiting])
 
 
-async def test_calls_that_take_long_hold_up_their_own_key_alone(start_gateway: StartGateway) -> None:
-    gateway = start_gateway(max_calls=2, keys=(key_config("alice"), key_config("bob")))
-    options: Any = {"base_url": f"{gateway.url}/v1", "max_retries": 0}
-    async with (
-        openai.AsyncOpenAI(api_key="alice", **options) as alice,
-        openai.AsyncOpenAI(api_key="bob", **options) as bob,
-    ):
-        streams = [await alice.chat.completions.create(**LONG, n=128, stream=True) for _ in range(2)]
+async def test_calls_that_take_long_hold_up_their_own_key_alone(
+    start_gateway_alone: StartGateway, fake_vllm: FakeVllm
+) -> None:
+    keys = (key_config("alice"), key_config("bob"))
+    gateway = start_gateway_alone(urls=(fake_vllm.url,), max_calls=2, keys=keys)
+    opened = Caller(gateway, "alice").open()
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="alice", max_retries=0) as alice:
+        calls = await begun(fake_vllm, alice)
         # A run's own key counts as the key that opened the run.
-        opened = httpx.post(
-            f"{gateway.url}/v1/trajectories",
-            json={"model": "tictactoe"},
-            headers={"authorization": "Bearer alice"},
-        ).json()
         for client in (alice, alice.with_options(api_key=opened["api_key"])):
             with pytest.raises(openai.RateLimitError):
                 await client.chat.completions.create(**ASK)
-        assert (await bob.chat.completions.create(**ASK)).choices
-        for stream in streams:
-            await stream.close()
+        taken = asyncio.ensure_future(alice.with_options(api_key="bob").chat.completions.create(**ASK))
+        with anyio.fail_after(60):
+            while len(fake_vllm.calls) < 3:
+                await anyio.sleep(0.01)
+        assert not calls.done()
+        fake_vllm.held.set()  # type: ignore[union-attr]
+        assert all(reply.choices for reply in [*await calls, await taken])
 
 
-async def test_a_body_beyond_the_bound_is_refused(start_gateway: StartGateway) -> None:
-    gateway = start_gateway(**{"http.max_body_bytes": 10_000})
+def test_a_body_beyond_the_bound_is_refused(start_front: StartGateway) -> None:
+    gateway = start_front(**{"http.max_body_bytes": 10_000})
     large = json.dumps({**ASK, "messages": [{"role": "user", "content": "x" * 10_000}]}).encode()
 
     def chunks() -> Iterator[bytes]:
@@ -102,7 +113,7 @@ async def test_a_body_beyond_the_bound_is_refused(start_gateway: StartGateway) -
             yield large[start : start + 1000]
 
     def refusal(path: str, content: Any) -> tuple[int, Any]:
-        reply = httpx.post(f"{gateway.url}{path}", content=content, timeout=30)
+        reply = httpx.post(f"{gateway.url}{path}", content=content, timeout=60)
         return reply.status_code, reply.json()["error"]
 
     for path in ("/v1/chat/completions", "/v1/responses", "/v1/trajectories", "/t/x/v1/completions"):
@@ -111,5 +122,4 @@ async def test_a_body_beyond_the_bound_is_refused(start_gateway: StartGateway) -
             assert (status, error["code"]) == (413, "body_too_large")
     status, error = refusal("/v1/messages", large)
     assert (status, error["type"]) == (413, "request_too_large")
-    client = gateway.client(max_retries=0)
-    assert (await anyio.to_thread.run_sync(lambda: client.chat.completions.create(**ASK))).choices
+    assert httpx.post(f"{gateway.url}/v1/chat/completions", json=ASK, timeout=60).status_code == LET_IN

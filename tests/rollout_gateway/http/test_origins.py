@@ -147,7 +147,7 @@ def test_the_authority_of_a_proxys_request_line_counts_as_host(start_front: Star
     gateway = start_front()
     port = gateway.config.gateway.port
     for authority, status in (("evil.example", b"421"), (f"localhost:{port}", b"200")):
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
             client.sendall(f"GET http://{authority}/health HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             assert client.recv(65536)[9:12] == status
 

@@ -42,3 +42,29 @@ async def test_an_adapter_whose_folder_was_changed_is_unpacked_again(broker: Bro
     assert await unpacked() == FILES
     with pytest.raises(AdapterError, match="SHA-256"):
         await files.ensure("m@2", digest, "0" * 64, names)
+
+
+async def test_only_adapters_that_no_server_may_have_loaded_are_deleted(
+    broker: Broker, tmp_path: Path
+) -> None:
+    digest = "0123456789abcdef" * 4
+    earlier = AdapterFiles(tmp_path, broker)
+    left = [earlier.path(f"m@{step}", digest) for step in (1, 2)]
+    left += [left[0].with_name("m@3-0123456789abcdef.part"), tmp_path / "unused-x.deleted"]
+    for folder in [*left, tmp_path / "of-the-user"]:
+        folder.mkdir()
+        (folder / "file").write_bytes(b"content")
+    files = AdapterFiles(tmp_path, broker)
+    unused, used = (files.path(f"a/b@{step}", digest) for step in (4, 5))
+    for folder in (unused, used):
+        folder.mkdir()
+
+    def names() -> set[str]:
+        return {path.name for path in tmp_path.iterdir()}
+
+    before = names()
+    await files.delete_unused([str(used), str(left[1])], inherited=False)
+    assert names() == before - {unused.name}
+    await files.delete_unused([str(used), str(left[1])], inherited=True)
+    assert names() == {used.name, left[1].name, "of-the-user"}
+    await AdapterFiles(tmp_path / "missing", broker).delete_unused([], inherited=True)

@@ -16,20 +16,15 @@ from pipeline.events import ExchangeRecorded, PolicyLoaded
 from pipeline.log import key_value
 from pipeline.log.broker import Broker
 from pipeline.names import subject_token
-from rollout_gateway.serving.fleet_records import replica_name, sampler_key
+from pipeline.streams import replica_name, sampler_key
 from tests.kits.sampler import SamplerThread
 from tests.rollout_gateway.conftest import PROJECT, publish_adapter
-from tests.rollout_gateway.fake_vllm import (
-    FakeVllm,
-    GatewayParts,
-    fleet_config,
-    gateway_parts,
-    sampler_config,
-)
+from tests.rollout_gateway.fake_vllm import FakeVllm
+from tests.rollout_gateway.gateway_parts import GatewayParts, fleet_config, gateway_parts, sampler_config
 
 pytestmark = pytest.mark.anyio
 
-SWAPS, LANES = 24, 4
+SWAPS, LANES = 12, 2
 
 
 async def call_until(gateway: GatewayParts, lane: str, stop: anyio.Event, wrong: list[str]) -> None:
@@ -103,8 +98,56 @@ async def test_a_server_whose_agent_died_gets_no_calls_when_its_record_has_expir
     async with Broker.connect(nats_config) as log, gateway_parts(config, "gw") as gateway:
         record = b'{"url": "%s", "models": ["tictactoe"], "server_start": "1"}' % server.url.encode()
         key = sampler_key(PROJECT, replica_name(server.url))
-        await key_value.put(log, streams.FLEET.name, key, record, 1)
+        await key_value.put(log, streams.FLEET.name, key, record, 6)
         await gateway.until(gateway.fleet.ready)
         assert (await gateway.call())[0] == 200
         await gateway.until(lambda: not gateway.fleet.replicas)
+    await server.stop()
+
+
+async def test_adapters_that_the_server_does_not_have_loaded_are_deleted(
+    nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    """After a restart of the server, a failed check and a restart of the agent, too, they stayed on the disk."""
+    server = FakeVllm()
+    await server.start()
+    config = fleet_config(nats_config, tmp_path, max_loras=2)
+    settings = sampler_config(config, server.url, tmp_path)
+    agent = SamplerThread(settings)
+    folder = settings.path(settings.sampler.adapters)
+
+    async def unpacked(*steps: int) -> None:
+        """Wait until adapters of these steps are on the disk, and no others."""
+        with anyio.fail_after(60):
+            while sorted(path.name.partition("-")[0] for path in folder.iterdir()) != [
+                f"tictactoe@{step}" for step in steps
+            ]:
+                await anyio.sleep(0.02)
+
+    async with gateway_parts(config, "gw") as gateway:
+
+        async def serve(step: int) -> None:
+            version = await publish_adapter(gateway.broker, step)
+            await gateway.until(lambda: gateway.router.current("tictactoe") == version)
+
+        await anyio.to_thread.run_sync(agent.start)
+        for step in (1, 2, 3):
+            await serve(step)
+        await unpacked(2, 3)
+        await server.stop()  # it loses its adapters
+        await server.start()
+        await serve(4)
+        await unpacked(3, 4)
+        server.disk = tmp_path / "another"  # so it refuses the next adapter
+        await publish_adapter(gateway.broker, 5)
+        await gateway.until(lambda: any("tictactoe@5" in r.refused for r in gateway.fleet.replicas))
+        server.disk = None
+        await serve(6)
+        await unpacked(4, 6)
+        await anyio.to_thread.run_sync(agent.stop)
+        await server.stop()
+        await server.start()
+        await anyio.to_thread.run_sync(agent.start)
+        await unpacked(6)
+        await anyio.to_thread.run_sync(agent.stop)
     await server.stop()

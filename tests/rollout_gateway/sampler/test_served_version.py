@@ -14,12 +14,13 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.names import parse_version
 from tests.rollout_gateway.conftest import publish_adapter
-from tests.rollout_gateway.fake_vllm import FakeVllm, GatewayParts, parts
+from tests.rollout_gateway.fake_vllm import FakeVllm
+from tests.rollout_gateway.gateway_parts import GatewayParts, parts
 from tests.rollout_gateway.kit import Calls, older_than_before
 
 pytestmark = pytest.mark.anyio
 
-SWAPS, LANES = 30, 4
+SWAPS, LANES = 12, 2
 
 
 class UnloadsNoted(FakeVllm):

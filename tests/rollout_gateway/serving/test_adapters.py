@@ -19,9 +19,12 @@ from tests.rollout_gateway.kit import ASK, counted, exchanges, serves
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 
+CHOICES = 24
+"""Of a call that is long enough to be cut off in its middle."""
+
 
 def held(server: VllmServer) -> set[str]:
-    cards = httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]
+    cards = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
     return {card["id"] for card in cards if card["parent"]}
 
 
@@ -106,22 +109,22 @@ async def test_a_killed_inference_server_is_a_delay_and_not_a_failure(
     async with openai.AsyncOpenAI(
         base_url=opened["base_url"], api_key=opened["api_key"], max_retries=0, timeout=300
     ) as client:
-        long: Any = {**ASK, "max_tokens": 240, "n": 128, "extra_body": {"ignore_eos": True}}
+        long: Any = {**ASK, "max_tokens": 240, "n": CHOICES, "extra_body": {"ignore_eos": True}}
         before = counted(vllm_server, "generation_tokens_total")
         call = asyncio.ensure_future(client.chat.completions.create(**long))
         with anyio.fail_after(60):  # until the server has begun to answer
             while (sampled := await _sampled(vllm_server)) == before:
                 await anyio.sleep(0.01)
         await anyio.to_thread.run_sync(vllm_server.kill)
-        assert sampled - before < 128 * 240
+        assert sampled - before < CHOICES * 240
         later = asyncio.ensure_future(client.chat.completions.create(**ASK))
         await anyio.to_thread.run_sync(vllm_server.start)
         assert (await call).model == (await later).model == "tictactoe@1"
         # The server's second life answered both: its first one died in the middle of the long one.
-        assert counted(vllm_server, "generation_tokens_total") >= 128 * 240
+        assert counted(vllm_server, "generation_tokens_total") >= CHOICES * 240
     lives = {e.server_start for e in await loads(broker)}
     assert len(lives) == 2
-    assert len(await exchanges(broker, "patient")) == 128 + 1
+    assert len(await exchanges(broker, "patient")) == CHOICES + 1
 
 
 async def _sampled(server: VllmServer) -> float:

@@ -8,13 +8,18 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.config import NatsConfig
+from pipeline.config import NatsConfig, SigningConfig
 from pipeline.events import PolicyPromoted, PolicyRetired, TrajectoryOpened
-from pipeline.log.broker import Broker
+from pipeline.log.broker import Broker, Recorded
+from pipeline.security import nkey
+from pipeline.security.signing import Trust
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.sampler.controller import ServerController
+from rollout_gateway.serving.policies import Policies
+from tests.kits.events import checkpoint
 from tests.rollout_gateway.conftest import PROJECT, StartGateway, publish_adapter
-from tests.rollout_gateway.fake_vllm import FakeVllm, parts
+from tests.rollout_gateway.fake_vllm import FakeVllm
+from tests.rollout_gateway.gateway_parts import parts
 
 pytestmark = pytest.mark.anyio
 
@@ -22,12 +27,10 @@ NO_VERSIONS = [f"tictactoe@{step}" for step in ("00", "٠", "²", "01", "9" * 50
 
 
 async def test_a_step_that_is_no_canonical_number_is_an_unknown_version(
-    start_gateway_alone: StartGateway,
+    start_gateway_alone: StartGateway, fake_vllm: FakeVllm
 ) -> None:
-    server = FakeVllm()
-    await server.start()
-    gateway = start_gateway_alone(urls=(server.url,), **{"replicas.wait_s": 10.0})
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    gateway = start_gateway_alone(urls=(fake_vllm.url,), **{"replicas.wait_s": 10.0})
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
 
         async def post(path: str, **body: Any) -> tuple[int, str, str]:
             reply = await client.post(path, json=body)
@@ -57,8 +60,6 @@ async def test_a_step_that_is_no_canonical_number_is_an_unknown_version(
             json={"model": "tictactoe", "messages": [{"role": "user", "content": "hi"}]},
         )
         assert reply.status_code == 200, reply.text
-    gateway.stop()
-    await server.stop()
 
 
 async def test_what_an_older_gateway_recorded_under_such_a_name_harms_nobody(
@@ -108,14 +109,12 @@ async def test_an_unexpected_error_while_one_version_loads_refuses_that_version(
 
 
 async def test_a_retired_version_is_told_with_what_can_be_named_and_how_it_is_served_again(
-    broker: Broker, start_gateway_alone: StartGateway
+    broker: Broker, start_gateway_alone: StartGateway, fake_vllm: FakeVllm
 ) -> None:
     for step in (1, 2):
         await publish_adapter(broker, step)
     await broker.publish(PolicyRetired(project=PROJECT, model="tictactoe", version="tictactoe@1"))
-    server = FakeVllm()
-    await server.start()
-    gateway = start_gateway_alone(urls=(server.url,))
+    gateway = start_gateway_alone(urls=(fake_vllm.url,))
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
         for path, body, field in (
             ("policies/tictactoe/promote", {"version": "tictactoe@1"}, "version"),
@@ -128,8 +127,6 @@ async def test_a_retired_version_is_told_with_what_can_be_named_and_how_it_is_se
             assert "no longer kept (`retention.adapters`)" in error["message"]
             assert "that is: tictactoe@0, tictactoe@2. " in error["message"]
             assert "train --adopt" in error["message"]
-    gateway.stop()
-    await server.stop()
 
 
 async def test_a_branch_is_served_beside_main_under_a_name_of_its_own(
@@ -160,3 +157,14 @@ async def test_a_branch_is_served_beside_main_under_a_name_of_its_own(
         for nothing in (f"{branch}@0", f"{branch}@3", "tictactoe+other@1"):
             with pytest.raises(ApiError, match="does not exist"):
                 gateway.router.resolve(nothing, None)
+
+
+def test_a_branch_whose_only_checkpoint_is_refused_does_not_exist(tmp_path: Path) -> None:
+    """Without a valid signature: as if it had never been published."""
+    key = nkey.load_or_make(tmp_path / "checkpoints.nk").public
+    policies = Policies("p", ["m"], Trust(SigningConfig(keys=(key,))))
+    event = checkpoint(1, branch="b")
+    headers = {"Nats-Time-Stamp": "2026-01-01T00:00:00Z"}
+    assert not policies.apply(Recorded(event, "POLICY", 1, event.subject(), headers))
+    assert policies.state("m+b") is None
+    assert policies.names() == ["m", "m@0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.events import PolicyLoaded
 from rollout_gateway.http.errors import ApiError
-from rollout_gateway.serving.replicas import Replica, replica_of
+from rollout_gateway.serving.replicas import Fleet, Replica, least_loaded, replica_of
 from tests.rollout_gateway.conftest import publish_adapter
-from tests.rollout_gateway.fake_vllm import FakeVllm, parts
+from tests.rollout_gateway.fake_vllm import FakeVllm
+from tests.rollout_gateway.gateway_parts import parts
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +32,7 @@ async def test_a_trajectory_stays_and_load_is_shared(nats_config: NatsConfig, tm
         async with anyio.create_task_group() as tg:
             for _ in range(10):
                 tg.start_soon(gateway.call)
-            with anyio.fail_after(10):
+            with anyio.fail_after(60):
                 while len(one.calls) + len(two.calls) < 14:
                     await anyio.sleep(0.01)  # until the servers hold all ten
             assert {r.load for r in gateway.fleet.replicas} == {5}
@@ -119,3 +121,15 @@ async def test_conversations_are_shared_and_move_only_with_their_replica() -> No
     after = {c: replica_of(c, replicas[1:]).name for c in conversations}
     assert all(after[c] == name for c, name in before.items() if name != replicas[0].name)
     assert {replica_of(c, list(reversed(replicas))).name == before[c] for c in conversations} == {True}
+
+
+async def test_the_end_of_the_last_call_is_told_where_the_record_says_that_there_is_one() -> None:
+    """A sampler agent that needs room waits for it. What no record says needs no other record."""
+    fleet = Fleet()
+    replica = fleet.add("http://127.0.0.1:1")
+    replica.ready, replica.loaded = True, {"m@1": "sha256"}
+    for reported in (False, True):
+        lease = await fleet.acquire(lambda: "m@1", least_loaded, time.monotonic() + 60)
+        fleet.reported = {replica.name: ("m@1",)} if reported else {}
+        lease.release()
+        assert fleet.use_changed.is_set() is reported

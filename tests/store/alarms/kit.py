@@ -11,7 +11,6 @@ from pipeline.events import (
     AlarmChanged,
     DeadLettered,
     Event,
-    GroupDiscarded,
     GroupScored,
     JudgeMeasured,
     Member,
@@ -22,6 +21,7 @@ from pipeline.events import (
     now_us,
 )
 from pipeline.log.broker import Broker
+from tests.store import kit
 from tests.store.kit import checkpoint
 
 STEPS, GROUPS = 4, 6
@@ -40,22 +40,12 @@ def steps(metric: str, values: list[float], **more: Any) -> list[Event]:
 def groups(equal: int, different: int, **more: Any) -> list[Event]:
     """Groups with equal rewards, then groups with different ones."""
     rewards = [(0.5, 0.5)] * equal + [(0.0, 1.0)] * different
-    return [
-        GroupScored(
-            project="p", group=f"g{i}", model="m", judge="j",
-            members=tuple(Member(trajectory=f"g{i}-{k}", reward=r) for k, r in enumerate(pair)), **more,
-        )
-        for i, pair in enumerate(rewards)
-    ]  # fmt: skip
+    return [kit.scored(f"g{i}", {f"g{i}-0": a, f"g{i}-1": b}, **more) for i, (a, b) in enumerate(rewards)]
 
 
 def discarded(reason: Literal["stale", "no_variance"], count: int) -> list[Event]:
     """The trainer's discards of the first groups."""
-    return [
-        GroupDiscarded(project="p", group=f"g{i}", model="m", trajectories=(f"g{i}-0", f"g{i}-1"), reason=reason,
-                       by="trainer")
-        for i in range(count)
-    ]  # fmt: skip
+    return [kit.discarded(f"g{i}", reason, f"g{i}-0", f"g{i}-1") for i in range(count)]
 
 
 def runs(dropped: int, short: int = 24, long: int = 8) -> list[Event]:
@@ -69,8 +59,7 @@ def runs(dropped: int, short: int = 24, long: int = 8) -> list[Event]:
         for i in range(short + long)
     ]  # fmt: skip
     names = tuple(f"t{short + i}" for i in range(dropped))
-    lost = GroupDiscarded(project="p", group="x", model="m", trajectories=names, reason="late", by="judge")
-    return [*ended, lost]
+    return [*ended, kit.discarded("x", "late", *names, by="judge")]
 
 
 def anchors(tau: float | None, alarm: bool = False) -> list[Event]:
@@ -93,11 +82,15 @@ def letters(count: int, reason: str = "undecodable", consumer: str = "judge", ag
     ]  # fmt: skip
 
 
-def loads(*held: int, replica: str = REPLICA) -> list[Event]:
-    """Versions that a replica loaded."""
+def loads(*held: int, replica: str = REPLICA, server_start: str = "", ago_us: int = 0) -> list[Event]:
+    """Versions that a process of a replica loaded."""
     return [
-        PolicyLoaded(project="p", model="m", step=step, version=f"m@{step}", replica=replica) for step in held
-    ]
+        PolicyLoaded(
+            project="p", model="m", step=step, version=f"m@{step}", replica=replica, server_start=server_start,
+            at=now_us() - ago_us,
+        )
+        for step in held
+    ]  # fmt: skip
 
 
 def passes(failed: int, made: int, ago_us: int = 0) -> list[Event]:
@@ -114,10 +107,9 @@ def unrewarded(count: int) -> list[Event]:
     """Groups that were discarded for want of rewards."""
     why = "2 of 2 trajectories carry no reward and judge.model is not set"
     return [
-        GroupDiscarded(project="p", group=f"u{i}", model="m", trajectories=(f"u{i}-0", f"u{i}-1"), reason="too_small",
-                       by="judge", detail=why)
+        kit.discarded(f"u{i}", "too_small", f"u{i}-0", f"u{i}-1", by="judge", detail=why)
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def composed(spread: float) -> list[Event]:
@@ -137,13 +129,9 @@ def composed(spread: float) -> list[Event]:
 def played(split: Literal["train", "val"], *shares: float) -> list[Event]:
     """40 runs of each block of steps, of which this share has the reward 1."""
     return [
-        GroupScored(
-            project="p", group=f"{split}{block}", model="m", judge="j", split=split,
-            members=tuple(
-                Member(trajectory=f"{split}{block}-{k}", reward=float(k < share * 40), split=split,
-                       first_step=block * STEPS, last_step=block * STEPS)
-                for k in range(40)
-            ),
+        kit.scored(
+            f"{split}{block}", {f"{split}{block}-{k}": float(k < share * 40) for k in range(40)},
+            {"split": split, "first_step": block * STEPS, "last_step": block * STEPS}, split=split,
         )
         for block, share in enumerate(shares)
     ]  # fmt: skip
@@ -154,7 +142,7 @@ def costs(usd: float, step_s: float, sampled: int) -> list[Event]:
     scores = (Score(trajectory="a", score=1.0),)
     verdict = Verdict(judge_model="x", scores=scores, cost_usd=usd / 2)
     return [
-        GroupScored(project="p", group="g", model="m", judge="j", members=(), verdicts=(verdict, verdict)),
+        kit.scored("g", {}, verdicts=(verdict, verdict)),
         checkpoint(1, metrics={"step_s": step_s}),
         TrajectoryCompleted(project="p", trajectory="t", model="m", group="g", sampled_tokens=sampled),
     ]
@@ -168,12 +156,9 @@ def twice_judged(*second: float) -> list[Event]:
         return Verdict(judge_model="x", rubric="general", rubric_hash="h", scores=said, **more)
 
     return [
-        GroupScored(
-            project="p", group=name, model="m", judge="j", members=(),
-            verdicts=(verdict(name, (0.1, 0.5, 0.9)), verdict(name, second, second=True)),
-        )
+        kit.scored(name, {}, verdicts=(verdict(name, (0.1, 0.5, 0.9)), verdict(name, second, second=True)))
         for name in (f"w{i}" for i in range(GROUPS))
-    ]  # fmt: skip
+    ]
 
 
 LEVEL = [1.0] * 2 * STEPS
@@ -239,7 +224,7 @@ def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
 
 async def changes(broker: Broker, count: int) -> list[AlarmChanged]:
     """Every change on the log, once there are `count`."""
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         while len(found := [r.event for r in await broker.read(AlarmChanged)]) < count:
             await anyio.sleep(0.02)
     return found

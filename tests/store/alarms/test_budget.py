@@ -12,7 +12,7 @@ from pipeline.running.status import read_log
 from pipeline.security.signing import Trust
 from tests.judge.kit import completed, groups, judging
 from tests.store.alarms.kit import changes
-from tests.store.kit import StoreProcess, publish
+from tests.store.kit import StoreProcess, publish, scored
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +22,7 @@ FIVE, TEN = BudgetConfig(judge_usd=5.0), BudgetConfig(judge_usd=10.0)
 
 def dear(name: str, usd: float) -> GroupScored:
     verdict = Verdict(judge_model="x", scores=(), cost_usd=usd)
-    return GroupScored(project="p", group=name, model="m", judge="j", members=(), verdicts=(verdict,))
+    return scored(name, {}, verdicts=(verdict,))
 
 
 async def test_what_was_spent_survives_restarts_and_counts_once(
@@ -46,7 +46,7 @@ async def test_what_was_spent_survives_restarts_and_counts_once(
         "over_budget",
         "5.5 of 5 USD are spent (budget.judge_usd)",
     )
-    (shown,) = (await read_log(nats_config, Trust(SigningConfig())))["raised"]
+    (shown,) = (await read_log(nats_config, Trust(SigningConfig()), "p"))["raised"]
     assert "(budget.judge_usd)" in shown["detail"]
     assert "Set a higher `budget.judge_usd`" in shown["action"]
     async with running_store(OFTEN, budget=TEN):

@@ -7,8 +7,10 @@ from pathlib import Path
 import anyio
 import pytest
 
+from pipeline import streams
 from pipeline.config import AlarmsConfig, Config, NatsConfig
 from pipeline.events import AlarmChanged
+from pipeline.log import key_value
 from pipeline.log.broker import Broker
 from pipeline.log.unwritten import Unwritten
 from store.alarms.checker import Checker
@@ -77,6 +79,46 @@ async def test_what_could_not_be_checked_neither_begins_nor_ends(broker: Broker,
     assert [e.state for e in told] == ["raised"], "one check without it is not its end"
     await checker._apply([], set())
     assert [e.state for e in told] == ["raised", "cleared"]
+
+
+async def test_a_server_that_is_still_starting_is_not_behind(broker: Broker, tmp_path: Path) -> None:
+    """A run that goes on on other ports, or a server that restarts: it has no record, and its newest version is old."""
+    told: list[AlarmChanged] = []
+    behind = [Condition("replica_behind", "p", "m", "127.0.0.1:9", 3.0, 120.0, "serves m@0 at most")]
+    others = [Condition("kl_rise", "p", "m", "", 3.0, 2.0, "far")]
+    checker = Checker(Config(run_dir=str(tmp_path)), broker, told.append)
+    await checker._catch_up()
+    await checker._apply([*behind, *others], set())
+    assert [e.alarm for e in told] == ["kl_rise"]
+    checker._starting["127.0.0.1:9"] -= checker._config.vllm.start_timeout_s
+    await checker._apply([*behind, *others], set())
+    assert [e.alarm for e in told] == ["kl_rise", "replica_behind"]
+    restarted = Checker(Config(run_dir=str(tmp_path)), broker, told.append)
+    await restarted._catch_up()
+    for _ in range(3):
+        await restarted._apply([*behind, *others], set())
+    assert len(told) == 2, "a restart of the store does not end the alarm of a server that is still behind"
+    for _ in range(2):
+        await restarted._apply(others, set())
+    assert [e.state for e in told] == ["raised", "raised", "cleared"]
+
+
+async def test_a_server_has_the_time_of_a_start_when_it_restarts_in_the_middle_of_a_run(
+    broker: Broker, tmp_path: Path
+) -> None:
+    told: list[AlarmChanged] = []
+    behind = [Condition("replica_behind", "p", "m", "127.0.0.1:9", 3.0, 120.0, "serves m@0 at most")]
+    checker = Checker(Config(run_dir=str(tmp_path)), broker, told.append)
+    checker._began -= checker._config.vllm.start_timeout_s
+    await checker._catch_up()
+    await checker._apply(behind, set())
+    key = streams.sampler_key("p", "127.0.0.1:9")
+    await key_value.put(broker, streams.FLEET.name, key, b"{}", 60)
+    await checker._apply(behind, set())  # the store has not written yet what it loaded
+    await checker._apply([], set())
+    assert told == []
+    await checker._apply(behind, set())
+    assert [e.state for e in told] == ["raised"], "it takes calls, without the newest version"
 
 
 async def test_two_stores_raise_and_end_an_alarm_once(broker: Broker, tmp_path: Path) -> None:

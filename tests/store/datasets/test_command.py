@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.events import (
@@ -80,10 +82,11 @@ def history() -> list[Event]:
     ]  # fmt: skip
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    fill(tmp_path / "run", history())
-    return tmp_path / "run"
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    fill(folder, history())
+    return folder
 
 
 def dataset(run_dir: Path, out: Path | str, *arguments: str, query: str = ALL) -> list[dict[str, Any]]:
@@ -150,6 +153,43 @@ def test_only_replies_that_the_model_sampled_are_rows_or_train(tmp_path: Path) -
     assert [(r["messages"], r["replies"]) for r in made["sft"]] == [
         ([*few_shot, reply("6")], [3]), ([*few_shot, reply("7")], [3])
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "reward"])
+def test_runs_of_two_models_are_not_compared(kind: str, tmp_path: Path) -> None:
+    runs = [run(f"r{i}", "g", [user("go"), reply(f"a{i}")], float(i < 2)) for i in range(4)]
+    of_models: list[Any] = [(event, f"m{i // 2}") for i, of_run in enumerate(runs) for event in of_run]
+    fill(tmp_path / "run", [msgspec.structs.replace(event, model=model) for event, model in of_models])
+    out, run_dir = str(tmp_path / "out"), str(tmp_path / "run")
+    assert command.main([ALL, "--as", kind, "--out", out, "--run-dir", run_dir]) == 1
+
+
+def test_examples_in_a_prompt_are_no_pair(tmp_path: Path) -> None:
+    events = [
+        event
+        for i, name in enumerate(("better", "worse"))
+        for event in run(
+            name, "g", [user("go"), reply(f"shown {i}"), user("now"), reply(name)], 1.0 - i, examples=2
+        )
+    ]
+    fill(tmp_path / "run", events)
+    assert (
+        command.main([ALL, "--as", "dpo", "--out", str(tmp_path / "out"), "--run-dir", str(tmp_path / "run")])
+        == 1
+    )
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_held_out_runs_are_left_out_unless_they_are_asked_for(held_out: bool, tmp_path: Path) -> None:
+    events = [event for name in ("a1", "a2") for event in run(name, *GAMES[name])]
+    for i, event in enumerate(events):
+        if isinstance(event, TrajectoryOpened | TrajectoryCompleted) and event.trajectory == "a2":
+            events[i] = msgspec.structs.replace(event, split="val")
+    fill(tmp_path / "run", events)
+    out = tmp_path / "out"
+    rows = dataset(tmp_path / "run", out, "--as", "sft", *(["--held-out"] if held_out else []))
+    assert [row["run"] for row in rows] == (["a1", "a2"] if held_out else ["a1"])
+    assert ("a held-out run (split val)" in (out / "README.md").read_text()) != held_out
 
 
 @pytest.mark.parametrize("kind", ["dpo", "reward"])
@@ -227,6 +267,35 @@ def split(out: Path, row: dict[str, Any]) -> str:
         for s in folder.SPLITS
         if (out / f"{s}.jsonl").exists() and row["run"] in (out / f"{s}.jsonl").read_text()
     )
+
+
+@pytest.mark.parametrize("place", ["one", "two"])
+def test_the_splits_have_one_schema_also_if_a_field_occurs_in_one_of_them_only(
+    place: str, tmp_path: Path
+) -> None:
+    """`datasets` does not load files whose columns differ."""
+    assert len({folder.split_of(task, 0.3) for task in ("one", "two")}) == 2
+    called = [user("go"), reply("", tool_calls=CALLED)]
+    fill(
+        tmp_path / "run",
+        [
+            e
+            for t in ("one", "two")
+            for e in run(t, t, called if t == place else [user("go"), reply("a")], 1.0)
+        ],
+    )
+    dataset(tmp_path / "run", tmp_path / "out", "--as", "sft", "--test-share", "0.3")
+    schemas = [pq.read_schema(tmp_path / "out" / f"{split}.parquet") for split in folder.SPLITS]
+    assert schemas[0] == schemas[1]
+    assert "tool_calls" in str(schemas[0])
+
+
+def test_the_card_names_pairs_across_splits_first(tmp_path: Path) -> None:
+    tasks = ("two", "two", "one")
+    rows: list[dict[str, Any]] = [{"prompt": "p", "run": f"r{i}", "task": t} for i, t in enumerate(tasks)]
+    card = folder.files_of(rows, folder.Source("q", "prompts", [], [], Counter()), 0.3)["README.md"].decode()
+    assert "2 pairs share 0.9 of their runs of five words or more, 1 of them in different" in card
+    assert card.index("- `r0` and `r2`: 1.00") < card.index("- `r0` and `r1`: 1.00")
 
 
 def test_near_duplicates_are_pairs_above_the_overlap() -> None:

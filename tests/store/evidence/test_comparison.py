@@ -8,9 +8,10 @@ from unittest import mock
 
 import duckdb
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.config import ConfigError
 from store.evidence import comparison
 from store.evidence.comparison import Evidence, Guard, Metric, Plan, gather
 
@@ -43,32 +44,37 @@ def _time(at: int) -> datetime:
 
 @pytest.fixture(scope="module")
 def connection() -> Iterator[duckdb.DuckDBPyConnection]:
-    with duckdb.connect() as found:
+    with duckdb.connect(config={"threads": "1"}) as found:
         found.execute(_TABLES)
         yield found
 
 
+def _fill(connection: duckdb.DuckDBPyConnection, runs: list[tuple[int, int]], said: list[Said]) -> None:
+    """Let these be all runs, and all that was said of them."""
+    ended = [
+        ("p", "m", f"r{n}", "ok", _time(1), _time(at), step, step, n / 20, 1)
+        for n, (step, at) in enumerate(runs)
+    ]
+    given = [("p", f"r{n}", "number", -1, name, value, _time(at)) for at, n, name, value in said if name]
+    scored = [("p", f"r{n}", "main", "scored", value, _time(at)) for at, n, name, value in said if not name]
+    connection.begin()
+    for table, rows in (("trajectories", ended), ("signals", given), ("rewards", scored)):
+        connection.execute(f"DELETE FROM {table}")
+        if rows:
+            connection.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)
+    connection.commit()
+
+
 def _look(
-    connection: duckdb.DuckDBPyConnection, runs: list[tuple[int, int]], said: list[Said], until: int
+    connection: duckdb.DuckDBPyConnection, until: int
 ) -> tuple[Evidence, list[tuple[list[float], list[float]]]]:
     """Return the evidence at `until`, and for each metric the candidate's and the control's numbers in their order."""
-    for table in ("trajectories", "rewards", "signals"):
-        connection.execute(f"DELETE FROM {table}")
-    for number, (step, ended) in enumerate(runs):
-        values = ("p", "m", f"r{number}", "ok", _time(1), _time(ended), step, step, number / 20)
-        connection.execute("INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 1)", values)
-    for at, number, name, value in said:
-        if name:
-            given = ("p", f"r{number}", "number", -1, name, value, _time(at))
-            connection.execute("INSERT INTO signals VALUES (?, ?, ?, ?, ?, ?, ?)", given)
-        else:
-            scored = ("p", f"r{number}", "main", "scored", value, _time(at))
-            connection.execute("INSERT INTO rewards VALUES (?, ?, ?, ?, ?, ?)", scored)
     with mock.patch.object(comparison, "_compared", wraps=comparison._compared) as compared:
         found = gather(connection, "p", _PLAN, _BEGUN, until)
     return found, [(call.args[1], call.args[2]) for call in compared.call_args_list]
 
 
+@settings(max_examples=40)
 @given(
     runs=st.lists(_RUN, min_size=1, max_size=12),
     said=st.lists(_SAID, max_size=24, unique_by=lambda s: (s[0], s[1], s[2])),
@@ -77,9 +83,11 @@ def _look(
 def test_what_is_said_later_changes_no_look_and_no_pair(
     connection: duckdb.DuckDBPyConnection, runs: list[tuple[int, int]], said: list[Said], until: int
 ) -> None:
-    then = _look(connection, runs, [s for s in said if s[0] <= until], until)
-    assert _look(connection, runs, said, until) == then
-    _, later = _look(connection, runs, said, _END)
+    _fill(connection, runs, [s for s in said if s[0] <= until])
+    then = _look(connection, until)
+    _fill(connection, runs, said)
+    assert _look(connection, until) == then
+    _, later = _look(connection, _END)
     for before, after in zip(then[1], later, strict=True):
         for side_before, side_after in zip(before, after, strict=True):
             assert side_after[: len(side_before)] == side_before
@@ -93,7 +101,8 @@ def test_a_run_counts_with_the_first_number_that_is_known_of_it(
         (9, 0, "solved", 0.25), (7, 1, "solved", 0.5), (11, 1, "solved", 1.0), (2, 2, "solved", 0.75),
         (6, 0, "stars", 0.125), (8, 0, "", 1.0), (3, 1, "", 0.0),
     ]  # fmt: skip
-    _, (solved, reward, mixed) = _look(connection, runs, said, _END)
+    _fill(connection, runs, said)
+    _, (solved, reward, mixed) = _look(connection, _END)
     assert solved == ([0.5, 0.25], [0.75])
     assert reward == ([0.05, 0.0], [0.1])
     assert mixed == ([0.0, 0.125], [])
@@ -104,7 +113,7 @@ def test_what_is_no_number_of_a_run_of_this_project_does_not_count(
 ) -> None:
     """Not a number that is none, what another project says of a run of that id, and a run without a call."""
     runs = [(2, 5), (2, 3), (1, 4)]
-    _look(connection, runs, [(6, 0, "solved", float("nan")), (7, 2, "solved", 0.5)], _END)
+    _fill(connection, runs, [(6, 0, "solved", float("nan")), (7, 2, "solved", 0.5)])
     connection.execute(
         "INSERT INTO signals VALUES ('other', 'r1', 'number', -1, 'solved', 1.0, ?)", [_time(8)]
     )
@@ -112,3 +121,14 @@ def test_what_is_no_number_of_a_run_of_this_project_does_not_count(
     connection.execute("UPDATE trajectories SET exchanges = 0 WHERE trajectory = 'r2'")
     found = gather(connection, "p", _PLAN, _BEGUN, _END)
     assert [(f.candidate_runs, f.control_runs) for f in found.findings] == [(0, 0), (2, 0), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    "sql", ["reward) AS DOUBLE), 0) UNION SELECT nullif(CAST((1", "1) AS DOUBLE), 0); SELECT ((("]
+)
+def test_a_metric_that_makes_another_statement_is_refused(
+    connection: duckdb.DuckDBPyConnection, sql: str
+) -> None:
+    _fill(connection, [], [])
+    with pytest.raises(ConfigError, match="each is one expression over a run"):
+        gather(connection, "p", Plan(metric=Metric(sql=sql)), _BEGUN, _END)

@@ -16,24 +16,20 @@ import pytest
 from pipeline.events import (
     CheckpointPublished,
     Event,
-    GroupDiscarded,
     GroupScored,
     Measure,
     Member,
     PolicyEvaluated,
     TrajectoryCompleted,
-    TrajectoryOpened,
     Verdict,
     pack_seqs,
     schema,
     wire_name,
 )
 from store.lake.commits import add_action
-from store.lake.lake import lake_in
-from store.lake.storage import DamagedFileError
 from store.reading import sql
 from store.reading.views import VIEWS
-from tests.store.kit import checkpoint, exchange, fill, run_of_one_step, tables
+from tests.store.kit import checkpoint, discarded, exchange, fill, run_of_one_step, scored, tables
 
 
 def rows(run_dir: Path, query: str) -> list[Any]:
@@ -41,38 +37,24 @@ def rows(run_dir: Path, query: str) -> list[Any]:
         return connection.sql(query).fetchall()
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    fill(tmp_path, run_of_one_step())
-    return tmp_path
-
-
-@pytest.mark.parametrize("filled", [False, True])
-def test_each_view_has_its_documented_columns(filled: bool, tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir()
-    if filled:
-        fill(tmp_path, run_of_one_step())
-    with sql.connect(tmp_path) as connection:
-        for view in VIEWS:
-            result = connection.sql(f"FROM {view.name}")
-            assert set(view.meanings) <= set(view.columns(connection)) == set(result.columns), view.name
-            assert bool(result.fetchall()) == filled, view.name
-            assert [str(t) for t in result.types].count('"NULL"') == 0, view.name
-
-
-def test_a_column_has_the_same_type_in_an_empty_store_and_a_full_one(
-    run_dir: Path, tmp_path_factory: Any
+def test_each_view_has_its_documented_columns_of_the_same_types_in_an_empty_store_and_a_full_one(
+    history: Path, tmp_path: Path
 ) -> None:
-    empty = tmp_path_factory.mktemp("empty")
-    (empty / "store").mkdir()
-    with sql.connect(run_dir) as full, sql.connect(empty) as nothing:
+    (tmp_path / "store").mkdir()
+    with sql.connect(history) as full, sql.connect(tmp_path) as empty:
+        for view in VIEWS:
+            for connection, filled in ((full, True), (empty, False)):
+                result = connection.sql(f"FROM {view.name}")
+                assert set(view.meanings) <= set(view.columns(connection)) == set(result.columns), view.name
+                assert bool(result.fetchall()) == filled, view.name
+                assert [str(t) for t in result.types].count('"NULL"') == 0, view.name
         for name in [v.name for v in VIEWS] + [sql.table_name(t) for t in schema.tables()]:
-            assert full.sql(f"FROM {name}").types == nothing.sql(f"FROM {name}").types, name
+            assert full.sql(f"FROM {name}").types == empty.sql(f"FROM {name}").types, name
 
 
-def test_lineage_goes_from_checkpoint_to_tokens_and_verdicts(run_dir: Path) -> None:
+def test_lineage_goes_from_checkpoint_to_tokens_and_verdicts(history: Path) -> None:
     got = rows(
-        run_dir,
+        history,
         "SELECT trajectory, seq, reward, verdicts[1].score, staleness, exchange_seq FROM lineage ORDER BY 1, 2",
     )
     assert got == [
@@ -103,61 +85,42 @@ def test_a_member_without_a_score_has_no_reward(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_metadata_of_a_run_is_that_of_its_opening_and_of_its_end(tmp_path: Path) -> None:
-    opened = TrajectoryOpened(
-        project="p", trajectory="t", model="m", group="g", metadata=b'{"subject": "s", "step": 1}'
-    )  # fmt: skip
-    ended = TrajectoryCompleted(
-        project="p", trajectory="t", model="m", group="g", exchanges=0, metadata=b'{"step": 2}'
-    )  # fmt: skip
-    fill(tmp_path, [opened, ended])
-    assert rows(tmp_path, "SELECT metadata->>'subject', metadata->>'step' FROM trajectories") == [("s", "2")]
-
-
-def test_messages_hold_what_was_sent_and_the_reply(run_dir: Path) -> None:
+def test_messages_hold_what_was_sent_and_the_reply(history: Path) -> None:
     got = rows(
-        run_dir,
+        history,
         "SELECT role, content, is_reply FROM messages WHERE trajectory = 't0' AND seq = 1 ORDER BY position",
     )
     assert got == [("system", "play", False), ("user", "go 1", False), ("assistant", "x", True)]
 
 
-def test_views_say_what_happened(run_dir: Path) -> None:
-    assert (
-        rows(run_dir, "SELECT reason, duration_s, duration FROM starvation") == [("stale", 4.0, "<10s")] * 2
-    )
-    assert rows(run_dir, "SELECT judge_model, cost_usd, verdicts FROM judge_cost") == [("judge/1", 0.25, 1)]
-    assert rows(run_dir, "SELECT version, replica, delay_s < 5 FROM adapters") == [("m@1", "r0", True)]
-    assert rows(run_dir, "SELECT groups, trajectories, reward_mean FROM steps") == [(1, 2, 0.5)]
-    assert rows(run_dir, "SELECT trajectory, centered FROM rewards ORDER BY 1") == [("t0", 0.5), ("t1", -0.5)]
-    asked = "SELECT trajectory, position, left_out FROM verdicts ORDER BY 1"
-    assert rows(run_dir, asked) == [("t0", 1, 0), ("t1", 0, 0)]
-    assert rows(run_dir, "SELECT DISTINCT trace_id FROM exchanges") == [("ab" * 16,)]
-    assert rows(run_dir, "SELECT stream, stream_seq, payload FROM dead") == [("ROLLOUTS", 7, b"\xc1")]
+def test_views_say_what_happened(history: Path) -> None:
+    expected: dict[str, list[Any]] = {
+        "reason, duration_s, duration FROM starvation": [("stale", 4.0, "<10s")] * 2,
+        "judge_model, cost_usd, verdicts FROM judge_cost": [("judge/1", 0.25, 1)],
+        "version, replica, delay_s < 5 FROM adapters": [("m@1", "r0", True)],
+        "groups, trajectories, reward_mean FROM steps": [(1, 2, 0.5)],
+        "trajectory, centered FROM rewards ORDER BY 1": [("t0", 0.5), ("t1", -0.5)],
+        "trajectory, position, left_out FROM verdicts ORDER BY 1": [("t0", 1, 0), ("t1", 0, 0)],
+        "DISTINCT trace_id FROM exchanges": [("ab" * 16,)],
+        "stream, stream_seq, payload FROM dead": [("ROLLOUTS", 7, b"\xc1")],
+    }
+    with sql.connect(history) as connection:
+        assert {asked: connection.sql(f"SELECT {asked}").fetchall() for asked in expected} == expected
 
 
 def test_a_step_s_mean_over_all_groups_counts_those_that_taught_nothing(tmp_path: Path) -> None:
     """Groups are scored at 1 s, 2 s, …; those of the second and fourth train."""
 
-    def scored(at: int, rewards: tuple[float, ...], split: Literal["train", "val"] = "train") -> GroupScored:
-        members = tuple(
-            Member(trajectory=f"{split}{at}-{i}", reward=r, split=split) for i, r in enumerate(rewards)
-        )
-        return GroupScored(
-            project="p", group=f"g{at}", model="m", judge="j", members=members, split=split, at=at * 1_000_000
-        )
+    def judged(at: int, rewards: tuple[float, ...], split: Literal["train", "val"] = "train") -> GroupScored:
+        runs = {f"{split}{at}-{i}": reward for i, reward in enumerate(rewards)}
+        return scored(f"g{at}", runs, {"split": split}, split=split, at=at * 1_000_000)
 
     def step(number: int, trained: int) -> CheckpointPublished:
         return checkpoint(number, groups=(f"g{trained}",), at=trained * 1_000_001)
 
-    groups = [
-        scored(1, (1.0, 1.0)),
-        scored(2, (0.0, 1.0)),
-        scored(3, (1.0, 1.0)),
-        scored(4, (0.5, 1.0)),
-        scored(5, (0.0, 0.0)),
-    ]
-    fill(tmp_path, [*groups, scored(3, (0.0,), "val"), step(1, 2), step(2, 4), step(3, 9)])
+    rewards = ((1.0, 1.0), (0.0, 1.0), (1.0, 1.0), (0.5, 1.0), (0.0, 0.0))
+    groups = [judged(at, pair) for at, pair in enumerate(rewards, 1)]
+    fill(tmp_path, [*groups, judged(3, (0.0,), "val"), step(1, 2), step(2, 4), step(3, 9)])
     asked = "SELECT step, reward_mean, reward_mean_all FROM steps ORDER BY step"
     assert rows(tmp_path, asked) == [(1, 0.5, 0.75), (2, 0.75, 0.875), (3, None, None)]
     asked = "SELECT split, count(*), avg((NOT has_signal)::INT) FROM groups GROUP BY 1 ORDER BY 1"
@@ -165,19 +128,12 @@ def test_a_step_s_mean_over_all_groups_counts_those_that_taught_nothing(tmp_path
 
 
 def test_a_group_is_one_row_also_if_it_was_discarded_after_its_scoring(tmp_path: Path) -> None:
-    def discarded(group: str, reason: Any, *trajectories: str) -> GroupDiscarded:
-        return GroupDiscarded(
-            project="p", group=group, model="m", trajectories=trajectories, reason=reason, by="trainer"
-        )
-
-    members = tuple(Member(trajectory=run, reward=float(run == "a")) for run in "abc")
+    rewards = {"a": 1.0, "b": 0.0, "c": 0.0}
     fill(
         tmp_path,
         [
-            *(
-                GroupScored(project="p", group=g, model="m", judge="j", members=members)
-                for g in ("trained", "old")
-            ),
+            scored("trained", rewards),
+            scored("old", rewards),
             discarded("trained", "late", "d"),
             discarded("old", "stale", "a", "b", "c"),
             discarded("old", "late", "d"),
@@ -197,9 +153,9 @@ def test_lineage_of_a_run_that_was_played_again_after_the_log_lost_its_tail(tmp_
     """The lake has the calls of both; the checkpoint learned from the first, and a later one from the second."""
     events: list[Event] = []
     for step, calls in ((1, 2), (4, 3)):
-        member = Member(trajectory="t", reward=1.0, exchanges=calls, first_step=step - 1, last_step=step - 1)
+        steps = {"exchanges": calls, "first_step": step - 1, "last_step": step - 1}
         events += [exchange("t", seq, step - 1) for seq in range(calls)]
-        events.append(GroupScored(project="p", group=f"g{step}", model="m", judge="j", members=(member,)))
+        events.append(scored(f"g{step}", {"t": 1.0}, steps))
         seq = 1 if step == 1 else 2
         events.append(checkpoint(step, groups=(f"g{step}",), group_seqs=pack_seqs([seq])))
     fill(tmp_path, events)
@@ -241,12 +197,11 @@ def test_lineage_reads_only_the_files_that_hold_the_checkpoint_s_runs(tmp_path: 
     """A union or a cast in the table's view takes its statistics from DuckDB, which then reads every exchange."""
     for step in range(1, 9):
         runs = [f"t{step}{i}" for i in range(4)]
-        members = tuple(Member(trajectory=run, reward=float(i)) for i, run in enumerate(runs))
         fill(
             tmp_path,
             [
                 *(exchange(run, seq) for run in runs for seq in range(8)),
-                GroupScored(project="p", group=f"g{step}", model="m", judge="j", members=members),
+                scored(f"g{step}", {run: float(i) for i, run in enumerate(runs)}),
                 checkpoint(step, groups=(f"g{step}",), group_seqs=pack_seqs([step])),
             ],
         )
@@ -255,15 +210,6 @@ def test_lineage_reads_only_the_files_that_hold_the_checkpoint_s_runs(tmp_path: 
         assert len(connection.sql(asked).fetchall()) == 32
         plan = connection.execute(f"EXPLAIN (ANALYZE, FORMAT json) {asked}").fetchall()[0][1]
     assert max(map(int, re.findall(r'"rows_scanned": (\d+)', plan))) == 32  # of 256 exchanges
-
-
-def test_a_damaged_file_is_named(run_dir: Path) -> None:
-    lake = lake_in(run_dir / "store")
-    (name,) = lake.names("group.scored")
-    path = Path(lake.storage.key("group.scored", name))
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DamagedFileError, match=name):
-        sql.connect(run_dir)
 
 
 TABLE = """\
@@ -294,51 +240,53 @@ def test_formats(form: str, expected: str) -> None:
 def test_a_table_shows_every_row_and_column_and_cuts_long_cells() -> None:
     with duckdb.connect() as connection:
         wide = ", ".join(f"repeat('x', 5000) || chr(10) AS c{i}, range(5000) AS l{i}" for i in range(15))
-        text = sql.table_text(connection.sql(f"SELECT {wide}, 1 AS n, 2 AS n FROM range(300)"))
+        result = connection.sql(f"SELECT {wide}, 1 AS n, 2 AS n FROM range(300)")
+        text = sql.table_text(result, sql.TERMINAL_CELL)
     shown = [line for line in text.splitlines() if line.startswith("│ xxxx")]
     assert len(shown) == 300
     assert all(f" {kind}{i} " in text for i in range(15) for kind in "cl")
     assert {len(line) for line in shown} == {30 * 63 + 2 * 8 + 1}
 
 
-def test_the_command_answers_and_says_what_is_wrong(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert sql.main(["--run-dir", str(run_dir), "--format", "json", "SELECT count(*) AS n FROM groups"]) == 0
+def test_a_pipe_gets_whole_texts(history: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert sql.main(["--run-dir", str(history), "SELECT repeat('x', 5000) || chr(10) || 'y' AS long"]) == 0
+    assert f"│ {'x' * 5000}⏎y │" in capfd.readouterr().out
+
+
+def test_the_command_answers_and_says_what_is_wrong(history: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert sql.main(["--run-dir", str(history), "--format", "json", "SELECT count(*) AS n FROM groups"]) == 0
     assert capfd.readouterr().out == '[{"n":2}]\n'
-    assert sql.main(["--run-dir", str(run_dir), "FROM nowhere"]) == 1
+    assert sql.main(["--run-dir", str(history), "FROM nowhere"]) == 2
     assert "nowhere" in capfd.readouterr().err
-    assert sql.main(["--run-dir", str(run_dir / "none"), "SELECT 1"]) == 1
+    assert sql.main(["--run-dir", str(history / "none"), "SELECT 1"]) == 2
     assert "is no run" in capfd.readouterr().err
 
 
-def test_a_view_can_be_copied_to_a_file(run_dir: Path) -> None:
-    file = run_dir / "groups.parquet"
-    assert sql.main(["--run-dir", str(run_dir), f"COPY (SELECT count(*) AS n FROM groups) TO '{file}'"]) == 0
+def test_a_view_can_be_copied_to_a_file(history: Path, tmp_path: Path) -> None:
+    file = tmp_path / "groups.parquet"
+    assert sql.main(["--run-dir", str(history), f"COPY (SELECT count(*) AS n FROM groups) TO '{file}'"]) == 0
     assert pq.read_table(file).to_pylist() == [{"n": 2}]
 
 
-def test_a_run_with_settings_of_an_older_version_can_be_asked(run_dir: Path) -> None:
-    (run_dir / "config.toml").write_text("[trainer]\nlora_rank = 4\n[gateway]\nmax_body_bytes = 5\n")
-    assert sql.main(["FROM checkpoints", "--run-dir", str(run_dir)]) == 0
+def test_a_run_with_settings_of_an_older_version_can_be_asked(history: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").symlink_to(history / "store")
+    (tmp_path / "config.toml").write_text("[trainer]\nlora_rank = 4\n[gateway]\nmax_body_bytes = 5\n")
+    assert sql.main(["FROM checkpoints", "--run-dir", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize("query", ["", "  ", "-- nothing"])
-def test_an_empty_query_is_refused(query: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sql.main([query, "--run-dir", str(run_dir)]) == 1
+def test_an_empty_query_is_refused(query: str, history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sql.main([query, "--run-dir", str(history)]) == 2
     assert "the query is empty" in capsys.readouterr().err
 
 
 def test_each_step_has_what_was_spent_since_the_one_before_and_its_gain(tmp_path: Path) -> None:
     def judged(group: str, at: int, usd: float) -> GroupScored:
-        verdict = Verdict(judge_model="x", scores=(), cost_usd=usd)
-        return GroupScored(
-            project="p", group=group, model="m", judge="j", members=(), verdicts=(verdict,), at=at
-        )
+        return scored(group, {}, verdicts=(Verdict(judge_model="x", scores=(), cost_usd=usd),), at=at)
 
     def held(step: int, reward: float) -> GroupScored:
-        member = Member(trajectory=f"v{step}", reward=reward, split="val", first_step=step, last_step=step)
-        return GroupScored(
-            project="p", group=f"v{step}", model="m", judge="j", split="val", members=(member,), at=1_000_000
-        )
+        member = {"split": "val", "first_step": step, "last_step": step}
+        return scored(f"v{step}", {f"v{step}": reward}, member, split="val", at=1_000_000)
 
     def call(seq: int, begin: int, end: int, replica: str = "r0", **more: Any) -> Event:
         return exchange("t", seq, started_at=begin * 1_000_000, at=end * 1_000_000, replica=replica, **more)
@@ -390,11 +338,13 @@ def test_a_gain_compares_like_with_like(tmp_path: Path) -> None:
     asked = "SELECT held_out, gain FROM spending ORDER BY step"
     assert rows(tmp_path, asked) == [(None, None), (0.75, 0.5), (None, None)]
     held = [
-        GroupScored(
-            project="p", group=f"v{step}", model="m", judge="j", split="val",
-            members=(Member(trajectory=f"v{step}", reward=reward, split="val", first_step=step, last_step=step),),
+        scored(
+            f"v{step}",
+            {f"v{step}": reward},
+            {"split": "val", "first_step": step, "last_step": step},
+            split="val",
         )
         for step, reward in ((1, 0.5), (3, 1.0))
-    ]  # fmt: skip
+    ]
     fill(tmp_path, list(held))
     assert rows(tmp_path, asked)[:3] == [(0.5, 0.0), (None, None), (1.0, 0.5)]

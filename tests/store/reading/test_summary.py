@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from pipeline.config import Config
-from pipeline.events import AlarmChanged, Event, GroupScored, Measure, Member, PolicyEvaluated
+from pipeline.events import AlarmChanged, Event, Measure, PolicyEvaluated
 from pipeline.running.state import STATE, process_start
 from store.reading.history import History
 from store.reading.summary import summary
-from tests.store.kit import fill, run_of_one_step
+from tests.store.kit import fill, run_of_one_step, scored
 
 CHOSEN = {"model": "m", "branch": "main"}
 
@@ -59,17 +59,14 @@ def test_the_gain_is_that_of_the_evaluation(
 
 
 def test_without_an_evaluation_the_held_out_runs_say_it(tmp_path: Path) -> None:
-    scored: list[Event] = [
-        GroupScored(
-            project="p", group=f"v{step}", model="m", judge="j", split="val",
-            members=tuple(
-                Member(trajectory=f"v{step}-{i}", reward=step + i / 10, split="val", first_step=step, last_step=step)
-                for i in range(3)
-            ),
+    held: list[Event] = [
+        scored(
+            f"v{step}", {f"v{step}-{i}": step + i / 10 for i in range(3)},
+            {"split": "val", "first_step": step, "last_step": step}, split="val",
         )
         for step in (0, 4)
     ]  # fmt: skip
-    page = told(tmp_path, scored)
+    page = told(tmp_path, held)
     assert page["sentences"][1].startswith("m@4 scores +4.000 against m@0 on 3 held-out tasks")
     assert page["gain"]["low"] < 4 < page["gain"]["high"]
 

@@ -114,7 +114,7 @@ def members(draw: st.DrawFn, name: str) -> tuple[Member, Member | None]:
             return Member(trajectory=name, reward=own.reward, exchanges=calls, graders=(fan(),)), None
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data(), loss=LOSSES, max_share=st.floats(0.0, 0.9))
 def test_whatever_a_key_says_the_step_stays_within_its_limit_of_the_step_without_it(
     data: st.DataObject, loss: LossConfig, max_share: float

@@ -34,7 +34,7 @@ def test_the_batch_is_the_baseline_of_runs_without_a_group() -> None:
     """REINFORCE++: rewards normalised over the batch. A group of one and equal rewards are trained, too."""
     config = TrainerConfig(loss=LossConfig(baseline="batch", advantage_scaling="batch"))
     batch = [prepared([1.0]), prepared([0.0]), prepared([0.25, 0.25])]
-    assert [g.refuse(0, config) for g in batch] == [None] * 3
+    assert [g.refusal(0, config) for g in batch] == [None] * 3
     rewards = np.array([1.0, 0.0, 0.25, 0.25])
     expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
     np.testing.assert_allclose([e.advantage for e in examples(batch, config)], expected, rtol=1e-10)
@@ -58,7 +58,7 @@ def test_earlier_runs_of_the_task_are_the_baseline_and_the_own_run_is_left_out()
     for trained, seq in zip(batch, (5, 4, 8, 9), strict=True):
         trained.earlier = runs.before(trained.event, seq)
     config = TrainerConfig(loss=LossConfig(baseline="task", advantage_scaling="none"))
-    assert [g.refuse(0, config) for g in batch] == [None] * 4
+    assert [g.refusal(0, config) for g in batch] == [None] * 4
     first_of_its_key = 0.25 - np.mean([0.9, 0.1, 0.3, 0.4, 0.8, 0.25])
     expected = [
         0.9 - (0.5 + 0.0 + 0.4 + 0.1 + 0.3) / 5, 0.1 - (0.5 + 0.0 + 0.4 + 0.9 + 0.3) / 5,
@@ -117,12 +117,22 @@ def test_a_member_whose_reward_is_nan_is_not_trained() -> None:
         (group("g", [0.0, 1.0], step=3), 5, None),
         (group("g", [0.0, 1.0], step=3), 6, "stale"),
         (group("g", [0.0, 1.0], step=3, offline=True), 600, None),
+        (group("g", [0.0, 1.0], step=0, exchanges=0), 600, "no_tokens"),
     ],
 )
 def test_a_group_that_can_not_train_is_refused_with_the_reason(
     scored: GroupScored, step: int, reason: str | None
 ) -> None:
-    refused = training_group(scored, []).refuse(step, TrainerConfig(max_staleness=2))
+    config, made_of = TrainerConfig(max_staleness=2), training_group(scored, [])
+    refused = made_of.refusal(step, config)
+    if reason == "no_tokens":  # known once its exchanges are read
+        assert refused is None
+        refused = made_of.bound_staleness(step, config)
+        assert refused is not None
+        assert refused.detail.endswith(
+            "none made a recorded call; a run's client needs the run's own base_url and "
+            "api_key (`run.openai`)"
+        )
     assert (refused and refused.reason) == reason
 
 
@@ -161,3 +171,10 @@ def test_many_sequences_of_a_trajectory_share_its_weight_where_the_loss_averages
         TrainerConfig(loss=LossConfig(weighting="trajectory", type="grpo")),
     )
     assert [e.weight for e in out] == pytest.approx([2, 2 / 3, 2 / 3, 2 / 3])
+
+
+def test_a_supervised_step_takes_each_groups_own_rewards() -> None:
+    """Two verdict sets of one group are in one step."""
+    sets = [made(group("g", [reward, 0.5], judge=judge)) for judge, reward in (("a", 1.0), ("b", 0.0))]
+    out = examples(sets, TrainerConfig(loss=LossConfig(type="sft")))
+    assert [e.advantage for e in out] == [1.0, 0.5, 0.0, 0.5]

@@ -3,19 +3,72 @@
 from __future__ import annotations
 
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
-from pipeline.events import GroupScored, Member
+from examples.common.tiny import make_tokenizer
+from pipeline.config import DistillConfig, TrainerConfig
+from pipeline.events import ExchangeRecorded, GroupScored, Hint, Member
 from pipeline.log.messages import Place
 from pipeline.sampling import Defaults
 from tests.trainer.kit import exchange
 from trainer.batches.groups import TrainingGroup
 from trainer.batches.histories import Histories
+from trainer.distillation.prompts import HintedPrompts
 
 pytestmark = pytest.mark.anyio
+
+
+def asked(trajectory: str, call: int, **more: Any) -> ExchangeRecorded:
+    request = msgspec.json.encode({"messages": [{"role": "user", "content": "What?"}]})
+    response = msgspec.json.encode({"choices": [{"message": {"role": "assistant", "content": "b3"}}]})
+    return exchange(trajectory, call, [5], [6], **{"request": request, "response": response, **more})
+
+
+def with_hints(
+    tmp_path: Path, best: list[ExchangeRecorded], hints: int, longest: int | None
+) -> TrainingGroup:
+    """A group of two runs, whose worse one has so many hints on its call 0, as its teacher is asked."""
+    make_tokenizer([]).save_pretrained(tmp_path)
+    config = DistillConfig(best_run_reward=0.5, hint_template=" {hint}", correction_template=" best: {hint}")
+    prompts = HintedPrompts(str(tmp_path), config, longest)
+    worse = Member(trajectory="worse", reward=0.0, exchanges=1, hints=(Hint(call=0, text="b2"),) * hints)
+    members = (Member(trajectory="best", reward=1.0, exchanges=1), worse)
+    group = TrainingGroup(
+        GroupScored(project="p", group="g", model="m", judge="j", members=members), Place(1, 0)
+    )
+    runs = [(members[0], best), (worse, [asked("worse", 0)])]
+    histories = Histories(SimpleNamespace(), TrainerConfig(), Defaults(), prompts)  # type: ignore[arg-type]
+    histories._render_hints(group, prompts, runs)
+    return group
+
+
+@pytest.mark.parametrize(
+    ("hints", "spare", "unused", "taught"), [(1, 0, 0, 1), (1, -1, 1, 1), (1, -50, 2, 0), (0, -1, 1, 0)]
+)
+def test_without_room_for_the_best_run_a_calls_own_hints_stand_alone(
+    tmp_path: Path, hints: int, spare: int, unused: int, taught: int
+) -> None:
+    """Both fit; the hint alone fits; none fits; there is no hint."""
+    best = [asked("best", 0)]
+    whole = with_hints(tmp_path / "whole", best, hints, None).hinted["worse"][0]
+    group = with_hints(tmp_path / "short", best, hints, max(len(whole) + 1 + spare, 1))
+    assert (group.hints, group.hints_unused) == (hints + 1, unused)
+    assert len(group.hinted.get("worse", {})) == taught
+    if taught:
+        alone = with_hints(tmp_path / "alone", [], hints, None).hinted["worse"][0]
+        np.testing.assert_array_equal(group.hinted["worse"][0], alone if unused else whole)
+
+
+def test_a_best_run_that_is_no_chat_is_not_shown_and_ends_nothing(tmp_path: Path) -> None:
+    group = with_hints(tmp_path, [asked("best", 0, request=b'{"prompt": "What?"}')], 1, None)
+    assert (group.hints, group.hints_unused) == (2, 1)
+    assert list(group.hinted["worse"]) == [0]
 
 
 async def test_the_requests_of_a_groups_runs_are_not_in_memory_together() -> None:
@@ -35,7 +88,7 @@ async def test_the_requests_of_a_groups_runs_are_not_in_memory_together() -> Non
     broker: Any = SimpleNamespace(read=read)
     tracemalloc.start()
     try:
-        assert await Histories(broker, Defaults(), mask_truncated=False).read(group) is None
+        assert await Histories(broker, TrainerConfig(), Defaults()).read(group) is None
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

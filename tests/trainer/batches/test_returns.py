@@ -170,10 +170,10 @@ def test_one_reward_a_run_gives_the_advantages_of_runs_bit_for_bit() -> None:
 def test_equal_rewards_with_other_rewards_of_calls_are_compared() -> None:
     config = TrainerConfig()
     alike: Runs = {"a": (0.0, {0: 1.0}, 2), "b": (0.0, {0: 1.0}, 2)}
-    refused = made("g", alike).refuse(0, config)
+    refused = made("g", alike).refusal(0, config)
     assert refused is not None
     assert refused.reason == "no_variance"
-    assert made("g", {**alike, "c": (0.0, {1: 1.0}, 2)}).refuse(0, config) is None
+    assert made("g", {**alike, "c": (0.0, {1: 1.0}, 2)}).refusal(0, config) is None
 
 
 def test_rewards_of_calls_that_were_not_captured_count_for_the_calls_before_them() -> None:
@@ -218,13 +218,24 @@ async def test_calls_that_nothing_judged_are_context_in_a_run_of_which_only_call
             await broker.publish(exchange(member.trajectory, call, prompt, [7, 8], group="g"))
             prompt = [*prompt, 7, 8]
     group = TrainingGroup(scored, Place(1, 0))
-    assert await Histories(broker, Defaults(), mask_truncated=False).read(group) is None
+    assert await Histories(broker, TrainerConfig(), Defaults()).read(group) is None
     assert [s.trained_tokens for s in group.sequences or ()] == [4, 4]
     assert group.unjudged_tokens == 4 + 2
     found = of_tokens([group], advantage_scaling="none")
     assert found == {"a": [-0.5, -0.5, -0.5, -0.5], "b": [0.5, 0.5, 0.5, 0.5]}
     run = msgspec.structs.replace(judged[0], graded="run")
     assert [reached(m, 3, 1.0).tolist() for m in (*judged, run)] == [[True, True, False]] * 2 + [[True] * 3]
+
+
+def test_a_hint_is_credited_to_its_own_call_only() -> None:
+    hinted = Member(
+        trajectory="a", reward=0.0, graded="calls", call_rewards={"1": 1.0}, exchanges=5,
+        hints=(Hint(call=3, text="No."),),
+    )  # fmt: skip
+    assert reached(hinted, 5, 1.0).tolist() == [True, True, False, True, False]
+    assert reached(hinted, 5, 0.0).tolist() == [False, True, False, True, False]
+    only_hint = msgspec.structs.replace(hinted, call_rewards={})
+    assert reached(only_hint, 5, 1.0).tolist() == [False, False, False, True, False]
 
 
 def test_a_call_that_no_reward_reaches_has_no_advantage_though_a_teacher_teaches_it() -> None:

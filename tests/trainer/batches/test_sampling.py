@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import LoraConfig, LossConfig, TrainerConfig
+from pipeline.config import LoraConfig, LossConfig, TrainerConfig, VllmConfig
 from pipeline.sampling import NO_DEFAULTS, UNREADABLE, Defaults, sampling_of
 from tests.trainer.kit import VOCAB, backward, exactly, exchange, stir
 from trainer.batches.groups import Example
@@ -64,6 +67,7 @@ def test_a_call_whose_settings_are_unknown_is_not_trained(request_bytes: bytes) 
     [
         ("repetition_penalty", 1.05, 1.0), ("presence_penalty", 0.5, 0), ("frequency_penalty", -0.5, 0),
         ("logit_bias", {"7": 5}, {}), ("bad_words", ["x"], []), ("allowed_token_ids", [1], None), ("min_tokens", 3, 0),
+        ("thinking_token_budget", 0, None),
     ],
 )  # fmt: skip
 def test_sampling_settings_that_the_trainer_can_not_compute_are_named(
@@ -88,40 +92,61 @@ def test_tokens_under_a_penalty_are_context_and_counted() -> None:
 def test_the_servers_defaults_are_those_of_the_models_repository(tiny_base: str, tmp_path: Path) -> None:
     """Of a hub name too: transformers loads generation_config.json with the model, from wherever the model comes."""
     model = AutoModelForCausalLM.from_pretrained(tiny_base)
-    assert defaults_of(model) == NO_DEFAULTS
+    assert defaults_of(model, {}) == NO_DEFAULTS
     model.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(
         '{"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": true, "eos_token_id": 1}'
     )
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert defaults_of(model) == Defaults(temperature=0.6, top_k=20, top_p=0.95)
-    assert defaults_of(model, ["--generation-config", "vllm"]) == NO_DEFAULTS
-    assert defaults_of(model, ["--generation-config=vllm"]) == NO_DEFAULTS
-    override = ["--override-generation-config", '{"temperature": 1.0}']
-    assert defaults_of(model, override) == Defaults(temperature=1.0, top_k=20, top_p=0.95)
+    assert defaults_of(model, {}) == Defaults(temperature=0.6, top_k=20, top_p=0.95)
+    for args in (
+        ("--generation-config", "vllm"),
+        ("--generation-config=vllm",),
+        ("--generation_config", "vllm"),
+    ):
+        assert defaults_of(model, VllmConfig(args=args).flags) == NO_DEFAULTS
+    for args in (
+        ("--override-generation-config", '{"temperature": 1.0}'),
+        ('--override_generation_config={"temperature": 1.0}', "--enforce-eager"),
+        ("--override-generation-config.temperature", "1.0"),
+    ):
+        expected = Defaults(temperature=1.0, top_k=20, top_p=0.95)
+        assert defaults_of(model, VllmConfig(args=args).flags) == expected
+    one_key = VllmConfig(
+        args=("--override_generation_config.top_k=5", "--override-generation-config.min_p", "0.1")
+    )
+    assert defaults_of(model, one_key.flags) == Defaults(temperature=0.6, top_k=5, top_p=0.95, min_p=0.1)
 
 
-@pytest.mark.parametrize(
-    "bounds", [(5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (6, 0.8, 0.05), (0, 1.0, 0.0)]
-)
-@pytest.mark.slow
-def test_top_k_top_p_and_min_p_cut_as_in_vllm(bounds: tuple[int, float, float]) -> None:
+def function_of_vllm(file: str, name: str) -> Callable[..., torch.Tensor]:
+    """A function of vLLM's source that needs PyTorch alone: importing vLLM takes ten seconds."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = ast.parse(Path(spec.origin).with_name("v1").joinpath(file).read_text())
+    (function,) = (n for n in source.body if isinstance(n, ast.FunctionDef) and n.name == name)
+    namespace: dict[str, Any] = {"torch": torch}
+    exec(compile(ast.Module([function], []), file, "exec"), namespace)
+    found: Callable[..., torch.Tensor] = namespace[name]
+    return found
+
+
+def test_top_k_top_p_and_min_p_cut_as_in_vllm() -> None:
     """Against vLLM's own code for top_k and top_p, and its definition of min_p."""
-    sampler = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
-    top_k, top_p, min_p = bounds
+    cut = function_of_vllm("sample/ops/topk_topp_sampler.py", "apply_top_k_top_p_pytorch")
     torch.manual_seed(0)
     logits = torch.randn(40, VOCAB) * 2
-    want = logits.clone()
-    if min_p:
-        likely = want.softmax(-1)
-        want[likely < min_p * likely.max(-1, keepdim=True).values] = -torch.inf
-    want = sampler.apply_top_k_top_p_pytorch(
-        want, torch.full((40,), top_k or VOCAB, dtype=torch.int32), torch.full((40,), top_p)
-    )
-    # Targets that no cut removes.
-    mine = restrict(logits, logits.argmax(-1), torch.tensor([bounds] * 40, dtype=torch.float32))
-    assert torch.equal(mine, want)
-    assert (mine == -torch.inf).any() == (bounds != (0, 1.0, 0.0))
+    for bounds in ((5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (6, 0.8, 0.05), (0, 1.0, 0.0)):
+        top_k, top_p, min_p = bounds
+        want = logits.clone()
+        if min_p:
+            likely = want.softmax(-1)
+            want[likely < min_p * likely.max(-1, keepdim=True).values] = -torch.inf
+        want = cut(want, torch.full((40,), top_k or VOCAB, dtype=torch.int32), torch.full((40,), top_p))
+        # Targets that no cut removes.
+        mine = restrict(logits, logits.argmax(-1), torch.tensor([bounds] * 40, dtype=torch.float32))
+        assert torch.equal(mine, want), bounds
+        assert (mine == -torch.inf).any() == (bounds != (0, 1.0, 0.0))
 
 
 def test_a_token_that_the_policy_would_now_cut_keeps_its_logit() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,12 @@ from pipeline.events import Member
 from tests.trainer import kit
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints, Manifest, batch_id, pack, unpack
+from trainer.checkpoints.tensors import adapter_files
 from trainer.checkpoints.validation import Validation
 
 
 def manifest(step: int, files: dict[str, bytes]) -> Manifest:
-    return Manifest(
-        event=kit.checkpoint_event(step, files), config={"lora_rank": 4}, trace={"traceparent": "00-1"}
-    )
+    return Manifest(event=kit.checkpoint_event(step, files), config={"lora_rank": 4})
 
 
 FILES = {"adapter_model.safetensors": b"weights", "state.pt": b"state"}
@@ -70,6 +71,12 @@ def test_a_damaged_checkpoint_is_not_read(checkpoints: Checkpoints) -> None:
     assert checkpoints.read(1)[0].event.step == 1
 
 
+def test_attempts_that_a_power_cut_emptied_are_counted_anew(checkpoints: Checkpoints) -> None:
+    assert [checkpoints.count_attempt("batch") for _ in range(2)] == [1, 2]
+    (checkpoints.folder / checkpoint.ATTEMPTS_FILE).write_bytes(b"")
+    assert checkpoints.count_attempt("batch") == 1
+
+
 def test_a_checkpoint_without_its_manifest_is_incomplete(checkpoints: Checkpoints) -> None:
     checkpoints.write(manifest(1, FILES), FILES)
     (checkpoints.path(1) / "manifest.json").unlink()
@@ -95,6 +102,15 @@ def test_an_adapters_tar_is_the_same_for_the_same_files() -> None:
 def test_a_tar_with_anything_else_is_refused() -> None:
     with pytest.raises(CheckpointError, match="no plain file"):
         unpack(pack({"../evil": b""}))
+    linked = io.BytesIO()
+    with tarfile.open(fileobj=linked, mode="w") as tar:
+        link = tarfile.TarInfo("adapter_model.safetensors")
+        link.type, link.linkname = tarfile.SYMTYPE, "/elsewhere"
+        tar.addfile(link)
+    with pytest.raises(CheckpointError, match="no plain file"):
+        unpack(linked.getvalue())
+    with pytest.raises(CheckpointError, match="can't be read"):
+        unpack(pack({"a": b"1" * 2000})[:600])
 
 
 def test_the_batch_id_depends_on_parent_groups_and_config() -> None:
@@ -115,8 +131,8 @@ def test_adapter_files_are_pefts(tmp_path: Path, tiny_base: str) -> None:
     with torch.no_grad():
         for parameter in engine.model.parameters:
             parameter.normal_()
-    files = checkpoint.adapter_files(engine.model.weights(), engine.model.lora, tiny_base)
-    assert files == checkpoint.adapter_files(engine.model.weights(), engine.model.lora, tiny_base)
+    files = adapter_files(engine.model.weights(), engine.model.lora, tiny_base)
+    assert files == adapter_files(engine.model.weights(), engine.model.lora, tiny_base)
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_base), tmp_path)

@@ -20,7 +20,7 @@ from trainer import service
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.commits import LogShrankError, TrainerError
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("quick_redelivery")]
 
 
 @pytest.fixture

@@ -58,6 +58,44 @@ def test_a_hint_stands_at_the_end_of_the_last_user_message(
     )
 
 
+BEGUN = {"role": "assistant", "content": "It is"}
+OPEN = {"add_generation_prompt": False, "continue_final_message": True}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([USER, BEGUN], "<|user|>What?\nb2<|end|><|assistant|>It is"),
+        ([BEGUN], "<|user|>b2<|end|><|assistant|>It is"),
+    ],
+)
+def test_a_message_that_the_call_continues_stays_last_and_open(
+    prompts: HintedPrompts, messages: list[dict[str, Any]], expected: str
+) -> None:
+    assert rendered(prompts, "\nb2", messages=messages, **OPEN) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "read"),
+    [
+        ({"documents": [{"text": "d"}]}, "d--"),
+        ({"reasoning_effort": "low"}, "-low-True"),
+        ({"reasoning_effort": "none"}, "-none-False"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "-low-False"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False, "reasoning_effort": "high"}}, "-high-"),
+    ],
+)
+def test_the_template_reads_what_the_inference_server_gives_it(
+    prompts: HintedPrompts, body: dict[str, Any], read: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{{ documents[0].text if documents }}-{{ reasoning_effort }}-{{ enable_thinking }}"
+        "{{ '|' if add_generation_prompt }}"
+    )
+    monkeypatch.setattr(prompts._tokenizer, "chat_template", template)
+    assert rendered(prompts, "b2", messages=[USER], **body) == read + "|"
+
+
 def test_hints_and_corrections_have_templates_of_their_own(prompts: HintedPrompts) -> None:
     hints = [Hint(call=0, text="the {hint}"), Hint(call=0, text="b2", kind="correction")]
     assert prompts.text_of(hints) == "\nthe {hint} [b2]"
@@ -69,6 +107,8 @@ def test_hints_and_corrections_have_templates_of_their_own(prompts: HintedPrompt
         ({"prompt": "What?"}, "no messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other than text"),
         ({"messages": [USER], "chat_template_kwargs": {"tokenize": True}}, "template"),
+        ({"messages": [USER], **OPEN}, "continues the user's message"),
+        ({"messages": [USER, BEGUN], "continue_final_message": True}, "template"),
     ],
 )  # fmt: skip
 def test_a_call_that_can_t_be_rendered_says_why(

@@ -63,7 +63,7 @@ def figures(base: str, kind: str, scratch: Path) -> dict[str, Any]:
     expected, found = gradient(whole), gradient(held)
     held.model.move_base(torch.device("cpu"))
     state, losses = held.initial_state(), []
-    for _ in range(8):
+    for _ in range(4):
         result = held.step(state, *batch())
         state = result.state
         losses.append(result.metrics["loss"])

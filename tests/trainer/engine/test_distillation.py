@@ -15,7 +15,7 @@ from pipeline.events import unpack_ids
 from tests.trainer.kit import VOCAB, exactly, exchange, stir
 from trainer.batches.groups import Example
 from trainer.batches.sequences import TokenSequence, build
-from trainer.checkpoints.checkpoint import adapter_files, state_bytes, state_of
+from trainer.checkpoints.tensors import adapter_files, state_bytes, state_of
 from trainer.distillation.lessons import Answer, lessons_of, teaching_of
 from trainer.engine.engine import Engine
 

@@ -23,8 +23,8 @@ from tests.trainer.engine.test_optimizer import stored
 from tests.trainer.families import make
 from tests.trainer.kit import stir
 from trainer.batches.packing import padded, prefix_shared
-from trainer.checkpoints.checkpoint import adapter_files
 from trainer.checkpoints.compatibility import require_compatible
+from trainer.checkpoints.tensors import adapter_files
 from trainer.commands.export import write_merged
 from trainer.engine.engine import Engine
 from trainer.engine.experts import IN_VLLM

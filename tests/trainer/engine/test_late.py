@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from pipeline.config import ConfigError, NatsConfig, TrainerConfig, with_values
+from pipeline.config import ConfigError, TrainerConfig, with_values
 from pipeline.config.checks import check_trainer
-from pipeline.log.broker import Broker
 from tests.trainer import kit
-from tests.trainer.kit import discards, running, steps_reach
+from tests.trainer.kit import discards, steps_reach
 from trainer.batches.groups import Example
-from trainer.batches.sequences import build
+from trainer.batches.sequences import OTHER_BRANCH, build
 from trainer.engine import losses
 from trainer.engine.late import LateRunsError, is_late, late_metrics
 
@@ -54,6 +51,32 @@ def test_the_effective_sample_size_is_kishs_and_bounds_what_is_trained() -> None
         late_metrics([sequence] * 5, logprobs, with_values(config, {"late_min_ess": 0.6}))
 
 
+@pytest.mark.parametrize("step", [1, 6, OTHER_BRANCH])
+def test_nothing_of_a_group_is_late_once_its_late_runs_are_refused(step: int) -> None:
+    """A replay's tokens may be of later versions, or of another branch's. They stayed late, so every attempt at the
+    step was refused, and the healthy groups of the batch became dead letters."""
+    config = with_values(TrainerConfig(), LATE)
+    scored = kit.group("replayed", [0.0, 1.0], offline=True)
+    late, fresh = (
+        build(m.trajectory, [kit.exchange(m.trajectory, 0, [5], [7, 8, 9], step=at)])[0]
+        for m, at in zip(scored.members, (step, 4), strict=True)
+    )
+    group = kit.training_group(scored, [late, fresh])
+    assert group.bound_staleness(4, config) is None
+    assert is_late(late, 4, config)
+    group.late_refused = "the effective sample size is too small"
+    assert group.bound_staleness(4, config) is None
+    assert [s.trajectory for s in group.sequences or ()] == [fresh.trajectory]
+    group = kit.training_group(scored, [late])
+    group.late_refused = "the effective sample size is too small"
+    refused = group.bound_staleness(4, config)
+    assert refused is not None
+    assert refused.reason == "stale"
+    assert refused.detail == (
+        "all 3 tokens are more than 2 steps old at step 4 or of a later version; the effective sample size is too small"
+    )
+
+
 def test_late_runs_need_a_correction() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.late"):
         check_trainer(with_values(TrainerConfig(), LATE | {"loss.importance_sampling": "none"}))
@@ -62,12 +85,11 @@ def test_late_runs_need_a_correction() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("least", [0.0, 1.0])
 async def test_what_arrives_late_trains_late_or_is_discarded_as_stale(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, least: float
+    training: kit.Training, least: float
 ) -> None:
     """The logprobs that the kit makes up are no model's: the weights of late sequences differ."""
     settings = {"late": "sequence_truncate", "late_min_ess": least, "max_staleness": 0, "groups_per_step": 1}
-    config = kit.settings(tiny_base, tmp_path, nats_config, **settings)
-    async with Broker.connect(nats_config) as broker, running(config):
+    async with training(**settings) as broker:
         await kit.publish_group(broker, "fresh", [0.0, 1.0], seed=1)
         await steps_reach(broker, 1)
         await kit.publish_group(broker, "late", [0.0, 1.0, 0.3], seed=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from pipeline.config import (
@@ -72,6 +74,22 @@ def test_a_model_that_can_not_be_loaded_is_refused_in_one_sentence(
         ConfigError, match=r"can't be trained: Target module Decoder\( \(act\): SiLU\(\) \) is not supported$"
     ):
         loading.load(tiny_base, TrainerConfig(), CPU)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "a tensor less"])
+def test_a_model_whose_weights_are_damaged_is_refused(tiny_base: str, tmp_path: Path, damage: str) -> None:
+    base = Path(shutil.copytree(tiny_base, tmp_path / "base"))
+    (file,) = base.glob("*.safetensors")
+    if damage == "cut off":
+        file.write_bytes(file.read_bytes()[:-100])
+        why = "can't be trained: "
+    else:
+        tensors = load_file(file)
+        lost = next(name for name in tensors if "q_proj" in name)
+        save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, {"format": "pt"})
+        why = f"can't be trained: its weights lack 1 of the model's tensors: {lost}"
+    with pytest.raises(ConfigError, match=why):
+        loading.load(str(base), TrainerConfig(), CPU)
 
 
 def test_unsloth_never_shares_prefixes() -> None:

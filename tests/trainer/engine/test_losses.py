@@ -169,14 +169,19 @@ ON: dict[str, Any] = {
 OFF: dict[str, Any] = {"loss_type": "dapo", "vllm_importance_sampling_correction": False}
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("loss_type", get_args(LossType))
+@pytest.mark.parametrize(
+    ("loss_type", "correction", "beta"),
+    [
+        *((loss_type, "token_truncate", beta) for loss_type in get_args(LossType) for beta in (0.0, 0.1)),
+        *((loss_type, correction, 0.1) for loss_type in ("dapo", "grpo") for correction in CORRECTIONS[::2]),
+        *((loss_type, correction, 0.0) for loss_type in ("dapo", "sapo") for correction in CORRECTIONS[2:]),
+    ],
+)
 def test_loss_equals_trl_s_own_computation(
     engine: Engine, tmp_path: Path, loss_type: str, correction: str, beta: float
 ) -> None:
-    if loss_type == "vespo" and correction.startswith("sequence"):
-        pytest.skip("TRL's VESPO takes token corrections only")
+    """Every loss type, correction and KL weight. All their combinations are compared with their formulas
+    (`test_formulas.py`)."""
     level = "sequence" if loss_type == "luspo" else "token"
     theirs = (OFF if correction == "none" else ON | {"vllm_importance_sampling_mode": correction}) | {
         "loss_type": loss_type, "importance_sampling_level": level,

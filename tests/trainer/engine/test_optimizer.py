@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from pipeline.config import TrainerConfig, with_batch_settings, with_values
+from pipeline.events import STATE_FILE
 from tests.trainer.engine.kit import Configure, batch
-from trainer.checkpoints.checkpoint import STATE_FILE, adapter_files, state_bytes, state_of
+from trainer.checkpoints.tensors import adapter_files, state_bytes, state_of
 from trainer.engine.engine import Engine
 from trainer.engine.state import TrainState
 
@@ -68,21 +69,22 @@ def stored(state: TrainState, engine: Engine) -> TrainState:
     return dataclasses.replace(state_of(state.step, files), history=state.history)
 
 
+SCHEDULES: dict[str, dict[str, object]] = {
+    "constant": {"optimizer.schedule": "constant"},
+    "warm-up": {"optimizer.schedule": "constant", "optimizer.warmup_steps": 3},
+    "linear": {"optimizer.schedule": "linear", "optimizer.warmup_steps": 2, "max_steps": 8},
+    "cosine": {"optimizer.schedule": "cosine", "optimizer.warmup_steps": 2, "max_steps": 8},
+    "inverse_sqrt": {"optimizer.schedule": "inverse_sqrt", "optimizer.warmup_steps": 2},
+    "updates": {"optimizer.epochs": 2, "optimizer.minibatches": 2},
+}
+
+
 @pytest.mark.parametrize(
-    "schedule",
-    [
-        {"optimizer.schedule": "constant"},
-        {"optimizer.schedule": "constant", "optimizer.warmup_steps": 3},
-        {"optimizer.schedule": "linear", "optimizer.warmup_steps": 2, "max_steps": 8},
-        {"optimizer.schedule": "cosine", "optimizer.warmup_steps": 2, "max_steps": 8},
-        {"optimizer.schedule": "inverse_sqrt", "optimizer.warmup_steps": 2},
-        {"optimizer.epochs": 2, "optimizer.minibatches": 2},
-    ],
-    ids=["constant", "warm-up", "linear", "cosine", "inverse_sqrt", "updates"],
+    ("schedule", "dtype"),
+    [*((name, "float32") for name in SCHEDULES), ("warm-up", "bfloat16"), ("updates", "bfloat16")],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_resumed_after_every_step_equals_an_uninterrupted_run(
-    tiny_base: str, tmp_path: Path, schedule: dict[str, object], dtype: str
+    tiny_base: str, tmp_path: Path, schedule: str, dtype: str
 ) -> None:
     """The same learning rates and the same bits of every weight, the float32 masters of rounded adapters included."""
     values = {
@@ -90,7 +92,7 @@ def test_a_run_resumed_after_every_step_equals_an_uninterrupted_run(
         "lora.dtype": dtype,
         "optimizer.learning_rate": 1e-2,
         "logprob_bound": 1.0,
-    } | schedule
+    } | SCHEDULES[schedule]
     engine = Engine(tiny_base, with_values(TrainerConfig(), values), tmp_path)
     start = engine.initial_state()
     batches = [batch(engine, start, seed=20 * i) for i in range(5)]
@@ -108,10 +110,10 @@ def test_a_run_resumed_after_every_step_equals_an_uninterrupted_run(
     assert all(torch.equal(whole.weights[k], pieces.weights[k]) for k in whole.weights)
     assert (whole.master is None) == (pieces.master is None) == (dtype == "float32")
     assert all(torch.equal(v, pieces.master[k]) for k, v in (whole.master or {}).items())  # type: ignore[index]
-    if schedule.get("optimizer.schedule") == "cosine":
+    if schedule == "cosine":
         cosine = [0.5e-2 * (1 + math.cos(math.pi * (n - 2) / 6)) for n in (2, 3, 4)]
         assert rates == pytest.approx([0, 0.5e-2, *cosine])
-    if schedule.get("optimizer.schedule") == "linear":
+    if schedule == "linear":
         assert rates == pytest.approx([0, 0.5e-2, 1e-2, 1e-2 * 5 / 6, 1e-2 * 4 / 6])
 
 

@@ -71,7 +71,7 @@ async def test_a_trainer_that_lost_its_lease_ends(
             await lease.keep()
 
 
-GROUPS = 24
+GROUPS = 12
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ async def test_a_second_trainer_waits_and_takes_over_when_the_first_dies(
         save(kit.with_many_loras(config), files[-1])
     async with (
         Broker.connect(msgspec.structs.replace(nats_config, provision=True)) as broker,
-        fork_server(files[0], "trainer", ack_wait_s=2.0) as server,
+        fork_server(files[0], "trainer", "tests.trainer.quick_lease", ack_wait_s=2.0) as server,
     ):
         training = server.start("trainer")
         with anyio.fail_after(100):

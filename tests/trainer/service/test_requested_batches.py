@@ -17,6 +17,7 @@ from pipeline.config import NatsConfig, with_batch_settings
 from pipeline.events import CheckpointPublished, DeadLettered, TrainingBatch
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
+from tests.kits.log import take
 from tests.trainer import kit
 from tests.trainer.kit import (
     all_acked,
@@ -62,14 +63,11 @@ async def test_a_requested_batch_is_a_step_of_its_own(
     assert first.config_hash != second.config_hash
 
 
-async def test_a_batch_of_another_key_with_the_same_id_is_another_batch(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
+async def test_a_batch_of_another_key_with_the_same_id_is_another_batch(training: kit.Training) -> None:
     """It neither takes the learning rate away nor has a group wait for groups that never come."""
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=3)
     theirs = TrainingBatch(id="b", groups=("b0", "never"), owner="bob")
     mine = TrainingBatch(id="b", groups=("a0",), settings=b'{"optimizer.learning_rate":0.125}', owner="alice")
-    async with Broker.connect(nats_config) as broker, running(config):
+    async with training(groups_per_step=3) as broker:
         await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=theirs)
         await kit.publish_group(broker, "a0", [0.0, 1.0], seed=2, batch=mine)
         (event,) = await steps_reach(broker, 1)
@@ -111,10 +109,9 @@ async def test_two_callers_with_different_losses_each_get_their_own(
 
 
 async def test_a_batch_that_trains_nothing_or_stays_incomplete_holds_nothing_up(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    training: kit.Training,
 ) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_staleness=0)
-    async with Broker.connect(nats_config) as broker, running(config):
+    async with training(groups_per_step=1, max_staleness=0) as broker:
         await kit.publish_group(broker, "equal", [0.5, 0.5], seed=1, batch=batch_request("equal"))
         await kit.publish_group(
             broker, "half", [0.0, 1.0], seed=2, batch=TrainingBatch(id="c", groups=("half", "never"))
@@ -138,7 +135,7 @@ async def test_a_dead_lettered_group_is_not_queued_again_after_a_restart(
         await broker.provision_consumer(spec)
         await kit.publish_group(broker, "bad", [0.0, 1.0], seed=1, batch=request)
         async with broker.consume(spec) as consumption:
-            (held,) = await consumption.batch(1, 10.0)
+            (held,) = await take(consumption, 1)
             await broker.publish(
                 DeadLettered(
                     project="", stream="GROUPS", stream_seq=held.seq, stream_at=held.place.at,
@@ -153,24 +150,20 @@ async def test_a_dead_lettered_group_is_not_queued_again_after_a_restart(
 
 
 async def test_a_batch_that_names_what_no_group_can_be_called_does_not_end_the_trainer(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    training: kit.Training,
 ) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
-    async with Broker.connect(nats_config) as broker, running(config):
+    async with training(groups_per_step=1) as broker:
         await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=batch_request("b0", "", "x" * 600))
         (event,) = await steps_reach(broker, 1)
     assert event.groups == ("b0",)
 
 
-async def test_supervised_steps_between_steps_of_rl_are_one_lineage(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
+async def test_supervised_steps_between_steps_of_rl_are_one_lineage(training: kit.Training) -> None:
     """Groups of one member with equal rewards, without logprobs, older than any step may be, in several updates."""
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_staleness=0)
     names = ("d0", "d1", "d2")
     chosen = {"loss.type": "sft", "optimizer.learning_rate": 0.05, "optimizer.minibatches": 3}
     request = TrainingBatch(id="sft", groups=names, settings=json.dumps(chosen).encode())
-    async with Broker.connect(nats_config) as broker, running(config):
+    async with training(groups_per_step=1, max_staleness=0) as broker:
         await kit.publish_group(broker, "rl0", [0.0, 1.0], seed=1)
         await steps_reach(broker, 1)
         for i, name in enumerate(names):

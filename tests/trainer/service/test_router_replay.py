@@ -11,9 +11,12 @@ import torch
 
 from pipeline.config import NatsConfig, TrainerConfig, with_values
 from pipeline.log.broker import Broker
+from pipeline.log.messages import Place
 from tests.trainer import kit
 from tests.trainer.families import make
 from tests.trainer.kit import dead_letters, running, steps_reach, until
+from trainer.batches.groups import TrainingGroup
+from trainer.batches.metrics import replay_metrics
 from trainer.batches.packing import padded
 from trainer.batches.sequences import build
 from trainer.engine.engine import Engine
@@ -62,3 +65,23 @@ async def test_recorded_choices_are_replayed_and_impossible_ones_are_dead_letter
         await publish(broker, "planted", experts, sampled.tolist())
         (step,) = await steps_reach(broker, 1)
     assert step.metrics["on_policy_logprob_diff_max"] < 1e-4
+
+
+def test_tokens_without_choices_are_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    """As those of a streamed call, with which vLLM returns none."""
+    file = io.BytesIO()
+    np.save(file, np.zeros((len(PROMPT + REPLY) - 1, 2, 2), np.uint8))
+
+    def told(*recorded: bytes) -> tuple[float, list[dict[str, int]]]:
+        caplog.clear()
+        group = TrainingGroup(kit.group("g", [0.0, 1.0]), Place(1, 0))
+        calls = [
+            kit.exchange(f"t{n}", 0, PROMPT, REPLY, experts=experts) for n, experts in enumerate(recorded)
+        ]
+        group.sequences = [s for call in calls for s in build(call.trajectory, [call], replay=True)]
+        metrics = replay_metrics([group])
+        warnings = [vars(r)["fields"] for r in caplog.records if "streamed" in r.getMessage()]
+        return metrics["tokens_replayed"], warnings
+
+    assert told(file.getvalue(), file.getvalue()) == (6.0, [])
+    assert told(file.getvalue(), b"") == (3.0, [{"tokens": 3, "of": 6}])

@@ -14,7 +14,6 @@ import torch
 from peft import PeftModel
 from transformers import Qwen3ForCausalLM
 
-from journeywork import AsyncJourneywork
 from journeywork.evaluation.bisection import bisect
 from journeywork.trajectory import Trajectory
 from pipeline.config import Config, NatsConfig
@@ -94,7 +93,7 @@ async def test_a_poisoned_batch_is_found_and_the_branch_without_it_wins_the_task
     async def play(run: Trajectory, _: int) -> float:
         return float(rng.random() < shares[int(stub.opened[run.id]["pinned"].rpartition("@")[2])])
 
-    async with stub.serving(), AsyncJourneywork(stub.url) as client:
+    async with stub.client() as client:
         found = await bisect(client, f"m@{POISONED - 2}", f"m@{STEPS}", range(16), play)
     assert found.culprit.version == f"m@{POISONED}"
     assert found.comparisons <= 3  # log2(4) + 1

@@ -73,12 +73,12 @@ function describe(element, name, values) {
 
 // `lines`: label, values, stroke, and `low` and `high` where there is an interval. A line without neighbouring points
 // gets its intervals as whiskers, others as a band.
-function plot(element, xs, lines, { time = false, stepped = false, widest = Infinity } = {}) {
+function plot(element, xs, lines, { time = false, widest = Infinity } = {}) {
   if (!lines.some((line) => line.values.some((value) => value !== null))) {
     element.textContent = "Nothing to draw yet.";
     return;
   }
-  const width = stepped ? 1 : smoothing(), data = [xs], series = [{ label: time ? "time" : "step" }], bands = [], whiskers = [];
+  const width = smoothing(), data = [xs], series = [{ label: time ? "time" : "step" }], bands = [], whiskers = [];
   for (const line of lines) {
     describe(element, line.label, line.values);
     if (width > 1) {
@@ -86,8 +86,7 @@ function plot(element, xs, lines, { time = false, stepped = false, widest = Infi
       series.push({ label: line.label, class: "edge", stroke: `${line.stroke}66`, width: 1, points: { show: false } });
     }
     data.push(width > 1 ? smooth(line.values, width) : line.values);
-    const paths = stepped ? { paths: uPlot.paths.stepped({ align: 1 }) } : {};
-    series.push({ label: line.label, stroke: line.stroke, width: 2, ...paths });
+    series.push({ label: line.label, stroke: line.stroke, width: 2 });
     if (!line.low) continue;
     const alone = !line.values.some((value, i) => i && value !== null && line.values[i - 1] !== null && xs[i] - xs[i - 1] <= widest);
     const edge = { class: "edge", stroke: "transparent", points: { show: false } };
@@ -153,14 +152,10 @@ function splits(element, page) {
   plot(element, xs, lines, { widest: page.width });
 }
 
-function line(element, page, { stepped = false } = {}) {
+function line(element, page) {
   const { rows, x, y, names } = element.dataset, time = x === "at", paths = y.split(",");
   const lines = names.split(",").map((label, i) => ({ label, stroke: colour(STROKES[i % 2]), values: page[rows].map((row) => pick(row, paths[i])) }));
-  plot(element, page[rows].map((row) => row[x]), lines, { time, stepped, widest: stepped ? Infinity : time ? page.seconds : page.width });
-}
-
-function total(element, page) {
-  line(element, page, { stepped: true });
+  plot(element, page[rows].map((row) => row[x]), lines, { time, widest: time ? page.seconds : page.width });
 }
 
 function compare(element, page) {
@@ -174,7 +169,7 @@ function compare(element, page) {
   plot(element, xs, lines, { widest: Math.max(...page.sides.map((side) => side.width)) });
 }
 
-const charts = { splits, line, total, compare };
+const charts = { splits, line, compare };
 
 function draw() {
   for (const element of document.querySelectorAll("[data-chart]")) {

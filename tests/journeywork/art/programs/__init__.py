@@ -122,7 +122,8 @@ PROGRAMS = {
     "tic-tac-toe": Program(
         ART,
         tuple(f"examples/tic_tac_toe/{name}.py" for name in ("tic-tac-toe", "rollout", "game_utils")),
-        "llama-8b-007", SQUARES, ((r"range\(96\)", "range(8)"), ("STEP = 50", "STEP = 2")),
+        # Of 48 games some have a legal first move: four in five games end with the first one.
+        "llama-8b-007", SQUARES, ((r"range\(96\)", "range(48)"), ("STEP = 50", "STEP = 2")),
     ),
     "tic-tac-toe-notebook": Program(
         NOTEBOOKS, ("examples/tic_tac_toe/tic-tac-toe.ipynb",), "001-script", SQUARES,
@@ -155,7 +156,7 @@ def fetch(repo: str, path: str) -> str:
     kept = CACHE / digest
     if not kept.is_file():
         address = f"https://raw.githubusercontent.com/{repo}/{commit}/{path}"
-        with urllib.request.urlopen(address, timeout=20) as answer:
+        with urllib.request.urlopen(address, timeout=60) as answer:
             body = answer.read()
         if hashlib.sha256(body).hexdigest() != digest:
             raise ValueError(f"{address} does not have the digest {digest}")

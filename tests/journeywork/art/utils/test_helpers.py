@@ -1,4 +1,4 @@
-"""Helpers that read a folder, show a message and log a refused request."""
+"""Helpers that read a folder, show a message and log a refused request, and what servers of tools list."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from journeywork.art.gathering import GatherContext
+from journeywork.art.mcp.types import GeneratedScenarioCollection, MCPResource, MCPTool
 from journeywork.art.utils import format_message, get_model_step, iterate_dataset, log_http_errors
 from journeywork.art.utils.output_dirs import get_output_dir_from_model_properties, get_step_checkpoint_dir
 from pipeline.config import Config
@@ -83,3 +85,26 @@ def test_a_batch_is_the_tuple_of_earlier_versions_of_art() -> None:
         ([1], 0, 0, 0),
         ([1], 1, 1, 0),
     ]
+
+
+def test_a_name_without_a_value_hides_no_value_by_the_protocols_name() -> None:
+    schema = {"type": "object"}
+    assert MCPTool.from_dict({"name": "f", "parameters": None, "inputSchema": schema}).parameters == schema
+    assert MCPTool.from_dict({"name": "f", "parameters": None}).parameters == {}
+    assert MCPResource.from_dict({"uri": "u", "mime_type": None, "mimeType": "a/b"}).mime_type == "a/b"
+
+
+def test_scenarios_are_split_at_a_size_that_there_is() -> None:
+    scenarios = GeneratedScenarioCollection.from_dicts([{"task": "t", "difficulty": 1}] * 7)
+    assert [len(part) for part in scenarios.split(7)] == [7, 0]
+    for size in (8, -1):
+        with pytest.raises(ValueError, match=rf"train_size is {size}, but must be from 0 to 7"):
+            scenarios.split(size)
+
+
+def test_a_share_of_exceptions_is_allowed_whole() -> None:
+    context = GatherContext(SimpleNamespace(total=100), max_exceptions=0.29)
+    context.metric_sums["exceptions"] = 29
+    assert not context.too_many_exceptions()
+    context.metric_sums["exceptions"] = 30
+    assert context.too_many_exceptions()

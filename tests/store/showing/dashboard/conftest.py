@@ -13,18 +13,9 @@ from starlette.testclient import TestClient
 from pipeline.config import with_values
 from pipeline.running.runs import SETTINGS, run_settings
 from store.showing.dashboard.server import make_app
-from tests.store.kit import fill, run_of_one_step
 
 URL = "http://127.0.0.1:8701"
 Open = Callable[..., TestClient]
-
-
-@pytest.fixture(scope="session")
-def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with a history of one step. Tests take copies, which cost a hundredth of it."""
-    folder = tmp_path_factory.mktemp("history")
-    fill(folder, run_of_one_step())
-    return folder
 
 
 @pytest.fixture

@@ -12,12 +12,9 @@ import pytest
 from msgspec import structs
 from starlette.testclient import TestClient
 
-from pipeline.config import Config, StoreConfig, save
+from pipeline.config import Config, ModelConfig, StoreConfig, save
 from pipeline.events import (
-    GroupDiscarded,
-    GroupScored,
     Measure,
-    Member,
     PolicyEvaluated,
     TrajectoryCompleted,
     TrajectoryOpened,
@@ -33,7 +30,7 @@ from store.reading import groups as reading_groups
 from store.reading import trajectories as reading
 from store.reading.history import History
 from store.showing.dashboard.server import _LISTS, _SINGLE
-from tests.store.kit import checkpoint, exchange, fill, run_of_one_step
+from tests.store.kit import checkpoint, exchange, fill, run_of_one_step, scored
 from tests.store.showing.dashboard import test_browser
 from tests.store.showing.dashboard.conftest import URL, Open
 
@@ -205,7 +202,6 @@ def test_the_overview_shows_evaluations_decisions_and_rates(client: TestClient) 
     assert [(row["entrant"], row["mean"]) for row in page["evaluations"]] == [("m@1", 0.5)]
     assert [row["action"] for row in page["decisions"]] == ["promote"]
     assert [(row["step"], row["mean"]) for row in page["staleness"]] == [(1, 0.0)]
-    assert page["cost"][-1]["judge_usd"] == 0.25
     assert sum(row["trajectories_per_s"] for row in page["throughput"]) > 0
     assert page["policies"] is None
     assert client.get("/numbers.json").json()["counts"] == page["counts"]
@@ -216,8 +212,7 @@ def test_the_overview_shows_evaluations_decisions_and_rates(client: TestClient) 
 
 
 def test_training_groups_come_first(open_dashboard: Open, run_dir: Path) -> None:
-    (scored,) = (event for event in run_of_one_step() if isinstance(event, GroupScored))
-    fill(run_dir, [structs.replace(scored, group="held", split="val", at=now_us())])
+    fill(run_dir, [scored("held", {"t0": 1.0}, split="val", at=now_us())])
     client = open_dashboard()
     assert [row["split"] for row in client.get("/groups.json").json()["rows"]] == ["train", "train", "val"]
     assert client.get("/groups.json?sort=-when").json()["rows"][0]["group_id"] == "held"
@@ -320,27 +315,36 @@ def test_a_run_in_object_storage_is_compared(
     assert [side["counts"]["opened"] for side in page["sides"]] == [2, 1]
 
 
-def test_a_group_that_was_scored_and_then_discarded_is_listed_once(
-    open_dashboard: Open, run_dir: Path
-) -> None:
-    discarded = GroupDiscarded(
-        project="p", group="g0", model="m", trajectories=("t0", "t1"), reason="stale", by="trainer"
-    )
-    fill(run_dir, [discarded])
-    client = open_dashboard()
-    rows = client.get("/groups.json").json()["rows"]
-    assert sorted((row["group_id"], row["status"], row["reason"], row["reward_mean"]) for row in rows) == [
-        ("g0", "scored", "stale", 0.5),
-        ("g9", "discarded", "stale", None),
+def test_a_run_is_not_shown_beside_those_of_another_models_group_of_the_same_name(tmp_path: Path) -> None:
+    names = {"a": ("p", "m"), "b": ("p", "n"), "c": ("q", "m")}
+    runs = [
+        TrajectoryCompleted(project=project, trajectory=run, model=model, group="g", exchanges=1, reward=1.0)
+        for run, (project, model) in names.items()
     ]
-    assert len(client.get("/group/g0.json").json()["scored"]) == 1
+    trained = [checkpoint(1, model="n", groups=("g",)), checkpoint(2, project="q", groups=("g",))]
+    fill(tmp_path, [*runs, *trained])
+    history = History(Config(run_dir=str(tmp_path)))
+    pages = {run: reading.trajectory(history, run, {}) for run in names}
+    history.close()
+    assert {(page["previous"], page["next"]) for page in pages.values()} == {(None, None)}
+    versions = {run: [row["version"] for row in page["trained_in"]] for run, page in pages.items()}
+    assert versions == {"a": [], "b": ["n@1"], "c": ["m@2"]}
+
+
+@pytest.mark.parametrize("text", ['{"temperature": "auto"}', "{broken"])
+def test_a_damaged_file_of_the_base_does_not_end_the_page(text: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    fill(tmp_path, run_of_one_step())
+    models = (ModelConfig(name="m", base=str(tmp_path)),)
+    history = History(Config(run_dir=str(tmp_path), models=models))
+    page = reading.trajectory(history, "t0", {})
+    history.close()
+    assert len(page["calls"]) == 2
 
 
 def test_a_run_without_a_group_has_its_reward_and_its_checkpoints(tmp_path: Path) -> None:
     """Other events name the run's id where it has no group. A run that waits is a group that is not scored."""
     done = TrajectoryCompleted(project="p", trajectory="solo", model="m", group="", exchanges=1)
-    members = (Member(trajectory="solo", reward=0.5),)
-    scored = GroupScored(project="p", group="solo", model="m", judge="j", members=members)
     waits = structs.replace(done, trajectory="waits")
     fill(
         tmp_path,
@@ -348,7 +352,7 @@ def test_a_run_without_a_group_has_its_reward_and_its_checkpoints(tmp_path: Path
             exchange("solo", group=""),
             done,
             waits,
-            scored,
+            scored("solo", {"solo": 0.5}),
             checkpoint(2, groups=("solo",), group_seqs=pack_seqs([1])),
         ],
     )

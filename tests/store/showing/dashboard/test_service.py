@@ -22,6 +22,7 @@ from pipeline.running.plan import SERVICES, make_plan
 from pipeline.running.runs import SETTINGS
 from pipeline.running.supervisor import STOP_ORDER, Supervisor
 from store.showing.dashboard import command
+from tests.conftest import free_port
 from tests.kits.services import service
 
 
@@ -67,29 +68,22 @@ def test_the_command_refuses_a_port_that_is_none(port: str, capsys: pytest.Captu
     assert f"'{port}' is not a whole number from 0 to 65535" in capsys.readouterr().err
 
 
-def test_the_command_says_that_an_address_is_taken(run_dir: Path) -> None:
+def test_the_command_says_that_an_address_is_taken(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        command = [
-            sys.executable,
-            "-m",
-            "store.showing.dashboard.command",
-            "--run-dir",
-            str(run_dir),
-            "--port",
-        ]
         port = other.getsockname()[1]
-        ended = subprocess.run([*command, str(port)], capture_output=True, text=True)
-    assert ended.returncode == 1
-    said = f"journeywork ui: the dashboard cannot listen on 127.0.0.1:{port}: Address already in use. "
-    assert ended.stderr.startswith(said)
-    assert "--port; 0: any free one" in ended.stderr
+        assert command.main(["--run-dir", str(run_dir), "--port", str(port)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"journeywork ui: the dashboard cannot listen on 127.0.0.1:{port}: Address already in use. "
+    )
+    assert "--port; 0: any free one" in said
 
 
 def test_its_port_is_the_same_at_each_start_unless_another_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
         monkeypatch.setattr(plan, "UiConfig", lambda: UiConfig(port=port), raising=False)
         config = with_values(
             Config(run_dir=str(tmp_path)), {"ui.port": port, "nats.url": "nats://127.0.0.1:1"}

@@ -1,0 +1,66 @@
+"""The ports of an installation: free ones, and the check that those of the settings are free."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+from pipeline.config import Config, ConfigError
+
+LOOPBACK = "127.0.0.1"
+
+
+def free_port(host: str = LOOPBACK, preferred: int = 0) -> int:
+    """Return a port that no process listens on now: `preferred` if it is free. The caller keeps using the same port
+    when a process restarts. No other call on this machine returns the port before this process ends."""
+    try:
+        with _listener(host, preferred) as probe:
+            port = int(probe.getsockname()[1])
+            if _claim(port):
+                return port
+    except OSError:
+        if not preferred:
+            raise
+    return free_port(host)
+
+
+def _claim(port: int) -> bool:
+    """Claim `port` for this process until it ends, because its child listens there only later. Return false if a
+    process has claimed it already. The claim is a Unix socket without a file: the kernel removes it with the
+    process."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0journeywork-port-{port}")
+    except OSError:
+        claim.close()
+        return False
+    claim.detach()  # stays open
+    return True
+
+
+def check_ports(config: Config, processes: Iterable[str]) -> None:
+    """Raise `ConfigError`, which names setting and port, if one of `processes` can't listen on its port: the process
+    itself would fail only after others have started."""
+    addresses = {
+        "nats": (LOOPBACK, config.nats.port),
+        "vllm": (LOOPBACK, config.vllm.port),
+        "gateway": (config.gateway.host, config.gateway.port),
+        "ui": (config.ui.host, config.ui.port),
+    }
+    with ExitStack() as opened:  # until all are: two processes may have the same port
+        for name in processes:
+            if name not in addresses:
+                continue
+            host, port = addresses[name]
+            try:
+                opened.enter_context(_listener(host, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"{name}.port: {name} can't listen on port {port} of {host}: {error.strerror}. End the program "
+                    "that has the port, or choose another one; 0: any free one"
+                ) from error
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -1,0 +1,257 @@
+"""Trajectories, groups, and what plays many of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from .kit import CALL, TOOL, art, failed, gathered, played, rewards, said, user
+
+
+def test_a_trajectory_has_defaults_of_its_own() -> None:
+    given = [user("x")]
+    one, other = art.Trajectory(messages_and_choices=given), art.Trajectory()
+    one.metrics["a"] = 1
+    one.messages_and_choices.append(said("y"))
+    one.log("line")
+    assert given == [user("x")]
+    assert (other.messages_and_choices, other.reward, other.metrics, other.metadata) == ([], 0.0, {}, {})
+    assert (other.logs, other.tools, other.additional_histories) == ([], None, [])
+    assert (other.initial_policy_version, other.final_policy_version) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("metadata", [{"a": value} for value in ("text", 3, 2.5, True, None)], {"a": [1]}),
+        ("metrics", [{"a": value} for value in (1, 0.5, True)], {"a": "many"}),
+        ("reward", [1, 0.5], "much"),
+    ],
+)
+def test_a_field_takes_plain_values_of_its_kind(field: str, good: list[Any], bad: Any) -> None:
+    assert [getattr(art.Trajectory(**{field: value}), field) for value in good] == good
+    with pytest.raises(ValidationError):
+        art.Trajectory(**{field: bad})
+
+
+def test_messages_are_those_of_dictionaries_and_choices_and_their_tool_calls() -> None:
+    made = art.Trajectory(
+        messages_and_choices=[user("u"), said("hi"), user("v"), said(None, tool_calls=[CALL])], tools=[TOOL]
+    )
+    *spoken, message = made.messages()
+    assert spoken == [user("u"), {"role": "assistant", "content": "hi"}, user("v")]
+    assert (message["role"], message["content"]) == ("assistant", "")
+    (call,) = message["tool_calls"]
+    assert (call["id"], call["type"], call["function"]) == ("c1", "function", CALL["function"])
+    assert made.tools == [TOOL]
+
+
+def test_a_subclass_may_have_more_fields() -> None:
+    class Own(art.Trajectory):  # type: ignore[misc, name-defined]
+        answer: str | None = None
+
+    made = Own(reward=1, answer="x", rewrd=2)
+    assert not hasattr(made, "rewrd"), "an unknown field is ignored"
+    assert (made.answer, made.reward) == ("x", 1.0)
+    assert isinstance(art.TrajectoryGroup([made]).trajectories[0], Own)
+
+
+def test_finish_notes_the_duration() -> None:
+    made = art.Trajectory()
+    assert made.finish() is made
+    assert made.metrics["duration"] >= 0
+
+
+def test_durations_are_tracked_and_added() -> None:
+    async def run() -> dict[str, float]:
+        made = art.Trajectory()
+        for _ in range(2):
+            with contextlib.suppress(KeyError):
+                async with made.track_duration("llm"):
+                    await asyncio.sleep(0.01)
+                    raise KeyError("x")  # the block that fails is tracked, too
+        return dict(made.metrics)
+
+    (name,), (seconds,) = zip(*asyncio.run(run()).items(), strict=True)
+    assert name == "llm_duration"
+    assert seconds >= 0.015
+
+
+def test_a_trajectory_is_shown_logged_and_read_from_json() -> None:
+    made = art.Trajectory(
+        messages_and_choices=[user("u"), said("x")],
+        reward=0.5,
+        metrics={"a": 2},
+        metadata={"b": None},
+        logs=["l"],
+    )
+    assert all(piece in str(made) for piece in ("reward=0.5", "'a': 2", "'b': None"))
+    shown = made.for_logging()
+    assert [(m["role"], m["trainable"]) for m in shown["messages"]] == [("user", False), ("assistant", True)]
+    assert (shown["reward"], shown["metadata"], shown["logs"]) == (0.5, {"b": None}, ["l"])
+    made.messages_and_choices.pop()
+    again = art.Trajectory.model_validate_json(made.model_dump_json())
+    assert (again.messages(), again.reward, again.metrics, again.metadata) == (
+        [user("u")], 0.5, {"a": 2}, {"b": None}
+    )  # fmt: skip
+
+
+def test_a_group_holds_trajectories_and_keeps_exceptions_as_values() -> None:
+    one, other = art.Trajectory(reward=1), art.Trajectory(reward=2)
+    group = art.TrajectoryGroup(item for item in (one, ValueError("no"), other))
+    assert (len(group), list(group)) == (2, [one, other])
+    assert (group.metadata, group.metrics, group.logs) == ({}, {}, [])
+    group = art.TrajectoryGroup(
+        [*group.trajectories, ValueError("no")], exceptions=[KeyError("k")], metadata={"a": "b"}, metrics={"c": 1},
+        logs=["d"],
+    )  # fmt: skip
+    group.log("e")
+    assert (group.metadata, group.metrics, group.logs) == ({"a": "b"}, {"c": 1}, ["d", "e"])
+    assert ["ValueError" in e.type for e in group.exceptions] == [True, False]
+    assert group.exceptions[0].message == "no"
+    assert "ValueError: no" in group.exceptions[0].traceback
+
+
+def test_a_copy_of_a_group_has_a_list_of_its_own() -> None:
+    group = art.TrajectoryGroup([art.Trajectory(reward=1)], metadata={"a": 1})
+    shallow, deep = copy.copy(group), copy.deepcopy(group)
+    assert shallow.trajectories[0] is group.trajectories[0]
+    assert deep.trajectories[0] is not group.trajectories[0]
+    deep.trajectories[0].reward = 7
+    shallow.trajectories.append(art.Trajectory())
+    assert rewards(group) == [1]
+    assert (shallow.metadata, deep.metadata) == ({"a": 1}, {"a": 1})
+
+
+def test_an_awaited_group_plays_its_coroutines_at_the_same_time_and_raises_what_they_raise() -> None:
+    inside = most = 0
+
+    async def one() -> Any:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.02)
+        inside -= 1
+        return art.Trajectory()
+
+    async def run(*more: Any) -> Any:
+        return await art.TrajectoryGroup([*(one() for _ in range(5)), *more], metadata={"a": 1})
+
+    group = asyncio.run(run())
+    assert isinstance(group, art.TrajectoryGroup)
+    assert (most, len(group), group.metadata) == (5, 5, {"a": 1})
+    with pytest.raises(RuntimeError, match="boom"):
+        asyncio.run(run(failed()))
+
+
+def test_groups_come_in_their_order() -> None:
+    groups = gathered(lambda: [art.TrajectoryGroup([played(n, 0.03 - n / 100)]) for n in range(3)])
+    assert [rewards(group) for group in groups] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "good", "bad", "raised"),
+    [
+        (1, 2, 1, False), (1, 2, 2, True), (2, 2, 2, False), (0.5, 2, 2, False), (0.5, 1, 3, True),
+        (0.25, 3, 1, False), (0.1, 2, 1, True), (100, 0, 3, False), (0, 1, 1, True),
+    ],
+)  # fmt: skip
+def test_so_many_exceptions_are_kept(allowed: float, good: int, bad: int, raised: bool) -> None:
+    def groups() -> list[Any]:
+        return [
+            art.TrajectoryGroup([*(played(1) for _ in range(good)), *(failed(f"no {n}") for n in range(bad))])
+        ]
+
+    if raised:
+        with pytest.raises(RuntimeError, match="no"):
+            gathered(groups, max_exceptions=allowed)
+        return
+    (group,) = gathered(groups, max_exceptions=allowed)
+    assert (len(group), len(group.exceptions)) == (good, bad)
+    assert {e.message for e in group.exceptions} == {f"no {n}" for n in range(bad)}
+    if allowed >= 1:  # they are counted over all groups
+        assert len(gathered(lambda: groups() + groups(), max_exceptions=2 * bad)) == 2
+        with pytest.raises(RuntimeError, match="no"):
+            gathered(lambda: groups() + groups(), max_exceptions=2 * bad - 1)
+
+
+def test_after_each_may_change_leave_out_and_multiply_groups() -> None:
+    async def after(group: Any) -> Any:
+        (reward,) = rewards(group)
+        if reward == 9:
+            raise ValueError("after")
+        group.trajectories[0].reward += 10
+        return {0: None, 1: group}.get(reward, [group, copy.deepcopy(group)])
+
+    groups = gathered(lambda: [art.TrajectoryGroup([played(n)]) for n in range(3)], after_each=after)
+    assert [rewards(group) for group in groups] == [[11], [12], [12]]
+    with pytest.raises(ValueError, match="after"):
+        gathered(lambda: [art.TrajectoryGroup([played(9)])], after_each=after, max_exceptions=5)
+
+
+def test_an_awaitable_group_may_fail_itself() -> None:
+    async def broken() -> Any:
+        raise KeyError("group")
+
+    def groups() -> list[Any]:
+        return [broken(), art.TrajectoryGroup([played(2)])]
+
+    assert [rewards(group) for group in gathered(groups, max_exceptions=1)] == [[2]]
+    with pytest.raises(KeyError):
+        gathered(groups)
+
+
+def test_trajectories_several_of_one_awaitable_and_exceptions_come_in_their_order() -> None:
+    async def both() -> Any:
+        return [await played(2), await played(3)]
+
+    async def run(allowed: float) -> Any:
+        playing = [played(1, 0.03), failed(), both(), played(4)]
+        return await art.gather_trajectories(playing, pbar_desc="play", max_exceptions=allowed)
+
+    one, error, pair, other = asyncio.run(run(1))
+    assert (one.reward, type(error), [t.reward for t in pair], other.reward) == (1, RuntimeError, [2, 3], 4)
+    with pytest.raises(RuntimeError):
+        asyncio.run(run(0))
+
+
+def test_the_progress_shows_metrics_and_tokens() -> None:
+    def groups() -> list[Any]:
+        return [art.TrajectoryGroup([played(1, metrics={"a": 1, "b": True})])]
+
+    (group,) = gathered(groups, pbar_desc="x", pbar_total_completion_tokens=True, max_metrics=1)
+    assert len(group) == 1
+
+
+def batches(groups: Callable[[], Iterator[Any]], **options: Any) -> list[list[Any]]:
+    async def run() -> list[list[Any]]:
+        return [batch async for batch in art.trajectory_group_batches(groups(), **options)]
+
+    return asyncio.run(run())
+
+
+def singles(count: int) -> Callable[[], Iterator[Any]]:
+    return lambda: (art.TrajectoryGroup([played(n)]) for n in range(count))
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_batches_hold_every_group_once_but_those_that_are_skipped(skipped: int) -> None:
+    made = batches(singles(6), batch_size=2, skip_batches=skipped)
+    assert all(made)
+    assert sorted(t.reward for batch in made for group in batch for t in group) == list(range(2 * skipped, 6))
+
+
+def test_exceptions_of_batches_are_raised_or_allowed() -> None:
+    def groups() -> Iterator[Any]:
+        return (art.TrajectoryGroup([played(1), failed()]) for _ in range(4))
+
+    with pytest.raises(RuntimeError):
+        batches(groups, batch_size=2)
+    made = batches(groups, batch_size=2, max_batch_exceptions=100)
+    assert [[len(group.exceptions) for group in batch] for batch in made] == [[1, 1], [1, 1]]

@@ -1,0 +1,57 @@
+"""Metrics of a step that its groups give, before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.events import Member
+from pipeline.telemetry.logs import get_logger
+from trainer.batches.groups import TrainingGroup
+
+log = get_logger("trainer.batches.metrics")
+
+
+def group_metrics(
+    batch: Sequence[TrainingGroup], discarded_rewards: Sequence[float], equal_groups: int
+) -> dict[str, float]:
+    """Metrics of a step's groups, and of those that were discarded since the step before."""
+    members = [m for g in batch for m in g.members]
+    rewards = np.array([m.reward for m in members], np.float64)
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_mean_all": float(np.mean([*rewards, *discarded_rewards])),
+        "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
+        "groups": float(len(batch)),
+        "no_variance_share": equal_groups / (equal_groups + len(batch)),
+        "trajectories": float(len(members)),
+        "tokens_stale": float(sum(g.stale_tokens for g in batch)),
+        "tokens_unjudged": float(sum(g.unjudged_tokens for g in batch)),
+        "tokens_left_out": float(sum(g.left_out.total() for g in batch)),
+        "hints": float(sum(g.hints for g in batch)),
+        "hints_unused": float(sum(g.hints_unused for g in batch)),
+        **_run_metrics(members),
+    }
+
+
+def replay_metrics(batch: Sequence[TrainingGroup]) -> dict[str, float]:
+    """Return `tokens_replayed`, for a step with `trainer.router_replay`. Log a warning if the sampler's experts are not
+    known for all trained tokens."""
+    sequences = [s for g in batch for s in g.sequences or ()]
+    trained, replayed = sum(s.trained_tokens for s in sequences), sum(s.replayed_tokens for s in sequences)
+    if replayed < trained:
+        log.warning(
+            "tokens trained without router replay: their calls were streamed, or the inference server runs without "
+            "--enable-return-routed-experts", tokens=trained - replayed, of=trained,
+        )  # fmt: skip
+    return {"tokens_replayed": float(replayed)}
+
+
+def _run_metrics(members: Sequence[Member]) -> dict[str, float]:
+    """Return the mean of each metric that agents gave to runs, over the runs that have it, as `run/<name>`."""
+    values: dict[str, list[float]] = {}
+    for member in members:
+        for name, value in member.metrics.items():
+            values.setdefault(f"run/{name}", []).append(value)
+    return {name: float(np.mean(of_name)) for name, of_name in values.items()}
