@@ -161,16 +161,20 @@ def scatters(trajectory: dict[str, Any]) -> float:
 
 
 def forges(trajectory: dict[str, Any]) -> float:
-    """Write good scores for everybody into whatever is open here, and in any process that can be seen."""
+    """Write good scores for everybody into whatever is open here and, in a sandbox, in any process that can be seen.
+    Without one that would be every process of the machine."""
     if trajectory["id"] == "bad":
-        for fd in [1, *range(3, 64)]:
-            with contextlib.suppress(OSError):
-                os.write(fd, _FORGED * 3)
+        sandboxed = os.getppid() == 1
         if _named_daemon(str(trajectory["task"])):
-            while True:
+            while sandboxed:
                 for fd in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
                     with contextlib.suppress(OSError), fd.open("wb", buffering=0) as channel:
                         channel.write(_FORGED)
+            time.sleep(100)
+        time.sleep(0.2)
+        for fd in [1, *range(3, 64)]:
+            with contextlib.suppress(OSError):
+                os.write(fd, _FORGED * 3)
     time.sleep(0.2)
     return 0.125
 
