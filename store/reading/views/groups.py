@@ -77,11 +77,7 @@ VERDICTS = View(
           coalesce(verdict_.second, false) AS second, "at" AS scored_at
         FROM scored
         """,
-    sources=(
-        GroupScored,
-        Verdict,
-        Score,
-    ),
+    sources=(GroupScored, Verdict, Score),
 )
 
 REWARDS = View(
@@ -104,10 +100,7 @@ REWARDS = View(
           m.exchanges AS exchanges, m.first_step AS first_step, m.last_step AS last_step, offline, "at" AS scored_at
         FROM each
         """,
-    sources=(
-        GroupScored,
-        Member,
-    ),
+    sources=(GroupScored, Member),
 )
 
 JUDGE_COST = View(
@@ -128,10 +121,7 @@ JUDGE_COST = View(
           sum(said.attempts - 1)::BIGINT AS retries
         FROM each GROUP BY ALL
         """,
-    sources=(
-        GroupScored,
-        Verdict,
-    ),
+    sources=(GroupScored, Verdict),
 )
 
 SIGNALS = View(

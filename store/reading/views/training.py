@@ -65,7 +65,8 @@ their groups."""
 # both. Those of the group are of its member's steps, and the newest that the log had when it took the group in.
 LINEAGE = View(
     "lineage",
-    "A checkpoint's groups, trajectories, exchanges and verdicts: one row per exchange that it was trained on.",
+    "A checkpoint's groups, trajectories, exchanges and verdicts: one row per exchange that it was trained on. A "
+    "checkpoint that was made of something else, such as a data set, has one row, with its `source`.",
     {
         "version": "Checkpoint.",
         "group_id": "Group that it was trained on.",
@@ -74,6 +75,7 @@ LINEAGE = View(
         "seq": "Number of the call in its run; null where its exchanges are not in the store.",
         "staleness": "Steps between the version that sampled and the one that was trained from.",
         "exchange_seq": "Sequence of the exchange in ROLLOUTS.",
+        "source": "What it was made of instead of groups, as `checkpoints` has it.",
     },
     f"""
         {_MEMBERS.strip()}
@@ -93,6 +95,9 @@ LINEAGE = View(
           PARTITION BY m.project, m.model, m.version, m.group_id, m.log_seq, m.m.trajectory, e.seq, e.choice
           ORDER BY e.log_at <= m.log_at DESC, e.log_at DESC
         )
+        UNION ALL BY NAME
+        SELECT project, model, version, step, parent, batch_id, "at" AS published_at, branch, source
+        FROM policy_checkpoint WHERE source <> ''
         """,
 )
 
