@@ -146,7 +146,8 @@ def start_nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 
     yield start
     for server in servers:
-        server.stop()
+        if server.process is not None:  # else it did not start
+            server.kill()  # in order it takes a tenth of a second, and nothing reads its store any more
 
 
 @pytest.fixture
@@ -311,12 +312,16 @@ def inference_double(
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """After the last test of a module, collect the connections that it left open. Programs of others do not close their
-    clients, and a connection that is collected during a later test fails that one."""
+    clients, and a connection that is collected during a later test fails that one.
+
+    What is alive then, such as all of PyTorch, stays so: later collections pass it over. Each would take a second with
+    it."""
     yield
     if nextitem is None or nextitem.path != item.path:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "unclosed (<socket|transport)", ResourceWarning)
             gc.collect()
+            gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
