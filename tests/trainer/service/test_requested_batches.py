@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from journeywork.art.options import loss_settings
 from pipeline import streams
 from pipeline.config import NatsConfig, with_batch_settings
-from pipeline.events import CheckpointPublished, DeadLettered, TrainingBatch
+from pipeline.events import CheckpointPublished, DeadLettered, GroupDiscarded, TrainingBatch
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.kits.log import take
@@ -156,6 +156,23 @@ async def test_a_batch_that_names_what_no_group_can_be_called_does_not_end_the_t
         await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=batch_request("b0", "", "x" * 600))
         (event,) = await steps_reach(broker, 1)
     assert event.groups == ("b0",)
+
+
+async def test_a_discarded_validation_group_does_not_settle_the_training_group_of_its_name(
+    training: kit.Training,
+) -> None:
+    async with training(groups_per_step=1) as broker:
+        await broker.publish(
+            GroupDiscarded(
+                project="p", group="b1", model=kit.MODEL, trajectories=(), reason="validation", by="trainer",
+                split="val",
+            )
+        )  # fmt: skip
+        await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=batch_request("b0", "b1"))
+        await kit.publish_group(broker, "plain", [0.0, 1.0], seed=2)
+        await steps_reach(broker, 1)
+        await kit.publish_group(broker, "b1", [0.0, 1.0], seed=3, batch=batch_request("b0", "b1"))
+        assert [step.groups for step in await steps_reach(broker, 2)] == [("plain",), ("b0", "b1")]
 
 
 async def test_supervised_steps_between_steps_of_rl_are_one_lineage(training: kit.Training) -> None:
