@@ -100,6 +100,8 @@ class Rejudge:
         self._broker, self._config, self._composer, self._source = broker, config, composer, source
         self._teach = teach
         judge = verdicts or judge_hash(config.judge)
+        self._together: set[tuple[str, str]] = set()
+        """Model and id of the groups that `run` judges again."""
         self.report = RejudgeReport(branch or f"judge-{judge}", judge)
         if (self.report.branch == "main") != (source == "main") and self.report.branch in (source, "main"):
             raise ConfigError(
@@ -138,6 +140,7 @@ class Rejudge:
         ]
         chosen = sorted(candidates, key=lambda recorded: recorded.seq)[-limit:]
         todo = [r for r in chosen if _key(r.event) not in done]
+        self._together = {_key(r.event)[:2] for r in todo}
         self.report.skipped = len(chosen) - len(todo)
         await gather(self._rejudge, todo, self._config.judge.concurrency)
         return self.report
@@ -215,45 +218,41 @@ class Rejudge:
         """Return the completion of a trajectory of the group, which was recorded at `seq` (0: unknown). Raises
         `HistoryGoneError` if the log does not hold it."""
         with suppress(HistoryGoneError):  # then it is looked for by its subject
-            if (
-                seq
-                and (at := await self._broker.read_at(TrajectoryCompleted, seq)).event.trajectory
-                == trajectory
-            ):
+            at = await self._broker.read_at(TrajectoryCompleted, seq) if seq else None
+            if at is not None and at.event.trajectory == trajectory:
                 return at
         # After a power cut the sequence may be that of another event. The subject is the trajectory's own.
         completed = await self._broker.read_last(
-            TrajectoryCompleted,
-            project=event.project,
-            model=event.model,
-            group_key=event.group,
-            trajectory=trajectory,
-        )
+            TrajectoryCompleted, project=event.project, model=event.model, group_key=event.group, trajectory=trajectory
+        )  # fmt: skip
         if completed is None:
             raise HistoryGoneError(f"the end of trajectory {trajectory}")
         return completed
 
     async def _publish(self, seq: int, event: GroupScored) -> None:
-        onto_main = self.report.branch == "main"
+        # On main, the batch that it was requested for was trained.
+        batch = None if self.report.branch == "main" else event.batch
+        if batch is not None:
+            batch = batch.on_branch({group for model, group in self._together if model == event.model})
         await self._broker.publish(
             msgspec.structs.replace(
                 event, branch=self.report.branch, judge=self.report.judge, closed_by="replay", offline=True,
-                origin=f"{self._source}/{seq}",
-                batch=None if onto_main else event.batch,  # what it was requested for was trained
+                origin=f"{self._source}/{seq}", batch=batch,
             )
         )  # fmt: skip
         self.report.rejudged += 1
 
     async def _publish_gone(self, event: GroupEvent, detail: str) -> None:
-        if isinstance(event, GroupScored):
-            trajectories = tuple(m.trajectory for m in event.members)
-        else:
-            trajectories = event.trajectories
+        runs = (
+            tuple(m.trajectory for m in event.members)
+            if isinstance(event, GroupScored)
+            else event.trajectories
+        )
         await self._broker.publish(
             GroupDiscarded(
                 project=event.project, model=event.model, group=event.group, split=event.split, by="rejudge",
-                trajectories=trajectories, reason="history_gone", detail=detail, branch=self.report.branch,
-                owner=event.owner,
+                trajectories=runs, reason="history_gone", detail=detail, branch=self.report.branch, owner=event.owner,
+                judge=self.report.judge,
             )
         )  # fmt: skip
 

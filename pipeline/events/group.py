@@ -172,7 +172,8 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
     owner: str = ""
     """Name of the API key that opened the trajectories."""
     judge: str = ""
-    """Verdict set of the scored group that the trainer discarded. The group may train under another one."""
+    """Verdict set of the scored group that the trainer discarded, or that `journeywork rejudge` could not make. The
+    group may train under another one."""
 
     def message_id(self) -> str:
         first = self.trajectories[0] if self.trajectories else ""

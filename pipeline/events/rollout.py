@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
@@ -34,6 +35,11 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
     `{"optimizer.learning_rate": 1e-5, "loss.type": "cispo"}`."""
     owner: str = ""
     """Name of the API key that requested the batch. Batches of different keys with one id are different batches."""
+
+    def on_branch(self, groups: Collection[str]) -> TrainingBatch:
+        """Return the batch for a branch onto which `groups` are published together: others would be waited for in
+        vain."""
+        return msgspec.structs.replace(self, groups=tuple(g for g in self.groups if g in groups))
 
 
 class GroupOpened(Event, frozen=True, kw_only=True, tag="rollout.group"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +58,11 @@ def select_groups(
     return [StoredGroup(group, seq) for group, seq in rows]
 
 
-def on_branch(stored: StoredGroup, branch: str, ends: Mapping[str, int]) -> GroupScored:
+def on_branch(
+    stored: StoredGroup, branch: str, ends: Mapping[str, int], others: Collection[str] = ()
+) -> GroupScored:
     """Return the group as an event of `branch`, whose verdicts cost nothing: they were paid for once. `ends`: by
-    trajectory, the present sequence of its `rollout.completed`."""
+    trajectory, the present sequence of its `rollout.completed`. `others`: groups that are published with it."""
     group = stored.group
     origin = group.origin or f"{group.branch}/{stored.seq}"
     members = tuple(
@@ -69,14 +71,9 @@ def on_branch(stored: StoredGroup, branch: str, ends: Mapping[str, int]) -> Grou
     )
     verdicts = tuple(msgspec.structs.replace(v, cost_usd=0.0) for v in group.verdicts)
     return msgspec.structs.replace(
-        group,
-        branch=branch,
-        origin=origin,
-        offline=True,
-        closed_by="replay",
-        members=members,
-        verdicts=verdicts,
-    )
+        group, branch=branch, origin=origin, offline=True, closed_by="replay", members=members, verdicts=verdicts,
+        batch=group.batch and group.batch.on_branch({group.group, *others}),
+    )  # fmt: skip
 
 
 async def republish_events(
@@ -119,10 +116,17 @@ async def replay(
     events that were published again."""
     counts = {"groups": 0, "already": 0, "republished": 0}
     async with Broker.connect(nats, name="replay") as broker:
+        # What the branch holds already waits, and is joined by the new groups of its batch, or was trained.
+        there = {r.event.message_id() for r in await broker.read(GroupScored, branch=branch)}
+        others: dict[tuple[str, str], set[str]] = {}
+        for group in (on_branch(stored, branch, {}) for stored in groups):
+            if group.message_id() not in there:
+                others.setdefault((group.project, group.model), set()).add(group.group)
         for stored in groups:
             published, ends = await republish_events(broker, connection, stored.group)
             counts["republished"] += published
-            ack = await broker.publish(on_branch(stored, branch, ends))
+            names = others.get((stored.group.project, stored.group.model), ())
+            ack = await broker.publish(on_branch(stored, branch, ends, names))
             counts["already" if ack.duplicate else "groups"] += 1
     return counts
 

@@ -13,6 +13,7 @@ from pipeline.events import (
     ExchangeRecorded,
     GroupScored,
     Score,
+    TrainingBatch,
     TrajectoryCompleted,
     Verdict,
     pack_seqs,
@@ -79,6 +80,25 @@ async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_bac
     # What was put back is nobody's news: the store holds it once.
     assert stored(tmp_path / "store", "rollout.exchange") == [2, 3, 6, 7]
     assert len(stored(tmp_path / "store", "group.scored")) == 2
+
+
+async def test_the_batch_of_a_replayed_group_names_only_what_is_replayed_with_it(
+    broker: Broker, nats_config: NatsConfig, history: Path
+) -> None:
+    """The trainer of the branch would wait for the others until it discards those that came."""
+
+    def of_batch(seq: int, name: str, model: str = "m") -> replay.StoredGroup:
+        batch = TrainingBatch(id="b", groups=("a", "b", "c", "d"), settings=b'{"loss.type": "sft"}')
+        return replay.StoredGroup(msgspec.structs.replace(scored(name, {}, batch=batch), model=model), seq)
+
+    chosen = [of_batch(1, "a"), of_batch(2, "b"), of_batch(3, "c"), of_batch(4, "d", "other")]
+    with sql.connect(history) as connection:
+        for groups in (chosen[:2], chosen):
+            await replay.replay(nats_config, connection, groups, "again")
+    there = [r.event for r in await broker.read(GroupScored, branch="again")]
+    named = {event.group: event.batch.groups for event in there if event.batch is not None}
+    assert named == {"a": ("a", "b"), "b": ("a", "b"), "c": ("c",), "d": ("d",)}
+    assert {event.batch.settings for event in there if event.batch} == {b'{"loss.type": "sft"}'}
 
 
 def test_groups_are_selected_by_a_condition_over_their_view(history: Path) -> None:

@@ -19,7 +19,7 @@ from judge.ruler.transcripts import load_transcript
 from pipeline import config as configuration
 from pipeline import crash
 from pipeline.config import Config, ConfigError, JudgeConfig, NatsConfig, RewardConfig
-from pipeline.events import Grader, GroupScored, SignalGiven, TrajectoryCompleted
+from pipeline.events import Grader, GroupScored, SignalGiven, TrainingBatch, TrajectoryCompleted
 from pipeline.log.broker import Broker
 from tests.judge.kit import Model, completed, exchange, groups, judging, ruler
 from tests.kits.scoring_server import Scorer
@@ -160,6 +160,23 @@ async def test_a_running_judge_ignores_other_branches(broker: Broker, nats_confi
         assert end == GroupEnd(True, frozenset(f"{group}-{i}" for i in range(3)), scored=True)
 
 
+async def test_the_batch_of_a_rejudged_group_names_only_what_is_judged_again_with_it(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
+    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=2))
+    batch = TrainingBatch(id="b", groups=("g0", "g1", "g2"))
+    async with judging(broker, config):
+        for scored, group in enumerate(batch.groups, 1):
+            for i in range(2):
+                await broker.publish(completed(f"{group}-{i}", group, reward=float(i), batch=batch))
+            await groups(broker, scored)
+    for limit in (1, 0):
+        await Rejudge(broker, config, None, branch="b").run(limit)
+    judged = [g for g in await groups(broker, 6) if g.branch == "b"]
+    named = {g.group: g.batch.groups for g in judged if g.batch is not None}
+    assert named == {"g0": ("g0", "g1"), "g1": ("g0", "g1"), "g2": ("g2",)}
+
+
 async def test_groups_whose_history_is_gone_are_recorded_as_discarded(
     broker: Broker, nats_config: NatsConfig
 ) -> None:
@@ -170,6 +187,7 @@ async def test_groups_whose_history_is_gone_are_recorded_as_discarded(
     assert (report.rejudged, report.gone) == (1, 1)
     (gone,) = await groups(broker, 1, "discarded")
     assert (gone.reason, gone.branch, gone.by) == ("history_gone", "b", "rejudge")
+    assert gone.judge == report.judge
 
 
 async def test_a_group_that_was_discarded_without_a_judge_model_is_scored(
