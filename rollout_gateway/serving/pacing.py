@@ -68,12 +68,8 @@ class Pacing:
     ) -> None:
         """`limit`: maximum number of groups of a model that are ahead; 0 for no limit. `forget_s`: seconds after which
         a group no longer counts."""
-        self._project, self._broker, self._limit, self._forget_us = (
-            project,
-            broker,
-            limit,
-            int(forget_s * 1e6),
-        )
+        self._project, self._broker, self._limit = project, broker, limit
+        self._forget_us = int(forget_s * 1e6)
         self._models = {model: _Model() for model in models}
         self._waiting: dict[tuple[str, str], float] = {}
         """By model and group, when the group was first refused, by `time.monotonic`."""
@@ -125,10 +121,11 @@ class Pacing:
         self._waiting.setdefault((model, group), time.monotonic())
         if len(self._waiting) > _MAX_WAITING:
             del self._waiting[next(iter(self._waiting))]
+        # How many groups other keys have is not the caller's business.
+        own = sum(ahead.owner == owner for ahead in state.groups.values())
         message = (
-            f"{len(state.groups)} groups of {model} wait for training, "
-            f"{sum(ahead.owner == owner for ahead in state.groups.values())} of them opened with this API key, and "
-            "another one would be stale when it is trained. Try again later."
+            f"{own} groups of {model} that this API key opened wait for training, and another one would be stale when "
+            "it is trained. Try again later."
         )
         raise ApiError(429, "groups_ahead", message)
 

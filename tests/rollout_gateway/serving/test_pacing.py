@@ -39,6 +39,18 @@ async def gateways(
         tg.cancel_scope.cancel()
 
 
+async def test_a_refusal_tells_a_key_of_its_own_groups_only(nats_config: NatsConfig) -> None:
+    async with gateways(nats_config, 1, limit=12) as (pacing,):
+        for number in range(12):
+            assert await admitted(pacing, f"g{number}")
+        for number in range(6):
+            await pacing.admit("m", f"b{number}", "train", "bob")
+        with pytest.raises(ApiError) as refused:
+            await pacing.admit("m", "b6", "train", "bob")
+        assert "6 groups of m" in refused.value.message
+        assert not {"12", "18"} & set(refused.value.message.split())
+
+
 async def admitted(pacing: Pacing, group: str, split: str = "train") -> bool:
     try:
         await pacing.admit("m", group, split, "alice")
