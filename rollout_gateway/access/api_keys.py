@@ -79,12 +79,13 @@ class _Account:
     models: frozenset[str]
     expires_at: float
 
-    def spend(self, name: str) -> None:
-        """Count one call. Raises a 429 `ApiError` if none is left."""
+    def spend(self, name: str, calls: int = 1, counted: int = 0) -> None:
+        """Count so many calls, of which `counted` were counted before. Raises a 429 `ApiError` if none is left. One is
+        enough for a larger number; those that follow wait for the rest."""
         if not self.per_minute:
             return
         now, rate = time.monotonic(), self.per_minute / 60
-        self.left = min(self.per_minute, self.left + (now - self.refilled_at) * rate)
+        self.left = min(self.per_minute, self.left + (now - self.refilled_at) * rate + counted)
         self.refilled_at = now
         if self.left < 1:
             retry_after_s = int((1 - self.left) / rate) + 1
@@ -92,10 +93,10 @@ class _Account:
                 f"The key {name!r} may make {self.per_minute} calls a minute. Try again in {retry_after_s} s."
             )
             raise ApiError(429, "rate_limit_exceeded", message, retry_after_s=retry_after_s)
-        self.left -= 1
+        self.left -= calls
 
     def extend(self, key: KeyConfig, models: frozenset[str]) -> None:
-        """Add another key of the same name. The larger of the two limits holds."""
+        """Add a key of the name, and have all calls left. The largest of the keys' limits holds."""
         limited = self.per_minute and key.calls_per_minute
         self.per_minute = max(self.per_minute, key.calls_per_minute) if limited else 0
         self.left = float(self.per_minute)
@@ -137,6 +138,13 @@ class ApiKeys:
         self._accounts[access.owner, access.feedback_only].spend(access.owner)
         return access
 
+    def charge_members(self, access: Access, members: int) -> None:
+        """Count a request of a key, which `authenticate` counted as one call, as a call for each run that it is about.
+        Raises a 429 `ApiError` if requests that were checked at the same time left none."""
+        account = self._accounts.get((access.owner, access.feedback_only))
+        if account is not None:
+            account.spend(access.owner, max(1, members), counted=1)
+
     def charge(self, owner: str, model: str) -> None:
         """Count a call with a trajectory's token as a call of the key that opened the trajectory, named `owner`.
 
@@ -147,8 +155,7 @@ class ApiKeys:
         account = self._accounts.get((owner, False))
         if account is None or account.expires_at <= time.time():
             raise invalid_key()
-        if account.models and model not in account.models:
-            Access(models=account.models).check_model(model)
+        Access(models=account.models).check_model(model)
         account.spend(owner)
 
     # -- the file ------------------------------------------------------------------------------------------------
@@ -201,11 +208,8 @@ class ApiKeys:
             feedback_only = key.role == "feedback"
             access = Access(name, key.role == "operator", key.calls_only, feedback_only, models)
             keys[digest] = access, expiry
-            if (name, feedback_only) in accounts:
-                accounts[name, feedback_only].extend(key, models)
-            else:
-                rate = key.calls_per_minute
-                accounts[name, feedback_only] = _Account(rate, float(rate), now, models, expiry)
+            account = _Account(key.calls_per_minute, 0.0, now, models, expiry)
+            accounts.setdefault((name, feedback_only), account).extend(key, models)
         for which, account in accounts.items():
             before = self._accounts.get(which)
             if before is not None and before.per_minute == account.per_minute:

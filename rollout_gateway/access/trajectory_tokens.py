@@ -17,9 +17,16 @@ class TrajectoryTokens:
 
     def issue(self, trajectory: str) -> str:
         """Return the token of the trajectory with this id."""
-        mac = hmac.digest(self._secret, f"{self._project}\0{trajectory}".encode(), "sha256")
+        mac = self._mac(trajectory)
         name = base64.urlsafe_b64encode(trajectory.encode()).rstrip(b"=").decode()
         return f"{self.prefix}{name}.{base64.urlsafe_b64encode(mac[:24]).decode()}"
+
+    def group_name(self, text: str) -> str:
+        """Return a group's name for a text: the same one for the same text, and one that no client can predict."""
+        return self._mac(f"group\0{text}").hex()[:20]
+
+    def _mac(self, text: str) -> bytes:
+        return hmac.digest(self._secret, f"{self._project}\0{text}".encode(), "sha256")
 
     def verify(self, token: str) -> str | None:
         """Return the id of the token's trajectory, or `None` if the token was not issued with this secret and

@@ -91,6 +91,7 @@ async def on_answers(request: ControlRequest) -> dict[str, Any]:
             raise _unknown_answer(body.answer)
         grade = _grade(body, request.gateway.config.gateway.max_reward)
         return await _give(request, body, [_by_answer(body, trajectory, grade, body.answer)])
+    request.gateway.api_keys.charge_members(request.access, len(body.ranking))
     return await _give(request, body, _ranked(body))
 
 

@@ -39,7 +39,7 @@ class Gateway:
     ) -> None:
         """`policies`, `pacing` and `registry` have read the log."""
         settings, project = config.gateway, config.project
-        self.config, self.broker, self.origins = config, broker, origins
+        self.config, self.broker, self.origins, self.api_keys = config, broker, origins, api_keys
         self.policies, self.pacing, self.registry = policies, pacing, registry
         self.permitted = Permitted(settings.further_fields, config.vllm.allowed_media_domains)
         self.fleet = Fleet(api_key(config), settings.replicas.serving_share)

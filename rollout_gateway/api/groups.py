@@ -39,6 +39,7 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
     nevertheless, the same request completes the rest."""
     gateway, access, group = request.gateway, request.access, request.values[0]
     body = request.read(GroupCompletion)
+    gateway.api_keys.charge_members(access, len(body.trajectories))
     if (size := len(body.task.encode()) * len(body.trajectories)) > _TASK_BYTES:
         message = (
             f"Each of the {len(body.trajectories)} trajectories gets the `task`, {size:,} bytes together: at most "

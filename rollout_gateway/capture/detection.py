@@ -99,7 +99,8 @@ class TrajectoryDetector:
         run, is_part = await self._find_quoted(call, conversation)
         if run is not None:
             return run
-        alike = f"i-part-{conversation.group}" if is_part else f"i-{conversation.group}"
+        # If another key could predict the name, it could open the group first, and the calls would be refused.
+        alike = ("i-part-" if is_part else "i-") + self._registry.tokens.group_name(conversation.group)
         event = TrajectoryOpened(
             project=self._project,
             trajectory=new_dated_id(_PREFIX),

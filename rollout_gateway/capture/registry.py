@@ -11,6 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
+from operator import attrgetter
 from typing import Annotated, Any
 
 import msgspec
@@ -353,16 +354,11 @@ def _size(run: Trajectory) -> int:
     return len(run.opened.metadata) + len(run.opened.task)
 
 
+_named_results = attrgetter("outcome", "reward", "rewards", "metrics", "batch")
+
+
 def _results(completed: TrajectoryCompleted) -> tuple[object, ...]:
-    metadata = bytes(completed.metadata)
-    return (
-        completed.outcome,
-        completed.reward,
-        completed.rewards,
-        completed.metrics,
-        metadata,
-        completed.batch,
-    )
+    return _named_results(completed), bytes(completed.metadata)
 
 
 async def _completed(run: Trajectory, body: Completion, inferred: bool) -> TrajectoryCompleted:

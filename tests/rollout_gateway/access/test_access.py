@@ -254,6 +254,23 @@ def test_calls_of_a_run_count_as_its_keys_calls(start_front: StartGateway) -> No
     assert Caller(gateway, "a").call() == 429
 
 
+def test_a_request_about_many_runs_counts_as_so_many_calls(start_front: StartGateway) -> None:
+    """The requests do not succeed: what is counted is what they ask for."""
+    slow = {"calls_per_minute": 3}
+    keys = (key_config("a", **slow), key_config("b", **slow), key_config("f", role="feedback", **slow))
+    gateway = start_front(keys=keys)
+    group = {"trajectories": [{"id": str(n)} for n in range(64)]}
+    ranking = {"ranking": [str(n) for n in range(64)]}
+    for key, path, body in (
+        ("a", "/v1/groups/g/complete", group), ("b", "/v1/feedback", ranking), ("f", "/v1/feedback", ranking)
+    ):  # fmt: skip
+        caller = Caller(gateway, key)
+        assert caller.status("POST", path, body) == 404
+        refused = caller.ask("POST", path, body)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) > 1000, "61 calls more than there were, at 20 s each"
+
+
 async def test_a_decision_is_by_the_key_that_made_it(start_front: StartGateway, broker: Broker) -> None:
     gateway = start_front(keys=KEYS)
     assert (

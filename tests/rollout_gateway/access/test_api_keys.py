@@ -14,7 +14,7 @@ import pytest
 from pipeline.config import ConfigError, GatewayConfig, KeyConfig
 from pipeline.security.key_file import read_keys
 from rollout_gateway.access import command as keys_cli
-from rollout_gateway.access.api_keys import ApiKeys
+from rollout_gateway.access.api_keys import FULL_ACCESS, ApiKeys
 from rollout_gateway.http.errors import ApiError
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.kit import key_config
@@ -56,6 +56,15 @@ def test_a_rate_is_kept_by_a_key_and_by_the_runs_it_opened() -> None:
     for _ in range(100):
         api_keys.authenticate("free")
         api_keys.charge("free", "m")
+
+
+def test_requests_at_once_do_not_add_up_to_more_than_one_large_request() -> None:
+    """Their keys are checked before their bodies are read."""
+    api_keys = ApiKeys(GatewayConfig(keys=(key_config("k", calls_per_minute=10),)))
+    access = [api_keys.authenticate("k") for _ in range(3)]
+    statuses = [status(lambda a=a: api_keys.charge_members(a, 1000)) for a in access]  # type: ignore[misc]
+    assert statuses == [200, 429, 429]
+    ApiKeys(GatewayConfig()).charge_members(FULL_ACCESS, 1000)
 
 
 def test_keys_of_one_name_share_rate_and_runs() -> None:

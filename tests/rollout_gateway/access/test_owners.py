@@ -11,6 +11,7 @@ import pytest
 from pipeline.events import GroupDiscarded, GroupOpened, GroupScored, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from pipeline.names import new_dated_id
+from rollout_gateway.capture.conversations import Conversation
 from tests.rollout_gateway.access.test_access import KEYS, LET_IN, Caller
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.kit import key_config
@@ -71,6 +72,21 @@ def test_a_run_named_like_another_keys_group_does_not_join_it(start_front: Start
     group = new_dated_id("g")
     alice.open(group=group, group_size=2)
     assert code(bob.ask("POST", "/v1/trajectories", opening(id=group))) == (409, "group_exists")
+
+
+@pytest.mark.parametrize("said", [(), ("assistant", "user")])
+def test_no_key_opens_another_keys_detected_groups_first(
+    start_front: StartGateway, said: tuple[str, ...]
+) -> None:
+    """Who knows the name of a key, and what its agents say first, still can't tell how their group will be named."""
+    gateway = start_front(keys=KEYS, **{"detection.enabled": True})
+    messages = [{"role": role, "content": "play"} for role in ("user", *said)]
+    group = Conversation.read("alice", "tictactoe", messages, None).group
+    for name in (f"i-{group}", f"i-part-{group}"):
+        Caller(gateway, "bob").open(group=name)
+    body = {"model": "tictactoe", "messages": messages}
+    alice = Caller(gateway, "alice")
+    assert alice.status("POST", "/v1/chat/completions", body) == LET_IN
 
 
 def test_a_key_that_fills_the_limit_of_groups_holds_up_no_other_key(start_front: StartGateway) -> None:
