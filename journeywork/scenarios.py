@@ -4,8 +4,9 @@
 
 A model behind an OpenAI-compatible server writes them in batches and is shown the tasks that exist already, so that new
 ones differ. The output has one JSON object a line: `{"id": "s-…", "task": "…", "difficulty": 1..5}`. The id is a hash
-of the task, and `--append` continues an interrupted run. An agent uses `task` as its input and `id` as the prefix of
-its group. `journeywork.art.mcp.generate_scenarios` describes the tools of a server and calls `write_scenarios`.
+of the task. The file is written after each batch, and `--append` continues an interrupted run. An agent uses `task` as
+its input and `id` as the prefix of its group. `journeywork.art.mcp.generate_scenarios` describes the tools of a server
+and calls `write_scenarios`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +65,7 @@ _FORMAT: Any = {
 
 
 class ScenarioError(ValueError):
-    """Too few scenarios were written. `written` are those there are."""
-
-    def __init__(self, message: str, written: list[Scenario]) -> None:
-        super().__init__(message)
-        self.written = written
+    """Too few scenarios were written."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +98,14 @@ class Writer:
 
 
 async def write_scenarios(
-    writer: Writer, description: str, count: int, existing: Sequence[Scenario] = ()
+    writer: Writer,
+    description: str,
+    count: int,
+    existing: Sequence[Scenario] = (),
+    keep: Callable[[Sequence[Scenario]], object] = lambda _: None,
 ) -> list[Scenario]:
-    """Return `count` scenarios, `existing` ones included; near-duplicates are left out.
+    """Return `count` scenarios, `existing` ones included; near-duplicates are left out. `keep` is called with all that
+    there are after each reply that has new ones.
 
     Raises `ScenarioError` if the model writes no new ones any more or its server fails."""
     scenarios = list(existing)
@@ -117,15 +120,18 @@ async def write_scenarios(
         try:
             reply = await _ask(writer, messages)
         except httpx.HTTPError as error:
-            raise ScenarioError(f"{writer.api_base}: {error}", scenarios) from error
+            raise ScenarioError(f"{writer.api_base}: {error}") from error
         before = len(scenarios)
         for candidate in parse_scenarios(reply):
             if len(scenarios) < count and is_new(candidate, scenarios):
                 scenarios.append(candidate)
-        fruitless = 0 if len(scenarios) > before else fruitless + 1
-        if fruitless >= _MAX_FRUITLESS:
-            why = f"{writer.model} wrote {len(scenarios)} of {count} scenarios, then nothing new in {fruitless} replies"
-            raise ScenarioError(why, scenarios)
+        if len(scenarios) > before:
+            fruitless = 0
+            keep(scenarios)
+        elif (fruitless := fruitless + 1) >= _MAX_FRUITLESS:
+            raise ScenarioError(
+                f"{writer.model} wrote {len(scenarios)} of {count} scenarios, then nothing new in {fruitless} replies"
+            )
     return scenarios
 
 
@@ -175,6 +181,13 @@ def read_scenarios(path: Path) -> list[Scenario]:
     return scenarios
 
 
+def _save(path: Path, scenarios: Sequence[Scenario]) -> None:
+    """Replace the file as a whole: an interruption leaves what it held before, or all of `scenarios`."""
+    whole = path.with_name(f"{path.name}.part")
+    whole.write_text("".join(json.dumps(asdict(s), ensure_ascii=False) + "\n" for s in scenarios), "utf-8")
+    whole.replace(path)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 1 if there are fewer scenarios than were asked for, 2 if an argument cannot be used."""
     parser = argparse.ArgumentParser(
@@ -196,13 +209,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         writer = Writer(args.model, args.api_base, key)
         existing, failure = read_scenarios(args.out), ""
         try:
-            description = args.describe.read_text("utf-8").strip()
-            scenarios = anyio.run(write_scenarios, writer, description, args.count, existing)
+            description, keep = args.describe.read_text("utf-8").strip(), partial(_save, args.out)
+            anyio.run(write_scenarios, writer, description, args.count, existing, keep)
         except ScenarioError as error:
-            failure, scenarios = str(error), error.written
-        lines = [json.dumps(asdict(s), ensure_ascii=False) + "\n" for s in scenarios]
-        args.out.write_text("".join(lines), "utf-8")
-    sys.stdout.write(json.dumps({"out": str(args.out), "scenarios": len(scenarios)}) + "\n")
+            failure = str(error)
+        written = len(read_scenarios(args.out))
+    sys.stdout.write(json.dumps({"out": str(args.out), "scenarios": written}) + "\n")
     if failure:
         sys.stderr.write(f"journeywork: {failure}\n")
         raise SystemExit(1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from journeywork import scenarios as command
+from journeywork.command_line import INTERRUPTED
 from journeywork.scenarios import (
     Scenario,
     ScenarioError,
@@ -51,15 +52,19 @@ async def test_batches_are_requested_until_there_are_enough_and_show_existing_ta
 
 
 @pytest.mark.parametrize(
-    ("reply", "written"), [('{"scenarios": [{"task": "the same", "difficulty": 1}]}', 1), ("no", 0), (500, 0)]
+    ("reply", "written"),
+    [('{"scenarios": [{"task": "the same", "difficulty": 1}]}', [1]), ("no", []), (500, [])],
 )
-async def test_a_model_without_new_tasks_is_an_error_with_those_there_are(
-    reply: Answer, written: int
+async def test_a_model_without_new_tasks_is_an_error_and_those_there_are_were_kept(
+    reply: Answer, written: list[int]
 ) -> None:
+    kept: list[int] = []
     async with ScoringServer(lambda _: reply).run() as server:
-        with pytest.raises(ScenarioError) as error:
-            await write(server, 3)
-    assert len(error.value.written) == written
+        with pytest.raises(ScenarioError):
+            await write_scenarios(
+                Writer("m", server.url, "k"), "A finder.", 3, (), lambda s: kept.append(len(s))
+            )
+    assert kept == written
 
 
 def test_text_around_the_json_is_skipped_and_another_form_is_not_read() -> None:
@@ -86,11 +91,11 @@ def test_the_command_writes_and_appends(
     out = tmp_path / "s.jsonl"
     written = [make_scenario(f"task {n} of\u2028{n}", 1) for n in range(6)]
 
-    async def write(writer: Writer, _: str, count: int, existing: list[Scenario]) -> list[Scenario]:
+    async def write(writer: Writer, _: str, count: int, existing: list[Scenario], keep: Any) -> None:
         assert (writer, existing) == (Writer("m", "http://x", "secret"), written[: len(existing)])
+        keep(written[:count])
         if count > 6:
-            raise ScenarioError("out of ideas", written)
-        return written[:count]
+            raise ScenarioError("out of ideas")
 
     monkeypatch.setattr(command, "write_scenarios", write)
     common = [
@@ -119,3 +124,31 @@ def test_the_command_writes_and_appends(
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"out": str(out), "scenarios": 6}
     assert status("--count", "9", "--append") == 1
     assert len(read_scenarios(out)) == 6
+
+
+def test_an_interrupted_command_leaves_what_was_written_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file was written at the end only: Ctrl-C lost every reply that was paid for."""
+    (tmp_path / "task.md").write_text("Find things.")
+    out, replies = tmp_path / "s.jsonl", inventive()
+    asked = 0
+
+    async def ask(writer: Writer, messages: list[dict[str, str]]) -> str:
+        nonlocal asked
+        if (asked := asked + 1) == 3:
+            raise KeyboardInterrupt
+        return str(replies({}))
+
+    monkeypatch.setattr(command, "_ask", ask)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    arguments = ["--describe", str(tmp_path / "task.md"), "--out", str(out), "--model", "m", "--count", "14"]
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == INTERRUPTED
+    before = read_scenarios(out)
+    assert len(before) == 8
+    command.main([*arguments, "--append"])
+    after = read_scenarios(out)
+    assert (after[:8], len(after), asked) == (before, 14, 5)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["s.jsonl", "task.md"]
