@@ -110,7 +110,7 @@ class LoopResult:
     evaluations: dict[int, Estimate] = field(default_factory=dict)
     """The mean reward of the held-out tasks by policy step."""
     not_evaluated: list[int] = field(default_factory=list)
-    """Steps whose version the gateway did not have any more when their evaluation was due, after a restart."""
+    """Steps whose version the gateway did not have any more when their turn came: retention had removed it."""
     staleness: list[int] = field(default_factory=list)
     """For each trained group that this process started, in how many steps it became older between its start and its
     training."""
@@ -284,18 +284,18 @@ class _Loop(Generic[Task]):
         return self.result.step < self._options.steps
 
     async def evaluations(self) -> None:
-        """Evaluate the newest multiple of `evaluate_every` whenever there is a new one."""
-        last = -1
+        """Evaluate every multiple of `evaluate_every`, from the newest one at the start on: several may be new at once,
+        because an evaluation takes longer than a step."""
+        due = self.result.step - self.result.step % self._options.evaluate_every
         while True:
-            due = self.result.step - self.result.step % self._options.evaluate_every
-            if due > last:
-                last = due
+            if due <= self.result.step:
                 try:
                     await self.evaluate(due, self._options.evaluation)
                 except* JourneyworkError as refused:
                     if refused.subgroup(lambda e: isinstance(e, JourneyworkError) and e.status != NOT_FOUND):
                         raise
                     self.result.not_evaluated.append(due)
+                due += self._options.evaluate_every
             elif self._over:
                 return
             else:
