@@ -172,9 +172,10 @@ class AsyncJourneywork:
         try:
             run = await self.open(model, **options)
         except self._cancelled():
-            # The gateway may have opened it already. If it did not, there is nothing to complete.
-            with self._shield(), contextlib.suppress(JourneyworkError):
-                await self.complete(options["id"], outcome="no_result")
+            # The gateway may have opened it already. It is asked once: the opening has waited for it.
+            with self._shield(), contextlib.suppress(httpx.TransportError):
+                path = _path(options["id"], "/complete")
+                await self._send("POST", path, {"outcome": "no_result"}, _TIMEOUT_S)
             raise
         try:
             yield run

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import httpx
 import pytest
@@ -117,6 +118,26 @@ async def test_too_many_exceptions_end_it_and_complete_what_was_open(
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     assert stub.opened.keys() == stub.completed.keys()
     assert all(b["outcome"] == "no_result" for b in stub.completed.values())
+
+
+async def test_an_opening_that_is_cancelled_does_not_wait_for_the_gateway_again() -> None:
+    """Where no gateway answered, the first attempts waited `wait_s` and cancelled the others, which waited as long again
+    to complete runs that were never opened."""
+    sent: list[str] = []
+    tried = anyio.Event()
+
+    class Unreachable(AsyncJourneywork):
+        async def _send(self, method: str, path: str, body: Any, timeout_s: float) -> httpx.Response:
+            sent.append(path)
+            tried.set()
+            await anyio.lowlevel.checkpoint()
+            raise httpx.ConnectError("refused")
+
+    async with Unreachable("http://127.0.0.1:9", wait_s=2) as client, anyio.create_task_group() as opening:
+        opening.start_soon(client.trajectory("m", id="t").__aenter__)
+        await tried.wait()
+        opening.cancel_scope.cancel()
+    assert sent.count("/v1/trajectories/t/complete") == 1
 
 
 async def test_plain_functions_run_in_threads(stub: StubGateway) -> None:
