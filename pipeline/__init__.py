@@ -23,7 +23,7 @@
 | `calibration` | a function from a judge's scores to people's labels |
 | `errors` | errors that a command prints as one line |
 | `printing` | makes text of agents and models safe to print on a terminal |
-| `arguments` | types of command-line arguments |
+| `command_line` | the parsers of commands, and how an error ends a command |
 | `backoff` | pauses between attempts |
 | `gather` | concurrent work over a list |
 | `crash` | crash points for tests |

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from pipeline import streams
+from pipeline.command_line import add_overrides
 from pipeline.commands import SDK, run_module
 from pipeline.config import Config, ConfigError, load, save, with_values
 from pipeline.log import memory
@@ -120,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     settings = argparse.ArgumentParser(add_help=False)
     settings.add_argument("--config", help="settings, TOML")
-    settings.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+    add_overrides(settings)
 
     up = commands.add_parser(
         "up", parents=[settings], help="start everything and keep it running; Ctrl-C stops it in order"

@@ -7,30 +7,24 @@ journeywork judge serve                   the same for many groups, a line each
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 
 from judge.commands import eval as evaluation
 from judge.commands import score, serve
+from pipeline.command_line import command_parser, exit_on_error
 from pipeline.config import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 1 if the judge failed or is not good enough, 2 if settings or a file cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="journeywork judge", description="Measure a judge, or score groups."
-    )
+    parser = command_parser("judge", "Measure a judge, or score groups.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     evaluation.add_command(commands)
     score.add_command(commands)
     serve.add_command(commands)
     args = parser.parse_args(argv)
-    try:
+    with exit_on_error("judge", (ConfigError,)):
         args.run(args)
-    except ConfigError as error:
-        sys.stderr.write(f"journeywork: {error}\n")
-        raise SystemExit(2) from error
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+from pipeline.command_line import add_overrides
+
 
 def add_settings(parser: argparse.ArgumentParser, config_help: str = "settings, TOML") -> None:
     """Add `--config FILE` and `--set section.key=value`, which become `config` and `overrides`."""
     parser.add_argument("--config", default="", help=config_help)
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+    add_overrides(parser)
 
 
 def shown(value: object) -> str:

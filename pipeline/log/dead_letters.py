@@ -15,7 +15,6 @@ decoded.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pipeline.command_line import command_parser, exit_on_error
 from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import DeadLettered, decode
 from pipeline.log.broker import READER, Broker, BrokerError, Recorded
@@ -106,9 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     where.add_argument("--config", help="a settings file with nats.url")
     where.add_argument("--nats-url", help="address of the NATS server")
-    parser = argparse.ArgumentParser(
-        prog="journeywork dead", description="Messages that a consumer could not use, and why."
-    )
+    parser = command_parser("dead", "Messages that a consumer could not use, and why.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("list", parents=[where], help="list all letters").add_argument(
         "--json", action="store_true"
@@ -167,17 +165,13 @@ async def _run(args: argparse.Namespace) -> None:
             out.print(f"{len(letters)} {'retried' if act is retry else 'dropped'}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0, 1 if the log or a letter is not there, 2 for unusable settings."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command. Exits 0, 1 if the log or a letter is not there, 2 for unusable settings."""
     args = _parser().parse_args(argv)
     log.configure("dead", "CRITICAL")  # an error is printed as one line
-    try:
+    with exit_on_error("dead", (ConfigError,), (BrokerError,)):
         anyio.run(_run, args)
-    except (BrokerError, ConfigError) as error:
-        sys.stderr.write(f"journeywork: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

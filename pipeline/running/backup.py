@@ -9,7 +9,6 @@ the SHA-256 of each. While it is made, `journeywork up` is refused, so that log,
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 import msgspec
 from pyarrow import fs
 
+from pipeline.command_line import command_parser, exit_on_error
 from pipeline.config import Config, ConfigError
 from pipeline.events import now_us
 from pipeline.files import write_whole
@@ -131,18 +131,13 @@ def _digest(path: Path) -> File:
 
 def main() -> None:
     """Run the command. Exits 0, or 2 if the run can't be copied."""
-    parser = argparse.ArgumentParser(
-        prog="journeywork backup", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("backup", __doc__)
     parser.add_argument("folder", type=Path, help="a new folder, outside of the run directory")
     parser.add_argument("--run-dir", help="default: the newest under runs/")
     args = parser.parse_args()
     os.umask(0o077)
-    try:
+    with exit_on_error("backup", (ConfigError, OSError)):
         manifest = backup(run_settings(args.run_dir), args.folder)
-    except (ConfigError, OSError) as error:
-        sys.stderr.write(f"journeywork backup: {error}\n")
-        raise SystemExit(2) from error
     sys.stdout.write(
         f"{args.folder} holds {len(manifest.files)} files of {manifest.run_dir}, {manifest.size:,} bytes\n"
     )

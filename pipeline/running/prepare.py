@@ -11,13 +11,13 @@ secrets stay.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import secrets
 import sys
 from pathlib import Path
 
+from pipeline.command_line import add_overrides, command_parser, exit_on_error
 from pipeline.config import Config, ConfigError, KeyConfig, load, save, with_values
 from pipeline.files import write_once
 from pipeline.running import run_lock
@@ -66,16 +66,13 @@ def _prepare(config: Config, keys: Path) -> Config:
 
 def main() -> None:
     """Run the command. Exits 0, or 2 if the settings can't be used."""
-    parser = argparse.ArgumentParser(prog="journeywork prepare", description=__doc__)
+    parser = command_parser("prepare", __doc__)
     parser.add_argument("--config", required=True, help="settings, TOML")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+    add_overrides(parser)
     args = parser.parse_args()
     os.umask(0o077)
-    try:
+    with exit_on_error("prepare", (ConfigError,)):
         config = prepare(load(args.config, args.overrides))
-    except ConfigError as error:
-        sys.stderr.write(f"journeywork prepare: {error}\n")
-        raise SystemExit(2) from error
     sys.stdout.write(f"prepared {config.run_dir}\n")
 
 

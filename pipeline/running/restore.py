@@ -6,7 +6,6 @@ journeywork up --config journeywork.toml --run-dir runs/support
 
 from __future__ import annotations
 
-import argparse
 import os
 import secrets
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipeline.command_line import command_parser, exit_on_error
 from pipeline.config import ConfigError
 from pipeline.files import sync
 from pipeline.running import run_lock
@@ -55,18 +55,13 @@ def restore(folder: Path, run_dir: Path) -> Manifest:
 
 def main() -> None:
     """Run the command. Exits 0, or 2 if the backup can't be used."""
-    parser = argparse.ArgumentParser(
-        prog="journeywork restore", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("restore", __doc__)
     parser.add_argument("folder", type=Path, help="what `journeywork backup` made")
     parser.add_argument("--run-dir", type=Path, required=True, help="a new run directory")
     args = parser.parse_args()
     os.umask(0o077)
-    try:
+    with exit_on_error("restore", (ConfigError, OSError)):
         manifest = restore(args.folder, args.run_dir)
-    except (ConfigError, OSError) as error:
-        sys.stderr.write(f"journeywork restore: {error}\n")
-        raise SystemExit(2) from error
     sys.stdout.write(
         f"{args.run_dir} holds the {len(manifest.files)} files of {manifest.run_dir}. Start it with the settings file "
         f"or the --set flags that it was started with, not with its own config.toml, which names the first directory: "

@@ -19,6 +19,7 @@ from typing import Protocol
 import anyio
 import msgspec
 
+from pipeline.command_line import add_overrides
 from pipeline.config import Config, ConfigError, load
 from pipeline.telemetry import logs as log
 
@@ -109,7 +110,7 @@ def main(
     given, `serve` in this process. Exits 0 when stopped, 2 if settings can't be used, 1 on a crash."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", required=True, help="TOML settings")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+    add_overrides(parser)
     parser.add_argument("--ready-fd", type=int, default=None)
     parser.add_argument("--check", action="store_true", help="check the settings only")
     args = parser.parse_args()

@@ -13,7 +13,6 @@ Each decision is an event on the log. A version is loaded on enough servers befo
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
+from pipeline.command_line import command_parser, exit_on_error
 from pipeline.config import ConfigError
 from pipeline.names import InvalidNameError, parse_version
 from pipeline.printing import visible
@@ -38,30 +38,15 @@ _DONE = {
 }  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0 on success, 1 if the gateway refuses or does not answer, 2 for invalid usage."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command. Exits 0 on success, 1 if the gateway refuses or does not answer, 2 for invalid usage."""
     args = _parser().parse_args(argv)
-    try:
-        gateway = connect(args)
-        if args.action == "list":
-            _list(gateway, args)
-        else:
-            _decide(gateway, args)
-    except (ConfigError, InvalidNameError) as error:
-        sys.stderr.write(f"journeywork policy: {error}\n")
-        return 2
-    except GatewayError as error:
-        sys.stderr.write(f"journeywork policy: {error}\n")
-        return 1
-    return 0
+    with exit_on_error("policy", (ConfigError, InvalidNameError), (GatewayError,)):
+        (_list if args.action == "list" else _decide)(connect(args), args)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="journeywork policy",
-        description=inspect.cleandoc(__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("policy", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="action")
     common = argparse.ArgumentParser(add_help=False)
     add_arguments(common)
@@ -147,4 +132,4 @@ def _why(decision: dict[str, Any] | None) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

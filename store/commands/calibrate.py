@@ -23,6 +23,7 @@ import duckdb
 import msgspec
 
 from pipeline.calibration import errors, fit
+from pipeline.command_line import command_parser
 from pipeline.config import Config, ConfigError, JudgeConfig
 from pipeline.events import JudgeCalibrated
 from pipeline.files import write_whole
@@ -137,9 +138,7 @@ async def _publish(config: Config, event: JudgeCalibrated) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="journeywork calibrate", description="Fit a judge's scores to people's labels."
-    )
+    parser = command_parser("calibrate", "Fit a judge's scores to people's labels.")
     parser.add_argument("--out", type=Path, help="file for `judge.calibration`")
     parser.add_argument("--reward", default="", help="the reward of kind ruler; default: the only one")
     parser.add_argument(

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.calibration import Calibration
+from pipeline.command_line import command_parser
 from pipeline.config import ConfigError, JudgeConfig
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.printing import visible_json
@@ -218,9 +219,7 @@ def _shown(value: float | None) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="journeywork diff", description="Compare two sets of verdicts over the same groups."
-    )
+    parser = command_parser("diff", "Compare two sets of verdicts over the same groups.")
     parser.add_argument("--a", required=True, help="such as branch=main")
     parser.add_argument("--b", required=True, help="such as branch=replayed or judge_model=openai/gpt-5-mini")
     parser.add_argument(

@@ -22,6 +22,7 @@ import duckdb
 import msgspec
 import pyarrow as pa
 
+from pipeline.command_line import command_parser
 from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import Event, GroupScored, TrajectoryCompleted, now_us
 from pipeline.log.broker import Broker
@@ -132,9 +133,7 @@ async def replay(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="journeywork replay", description="Publish groups of the history on a branch."
-    )
+    parser = command_parser("replay", "Publish groups of the history on a branch.")
     parser.add_argument("--branch", required=True, help="name of the branch; not main")
     add_run(parser)
     parser.add_argument("--nats-url", help="log to replay onto; default: the run's own")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import json
 import os
 import signal
@@ -32,6 +31,7 @@ from urllib.parse import quote
 import anyio
 import duckdb
 
+from pipeline.command_line import add_overrides, command_parser
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished, Variant, WhatIfAnswered
 from pipeline.log.broker import Broker
@@ -261,11 +261,7 @@ def _utc(text: str) -> datetime:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="journeywork what-if",
-        description=inspect.cleandoc(__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("what-if", __doc__)
     add = parser.add_argument
     add("--run-dir", help="default: the running one under runs/, else the newest")
     add("--model", default="", help="default: the first of the settings")
@@ -284,10 +280,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="settings that differ, TOML",
     )
-    add(
-        "--set", action="append", default=[], metavar="section.key=value", dest="overrides",
-        help="a setting that differs, in every variant that does not set it; without --rubric and --with: the only one",
-    )  # fmt: skip
+    add_overrides(
+        parser,
+        "a setting that differs, in every variant that does not set it; without --rubric and --with: the only one",
+    )
     add("--since", type=_utc, help="only groups scored then or later, ISO 8601")
     add("--until", type=_utc, help="only groups scored before that")
     add("--where", default="true", help="SQL over the view `groups`")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.command_line import command_parser
 from pipeline.printing import visible
 from pipeline.running.runs import run_settings
 from store.datasets.folder import Source, files_of, upload, write
@@ -37,9 +38,7 @@ def _share(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="journeywork dataset", description="Write runs of the history as files for TRL's trainers."
-    )
+    parser = command_parser("dataset", "Write runs of the history as files for TRL's trainers.")
     parser.add_argument(
         "query", help="returns ids of runs in a column `trajectory`, perhaps a column `reward`"
     )

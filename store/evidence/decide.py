@@ -16,7 +16,6 @@ any time. docs/promotion.md says what the numbers promise.
 from __future__ import annotations
 
 import argparse
-import inspect
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from pipeline.command_line import command_parser
 from pipeline.config import Config, ConfigError
 from pipeline.names import new_id, parse_version
 from pipeline.printing import visible
@@ -62,11 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="journeywork decide",
-        description=inspect.cleandoc(__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("decide", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False)
     add_arguments(common)

@@ -23,6 +23,7 @@ from typing import Any
 import duckdb
 import msgspec
 
+from pipeline.command_line import command_parser
 from pipeline.config import Config, ConfigError
 from pipeline.events import schema
 from pipeline.running.runs import run_settings
@@ -198,7 +199,7 @@ def _one_line(column: int, name: str, cell: int | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0, or an error's status (`exit_status`)."""
-    parser = argparse.ArgumentParser(prog="journeywork sql", description="SQL over the history of a run.")
+    parser = command_parser("sql", "SQL over the history of a run.")
     parser.add_argument("query", help="SQL; the views are in docs/store.md")
     add_run(parser)
     parser.add_argument("--format", default="table", choices=("table", "json"))

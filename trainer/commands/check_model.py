@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_line import add_overrides, command_parser
 from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, load
 from pipeline.running.plan import check_base
 from pipeline.telemetry import logs as log
@@ -96,13 +97,11 @@ def report(findings: dict[str, Any]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        prog="journeywork check-model", description="Say whether a base model trains right on this machine."
-    )
+    out = command_parser("check-model", "Say whether a base model trains right on this machine.")
     out.add_argument("model", help="folder or hub name of the base model")
     out.add_argument("--json", action="store_true", help="print the findings as JSON")
     out.add_argument("--config", help="settings, TOML; its [trainer] is used")
-    out.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+    add_overrides(out)
     return out
 
 

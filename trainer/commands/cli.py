@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 
+from pipeline.command_line import add_overrides, exit_on_error
 from pipeline.config import Config, ConfigError
 from pipeline.log.broker import BrokerError
 from pipeline.running.runs import run_settings
@@ -24,7 +24,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that `run_config` reads."""
     parser.add_argument("--config", help="settings, TOML")
     parser.add_argument("--run-dir", help="run directory; its config.toml is read unless --config is given")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="overrides")
+    add_overrides(parser)
     parser.add_argument("--nats-url", help="URL of the log")
 
 
@@ -37,11 +37,5 @@ def run_config(args: argparse.Namespace) -> Config:
 def run(name: str, command: Callable[[], None]) -> None:
     """Run `command`. Where it fails, write one line to stderr and exit: with 2 for a wrong argument or setting, else
     with 1."""
-    try:
+    with exit_on_error(name, (ConfigError, UsageError), (CheckpointError, BrokerError, FailedError, OSError)):
         command()
-    except (ConfigError, UsageError) as error:
-        sys.stderr.write(f"journeywork {name}: {error}\n")
-        raise SystemExit(2) from error
-    except (CheckpointError, BrokerError, FailedError, OSError) as error:
-        sys.stderr.write(f"journeywork {name}: {error}\n")
-        raise SystemExit(1) from error

@@ -19,6 +19,7 @@ from pathlib import Path
 import anyio
 
 from pipeline import streams
+from pipeline.command_line import command_parser
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
@@ -29,9 +30,7 @@ from trainer.commands import cli
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="journeywork export", description="Write an adapter or merged weights into a folder."
-    )
+    made = command_parser("export", "Write an adapter or merged weights into a folder.")
     made.add_argument("out", type=Path, help="folder to write; must not exist")
     cli.add_run_arguments(made)
     made.add_argument("--model", help="name of the policy; required if the run has several")

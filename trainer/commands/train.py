@@ -19,6 +19,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from pipeline.command_line import command_parser
 from pipeline.config import ConfigError
 from pipeline.log.broker import BrokerError
 from pipeline.running.runs import log_of, run_settings
@@ -30,7 +31,7 @@ from trainer.first import import_first
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="journeywork train", description="Run the trainer alone.")
+    made = command_parser("train", "Run the trainer alone.")
     cli.add_run_arguments(made)
     made.add_argument("--dry-run", action="store_true", help="print the resolved settings and stop")
     made.add_argument(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import anyio
 
+from pipeline.command_line import command_parser
 from pipeline.config import ConfigError, UiConfig, with_values
 from pipeline.running.ports import free_port
 from pipeline.running.runs import run_settings
@@ -38,9 +39,7 @@ def _ready(**facts: str | int | float) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command until SIGINT or SIGTERM. Returns 0; 1 where the address is taken or the store cannot be read; 2
     for bad settings."""
-    parser = argparse.ArgumentParser(
-        prog="journeywork ui", description="Web pages over the history of a run."
-    )
+    parser = command_parser("ui", "Web pages over the history of a run.")
     parser.add_argument(
         "--run-dir", help="run to show; default: the one under runs/ that runs, else the newest"
     )
