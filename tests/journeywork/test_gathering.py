@@ -121,8 +121,8 @@ async def test_too_many_exceptions_end_it_and_complete_what_was_open(
 
 
 async def test_an_opening_that_is_cancelled_does_not_wait_for_the_gateway_again() -> None:
-    """Where no gateway answered, the first attempts waited `wait_s` and cancelled the others, which waited as long again
-    to complete runs that were never opened."""
+    """Where no gateway answered, the first attempts waited `wait_s` and cancelled the others, which waited as long
+    again to complete runs that were never opened."""
     sent: list[str] = []
     tried = anyio.Event()
 
