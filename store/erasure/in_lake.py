@@ -9,6 +9,7 @@ such rows and is not part of the table, as after a merge.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,19 +45,23 @@ class Rewriter:
         """Return by table the number of rows that `erase` would change."""
         counts: dict[str, int] = {}
         for table in self._lake.tables():
-            if rows := sum(len(self._rows(table, name)) for name in table.files().names):
+            if rows := table.of_newest_files(partial(self._count, table)):
                 counts[table.tag] = rows
         return counts
+
+    def _count(self, table: EventTable) -> int:
+        return sum(len(self._rows(table, name)) for name in table.files().names)
 
     def erase(self) -> None:
         """Replace the files, durably, and delete the old ones. May be called again."""
         for table in self._lake.tables():
             # A table object of its own: its commits are checked against the snapshot that this one read.
             own, replaced = EventTable(self._lake.storage, table.tag), set[str]()
-            self._replace(own, replaced)
+            replace = partial(own.of_newest_files, partial(self._replace, own, replaced))
+            replace()
             while self._delete_left(own, replaced):
                 time.sleep(_LOOK_AGAIN_S)
-                self._replace(own, replaced)
+                replace()
 
     def _delete_left(self, table: EventTable, replaced: set[str]) -> bool:
         """Delete the files in a table's folder that are not part of the table and hold rows of the plan. A young one
@@ -71,12 +76,12 @@ class Rewriter:
                 continue
             try:
                 reached = self._rows(table, name)
+                if reached and name not in replaced and time.time() - info.mtime.timestamp() < _COMMITTED_S:
+                    young = True
+                elif reached:
+                    table.storage.files.delete_file(table.storage.key(table.tag, name))
             except FileNotFoundError:
                 continue  # the store's own vacuum was faster
-            if reached and name not in replaced and time.time() - info.mtime.timestamp() < _COMMITTED_S:
-                young = True
-            elif reached:
-                table.storage.files.delete_file(table.storage.key(table.tag, name))
         return young
 
     def _replace(self, table: EventTable, replaced: set[str]) -> None:

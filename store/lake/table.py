@@ -18,8 +18,9 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,7 @@ from store.lake.commits import (
 from store.lake.storage import LOG, DamagedFileError, Storage
 
 Ints = npt.NDArray[np.int64]
+Result = TypeVar("Result")
 
 LakeError = (OSError, DeltaError)
 """The errors of a read or a commit when the storage fails."""
@@ -180,10 +182,10 @@ class EventTable:
                     crash.point("store.before_commit")
                     continue  # writing took time: read the newest snapshot again, so that a conflict is unlikely
                 version, before = self._version(), version
-                if version != before:
-                    refused = (
-                        0  # another process has committed, so the refusals were conflicts and not a failure
-                    )
+                if (
+                    version != before
+                ):  # another process has committed: the refusals were conflicts and no failure
+                    refused = 0
                 try:
                     last = int(fresh["log_seq"].to_numpy().max())
                     self.commit([add_action_of_rows(written[0], written[1], fresh)], last)
@@ -207,13 +209,8 @@ class EventTable:
         with self._lock:
             app_id, read_at = transaction_id(self.tag), self._read_at
             if self._delta is None:
-                create_table(
-                    self.storage,
-                    self.tag,
-                    [a for a in actions if isinstance(a, AddAction)],
-                    last or 0,
-                    self._config,
-                )
+                added = [a for a in actions if isinstance(a, AddAction)]
+                create_table(self.storage, self.tag, added, last or 0, self._config)
             else:
                 moved = []
                 if last is not None:
@@ -284,19 +281,21 @@ class EventTable:
         Raises `LakeError`, and `DamagedFileError` if a file of the table is missing or damaged."""
         with self._lock:
             seqs, ats = table["log_seq"].to_numpy(), table["log_at"].cast(pa.int64()).to_numpy()
-            searched = -1
-            while True:
-                try:
-                    stored = self._stored(seqs, ats)
-                except FileNotFoundError as error:
-                    if self._version() == searched:
-                        raise DamagedFileError(str(error.filename or error), "it is missing") from error
-                    searched = self._version()
-                    self._delta = self._files = (
-                        None  # a merge may have replaced the file: read the newest version
-                    )
-                    continue
-                return table.filter(pa.array(~stored)) if stored.any() else table
+            stored = self.of_newest_files(lambda: self._stored(seqs, ats))
+            return table.filter(pa.array(~stored)) if stored.any() else table
+
+    def of_newest_files(self, read: Callable[[], Result]) -> Result:
+        """Return what `read` makes of the table's files. It is called again if a file is gone because another process
+        has replaced it. Raises `DamagedFileError` if the newest version has a file that is missing."""
+        searched = -1
+        while True:
+            try:
+                return read()
+            except FileNotFoundError as error:
+                if self._version() == searched:
+                    raise DamagedFileError(str(error.filename or error), "it is missing") from error
+                searched = self._version()
+                self._delta = self._files = None
 
     def _stored(self, seqs: Ints, ats: Ints) -> npt.NDArray[np.bool_]:
         """Return for each event, by sequence and stream time, whether a file holds it."""

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -20,7 +21,7 @@ from store.lake import columns
 from store.lake.commits import last_checkpoint, remove_action
 from store.lake.lake import Lake, lake_in
 from store.lake.maintenance import Maintenance
-from store.lake.storage import LOG
+from store.lake.storage import LOG, DamagedFileError
 from store.lake.table import EventTable
 from store.reading import sql
 from tests.store.kit import exchange, files_there, sequences
@@ -184,6 +185,41 @@ def test_an_erasure_during_which_another_process_merges_erases_all_and_doubles_n
     monkeypatch.setattr("pipeline.crash.point", merge)
     Rewriter(lake, "p", Plan(erasure="e", digest="d", runs=["t1", "t11"])).erase()
     assert seqs(tmp_path) == [seq for seq in range(1, 21) if seq not in (1, 11)]
+
+
+def test_an_erasure_goes_on_in_the_files_that_replaced_one_that_is_deleted(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process merges the files that the erasure has listed, and deletes them."""
+    write_files(lake, 4)
+    read, merges = lake.storage.read, []
+
+    def merge_first(*args: Any) -> pa.Table:
+        if not merges:
+            merges.append(lake_in(tmp_path / "store"))
+            Maintenance(merges[0], QUICK).once()
+        return read(*args)
+
+    monkeypatch.setattr("store.erasure.in_lake._COMMITTED_S", 0.0)  # no other process has a file to commit
+    monkeypatch.setattr(lake.storage, "read", merge_first)
+    rewriter = Rewriter(lake, "p", Plan(erasure="e", digest="d", runs=["t1", "t11"]))
+    assert rewriter.count() == {TAG: 2}
+    write_files(lake, 4, start=21)
+    merges.clear()
+    rewriter.erase()
+    left = [seq for seq in range(1, 41) if seq not in (1, 11)]
+    assert seqs(tmp_path) == left
+    assert sorted(s for name in on_disk(lake) for s in read(TAG, name)["log_seq"].to_pylist()) == left
+
+
+def test_an_erasure_that_lacks_a_file_of_the_table_fails(lake: Lake) -> None:
+    write_files(lake, 2)
+    missing = lake.storage.key(TAG, lake.names(TAG)[0])
+    Path(missing).unlink()
+    rewriter = Rewriter(lake, "p", Plan(erasure="e", digest="d", runs=["t1", "t6"]))
+    for act in (rewriter.count, rewriter.erase):
+        with pytest.raises(DamagedFileError, match=missing):
+            act()
 
 
 def test_of_two_merges_of_the_same_files_one_is_refused(
