@@ -186,7 +186,8 @@ class Broker(Reader):
         exchange (`pipeline.log.exchanges`). `after`: the sequence of the newest message on its subject that the caller
         has read, 0 if there is none. If there is a newer one, nothing is published, and the acknowledgement has
         `duplicate=True` and the sequence of that message, or of the event itself if an earlier attempt published it.
-        `message_id`, without `after`: another than the event's own, for an event that the log held before and lost.
+        `message_id`: another than the event's own, for an event that the log held before and lost. With `after` none is
+        sent by default; where one is, a publish that repeats it is a duplicate of its message whatever came since.
 
         Retries while the log is unavailable, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
         subject, payload = event.subject(), encode(form or event)
@@ -197,7 +198,7 @@ class Broker(Reader):
             after = 0
         if after is not None:
             sent[_EXPECTED_LAST_SEQ] = str(after)
-        if _EXPECTED_LAST_SEQ not in sent:
+        if message_id or _EXPECTED_LAST_SEQ not in sent:
             sent[_MSG_ID] = message_id or event.message_id()
         return await self._publish_until_acked(subject, payload, sent)
 

@@ -7,9 +7,8 @@ decision is published, so no call waits for the load.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,7 +18,7 @@ from pipeline.events import PolicyPromoted, standing_decisions
 from pipeline.log.broker import Broker
 from pipeline.names import MAX_NAME, check_name, new_id, parse_version
 from rollout_gateway.http.errors import ApiError, retired_version, unknown_model
-from rollout_gateway.serving.idempotency import publish_once
+from rollout_gateway.serving.idempotency import check_same
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet, least_loaded
 from rollout_gateway.serving.routing import VersionRouter
@@ -80,8 +79,6 @@ class Promotion:
     _policies: Policies
     _fleet: Fleet
     _router: VersionRouter
-    _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a decision is published."""
 
     async def decide(self, model: str, action: Action, decision: Decision, owner: str = "") -> dict[str, Any]:
         """Check a decision about `model`, load its versions, and publish it. `owner`: the name of the caller's API key.
@@ -97,46 +94,49 @@ class Promotion:
             check_name(decision.request)
         by = {"by": owner or decision.by, "request": decision.request or new_id("d")}
         fields: dict[str, Any] = {"version": "", **msgspec.structs.asdict(decision), **by}
-        going_back = action == "rollback"
-        before = await self._before_last_decision(model, decision.request) if going_back else {}
+        before: dict[str, Any] = {}
+        last: int | None = None
         while True:
+            if action == "rollback":
+                before, last = await self._before_last_decision(model, decision.request)
             event = PolicyPromoted(project=self._project, model=model, action=action, **fields | before)
             for param, version in (("other", event.other), ("version", event.version)):
                 if version:
                     await self._load(model, version, param)
-            async with self._publishing:
-                loaded = before
-                # Another decision may have been made while the version was loaded.
-                before = await self._before_last_decision(model, decision.request) if going_back else {}
-                if before == loaded:
-                    await self._publish(event)
-                    break
+            if await self._publish(event, last):
+                break
         version = self._router.current(model)
         return {"model": model, "action": action, "version": version, "other": event.other or None}
 
-    async def _publish(self, event: PolicyPromoted) -> None:
-        ack = await publish_once(self._broker, event, "request")
-        if not ack.duplicate:
+    async def _publish(self, event: PolicyPromoted, last: int | None) -> bool:
+        """Publish a decision. Return false if that is to come after message `last` of the log, and another decision was
+        made since, here or at another gateway. Raises `ApiError` as `check_same` does."""
+        ack = await self._broker.publish(event, after=last, message_id=event.message_id())
+        if ack.duplicate:
+            stored = (await self._broker.read_at(PolicyPromoted, ack.seq)).event
+            if stored.request != event.request:
+                return False
+            check_same(event, stored, "request")
+        else:
             # Apply it here at once; other gateways read it from the log.
             self._policies.models[event.model].decide(event, ack.seq)
             self._fleet.changed()
+        return True
 
-    async def _before_last_decision(self, model: str, request: str) -> dict[str, Any]:
+    async def _before_last_decision(self, model: str, request: str) -> tuple[dict[str, Any], int]:
         """Return `version`, `other` and `percent` of the decision before the last one that stands: the newest version
-        (empty) if it was the first. A repeated `request` gets what it got before. Raises a 409 `ApiError` without a
-        decision."""
+        (empty) if it was the first. A repeated `request` gets what it got before. Return the sequence of the last
+        decision too. Raises a 409 `ApiError` without a decision."""
         recorded = await self._broker.read(PolicyPromoted, project=self._project, model=model)
         decisions = [r.event for r in recorded]
         for event in decisions:
             if request and event.request == request:
-                return _routing(event)
+                return _routing(event), recorded[-1].seq
         standing = standing_decisions(decisions)
         if not standing:
-            message = (
-                f"No decision about {model} is left to take back. To serve an older version, promote it."
-            )
+            message = f"No decision about {model} is left to take back. To serve an old version, promote it."
             raise ApiError(409, "no_decision", message)
-        return _routing(standing[-2]) if len(standing) > 1 else {}
+        return _routing(standing[-2]) if len(standing) > 1 else {}, recorded[-1].seq
 
     async def _load(self, model: str, version: str, param: str) -> None:
         """Wait until enough replicas hold `version`. `param`: the field of the request that names it, for a 404
