@@ -7,23 +7,11 @@ from typing import Any
 
 import msgspec
 
+from pipeline.config import sections
 from pipeline.config.alarms import AlarmsConfig
 from pipeline.config.gateway import GatewayConfig
 from pipeline.config.judge import FeedbackConfig, JudgeConfig, TeacherConfig
 from pipeline.config.overrides import convert, merged
-from pipeline.config.sections import (
-    BudgetConfig,
-    CurvesConfig,
-    NatsConfig,
-    RetentionConfig,
-    SamplerConfig,
-    SigningConfig,
-    StoreConfig,
-    SupervisorConfig,
-    TelemetryConfig,
-    UiConfig,
-    VllmConfig,
-)
 from pipeline.config.trainer import TrainerConfig
 from pipeline.config.types import Section
 from pipeline.errors import ConfigError
@@ -58,24 +46,24 @@ class Config(Section, frozen=True, kw_only=True):
     """Folder of the run: logs, state, keys, checkpoints and history."""
     log_level: str = "INFO"
     """`DEBUG`, `INFO`, `WARNING`, `ERROR` or `CRITICAL`."""
-    nats: NatsConfig = NatsConfig()
-    vllm: VllmConfig = VllmConfig()
-    sampler: SamplerConfig = SamplerConfig()
+    nats: sections.NatsConfig = sections.NatsConfig()
+    vllm: sections.VllmConfig = sections.VllmConfig()
+    sampler: sections.SamplerConfig = sections.SamplerConfig()
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     gateway: GatewayConfig = GatewayConfig()
-    supervisor: SupervisorConfig = SupervisorConfig()
-    retention: RetentionConfig = RetentionConfig()
+    supervisor: sections.SupervisorConfig = sections.SupervisorConfig()
+    retention: sections.RetentionConfig = sections.RetentionConfig()
     judge: JudgeConfig = JudgeConfig()
     feedback: FeedbackConfig = FeedbackConfig()
     teacher: TeacherConfig = TeacherConfig()
     trainer: TrainerConfig = TrainerConfig()
-    store: StoreConfig = StoreConfig()
-    budget: BudgetConfig = BudgetConfig()
-    ui: UiConfig = UiConfig()
+    store: sections.StoreConfig = sections.StoreConfig()
+    budget: sections.BudgetConfig = sections.BudgetConfig()
+    ui: sections.UiConfig = sections.UiConfig()
     alarms: AlarmsConfig = AlarmsConfig()
-    telemetry: TelemetryConfig = TelemetryConfig()
-    curves: CurvesConfig = CurvesConfig()
-    signing: SigningConfig = SigningConfig()
+    telemetry: sections.TelemetryConfig = sections.TelemetryConfig()
+    curves: sections.CurvesConfig = sections.CurvesConfig()
+    signing: sections.SigningConfig = sections.SigningConfig()
     environment: dict[str, tuple[str, ...]] = {}
     """Further environment variables that `journeywork up` passes to a process (`nats`, `vllm`, `gateway`,
     `sampler`, `judge`, `trainer`, `store`, `ui`, `telemetry`): names, or prefixes that end in `*`. docs/security.md

@@ -6,29 +6,9 @@ from typing import Any
 
 import msgspec
 
-from pipeline.events.alarm import AlarmChanged
+from pipeline.events import alarm, dead_letter, evaluation, group, policy, rollout, signal
 from pipeline.events.base import Event
 from pipeline.events.continuation import Continuation
-from pipeline.events.dead_letter import DeadLettered
-from pipeline.events.evaluation import PolicyEvaluated, WhatIfAnswered
-from pipeline.events.group import GroupAdmitted, GroupDiscarded, GroupScored, JudgeCalibrated, JudgeMeasured
-from pipeline.events.policy import (
-    CheckpointPublished,
-    DataErased,
-    PolicyLoaded,
-    PolicyPromoted,
-    PolicyRetired,
-    PolicyUnloaded,
-)
-from pipeline.events.rollout import (
-    ExchangeRecorded,
-    FeedbackTimedOut,
-    GroupOpened,
-    GroupTimedOut,
-    TrajectoryCompleted,
-    TrajectoryOpened,
-)
-from pipeline.events.signal import SignalGiven, TeacherAnswered
 
 
 class ClaimCheck(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="claim"):
@@ -44,29 +24,29 @@ class ClaimCheck(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 
 
 AnyEvent = (
-    GroupOpened
-    | TrajectoryOpened
-    | ExchangeRecorded
-    | TrajectoryCompleted
-    | SignalGiven
-    | TeacherAnswered
-    | GroupTimedOut
-    | FeedbackTimedOut
-    | GroupScored
-    | GroupDiscarded
-    | GroupAdmitted
-    | JudgeMeasured
-    | JudgeCalibrated
-    | CheckpointPublished
-    | PolicyLoaded
-    | PolicyUnloaded
-    | PolicyRetired
-    | PolicyPromoted
-    | PolicyEvaluated
-    | DataErased
-    | WhatIfAnswered
-    | AlarmChanged
-    | DeadLettered
+    rollout.GroupOpened
+    | rollout.TrajectoryOpened
+    | rollout.ExchangeRecorded
+    | rollout.TrajectoryCompleted
+    | signal.SignalGiven
+    | signal.TeacherAnswered
+    | rollout.GroupTimedOut
+    | rollout.FeedbackTimedOut
+    | group.GroupScored
+    | group.GroupDiscarded
+    | group.GroupAdmitted
+    | group.JudgeMeasured
+    | group.JudgeCalibrated
+    | policy.CheckpointPublished
+    | policy.PolicyLoaded
+    | policy.PolicyUnloaded
+    | policy.PolicyRetired
+    | policy.PolicyPromoted
+    | evaluation.PolicyEvaluated
+    | policy.DataErased
+    | evaluation.WhatIfAnswered
+    | alarm.AlarmChanged
+    | dead_letter.DeadLettered
 )
 
 EVENTS: tuple[type[Event], ...] = AnyEvent.__args__
@@ -91,12 +71,12 @@ def decode(payload: bytes) -> AnyEvent | ClaimCheck | Continuation:
     packed array has an impossible length, so that readers can unpack arrays without a check."""
     event = _decoder.decode(payload)
     kind = type(event)
-    if kind is ExchangeRecorded or kind is Continuation:
-        exchange = event if kind is ExchangeRecorded else event.exchange
+    if kind is rollout.ExchangeRecorded or kind is Continuation:
+        exchange = event if kind is rollout.ExchangeRecorded else event.exchange
         # Logprobs and masks may differ in length from the tokens. The trainer then ignores them.
         if (len(exchange.prompt_ids) | len(exchange.sampled_ids) | len(exchange.logprobs)) % 4:
             _check_packed(exchange, ("prompt_ids", "sampled_ids", "logprobs"), 4)
-    elif kind is CheckpointPublished:
+    elif kind is policy.CheckpointPublished:
         _check_packed(event, ("group_seqs", "group_times"), 8)
         seqs, times = len(event.group_seqs) // 8, len(event.group_times) // 8
         if seqs not in (0, len(event.groups)) or times not in (0, seqs):
