@@ -19,11 +19,13 @@ from judge.models.chat import (
     ModelReply,
     make_reply,
 )
-from judge.models.params import resolve_params
+from judge.models.params import advice_on_key, resolve_params
 from pipeline.config import ConfigError, JudgeConfig
 
 _WITH_IDENTITIES = ("azure", "azure_ai", "bedrock", "vertex_ai", "sagemaker", "watsonx")
 """Providers with credentials other than a key. litellm would not look for those if it were given a placeholder key."""
+_WITHOUT_KEY_REFUSED = ("openai", "anthropic", "gemini")
+"""Providers whose calls litellm does not even send without a key in a variable that begins with the provider's name."""
 
 
 def _import_litellm() -> Any:
@@ -43,8 +45,8 @@ class LiteLlmClient:
     def __init__(self, config: JudgeConfig, key: str) -> None:
         """`key` may be empty. Blocks for the import of litellm.
 
-        Raises `ConfigError` if litellm knows no provider for a model, or a parameter cannot be used or refers to a
-        missing environment variable."""
+        Raises `ConfigError` if litellm knows no provider for a model, the judge model has no key, or a parameter cannot
+        be used or refers to a missing environment variable."""
         self._config, self._key = config, key
         self._litellm = _import_litellm()
         names = [config.model, *config.fallbacks]
@@ -93,9 +95,21 @@ class LiteLlmClient:
         if self._config.request.max_tokens:
             parameters["max_tokens"] = self._config.request.max_tokens
         own = resolve_params(self._config, name, same_provider=same_provider)
+        if name == self._config.model and not {"api_key", "api_base"} & {*parameters, *own}:
+            self._require_key(name)
         if "max_completion_tokens" in own:
             parameters.pop("max_tokens", None)
         return {"model_name": name, "litellm_params": {**parameters, **own}}
+
+    def _require_key(self, name: str) -> None:
+        provider = self._provider(name)
+        missing = self._litellm.validate_environment(name)["missing_keys"]
+        others = any(variable.startswith(f"{provider.upper()}_") for variable in os.environ)
+        if provider in _WITHOUT_KEY_REFUSED and missing and not others:
+            raise ConfigError(
+                f"judge.model: {name} needs a key: set {' or '.join(missing)} in the environment of the judge, or "
+                + advice_on_key(self._config)
+            )
 
     async def send(self, messages: Messages, parameters: dict[str, Any]) -> ModelReply:
         began, model = time.monotonic(), self._config.model
@@ -105,6 +119,10 @@ class LiteLlmClient:
             raise ContextWindowError(f"the prompt is too long for {model}: {str(error)[:500]}") from error
         except self._litellm.exceptions.BadRequestError as error:
             raise InvalidRequestError(f"request refused by {model}: {str(error)[:500]}") from error
+        except self._litellm.exceptions.AuthenticationError as error:
+            raise ModelError(
+                f"{model} refused the key: {str(error)[:500]}: {advice_on_key(self._config)}"
+            ) from error
         except Exception as error:  # litellm lets errors of many libraries through
             at = f" at {self._config.api_base} (judge.api_base)" if self._config.api_base else ""
             raise ModelError(f"call of {model}{at}: {type(error).__name__}: {str(error)[:500]}") from error

@@ -19,7 +19,7 @@ from judge.models.chat import (
     ModelReply,
     make_reply,
 )
-from judge.models.params import resolve_params
+from judge.models.params import advice_on_key, resolve_params
 from pipeline.config import JudgeConfig
 
 _PREFIX = "openai/"
@@ -55,8 +55,8 @@ class OpenAiClient:
         """`key` may be empty. Raises `ConfigError` if a parameter refers to a missing environment variable."""
         import openai
 
-        self._openai = openai
-        self._name, self._address = config.model.removeprefix(_PREFIX), config.api_base
+        self._openai, self._config = openai, config
+        self._name = config.model.removeprefix(_PREFIX)
         self._parameters = resolve_params(config, config.model, same_provider=True)
         if config.request.max_tokens and "max_completion_tokens" not in self._parameters:
             self._parameters.setdefault("max_tokens", config.request.max_tokens)
@@ -81,8 +81,9 @@ class OpenAiClient:
                 raise ContextWindowError(f"the prompt is too long for {what}") from error
             if error.status_code in (400, 422):
                 raise InvalidRequestError(f"request refused by {what}") from error
-            raise ModelError(f"call of {what}") from error
+            advice = f": {advice_on_key(self._config)}" if error.status_code == 401 else ""
+            raise ModelError(f"call of {what}{advice}") from error
         except (self._openai.OpenAIError, ValueError) as error:  # ValueError: a body that is no JSON
-            what = f"{self._name} at {self._address} (judge.api_base)"
+            what = f"{self._name} at {self._config.api_base} (judge.api_base)"
             raise ModelError(f"call of {what}: {type(error).__name__}: {str(error)[:500]}") from error
         return make_reply(response, self._name, time.monotonic() - began)

@@ -30,6 +30,13 @@ def read_api_key(config: JudgeConfig) -> str:
     return key
 
 
+def advice_on_key(config: JudgeConfig) -> str:
+    """Return what to do where the provider of the judge model refuses the key."""
+    if config.api_key_env:
+        return f"check the key in the environment variable {config.api_key_env} (judge.api_key_env)"
+    return "name the environment variable with its key in judge.api_key_env"
+
+
 def resolve_params(config: JudgeConfig, name: str, *, same_provider: bool) -> dict[str, Any]:
     """Return the parameters for the model `name`, with references to the environment resolved.
 

@@ -3,6 +3,7 @@ its own."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -178,6 +179,46 @@ async def test_a_call_that_exceeds_its_timeout_is_an_error(open_model: Open) -> 
 async def test_a_key_that_is_not_there_is_a_clear_error(open_model: Open) -> None:
     with pytest.raises(ConfigError, match="the environment has no NO_SUCH_KEY"):
         await open_model(JudgeConfig(model="openai/x", api_key_env="NO_SUCH_KEY"))
+
+
+@pytest.mark.usefixtures("client")
+@pytest.mark.parametrize(
+    ("variable", "advice"),
+    [
+        ("", "name the environment variable with its key in judge.api_key_env"),
+        ("MY_KEY", "check the key in the environment variable MY_KEY"),
+    ],
+)
+async def test_a_refused_key_is_an_error_that_names_the_setting(
+    variable: str, advice: str, open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "wrong")
+    async with ScoringServer(lambda _: 401).run() as server:
+        model = await open_model(settings(server, api_key_env=variable))
+        with pytest.raises(ModelError, match=advice):
+            await model(HELLO, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "variable"),
+    [
+        ("openai/gpt-5-mini", "OPENAI_API_KEY"),
+        ("claude-sonnet-4-5", "ANTHROPIC_API_KEY"),
+        ("gemini/gemini-2.5-pro", "GEMINI_API_KEY"),
+    ],
+)
+async def test_a_provider_s_missing_key_is_told_before_the_first_call(
+    model: str, variable: str, open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was litellm's message in the judge's log, once per group."""
+    for name in [n for n in os.environ if n.startswith(("OPENAI_", "ANTHROPIC_", "GEMINI_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match=rf"judge.model: {model} .*{variable} .* judge.api_key_env"):
+        await open_model(JudgeConfig(model=model))
+    await open_model(JudgeConfig(model=model, api_base="http://127.0.0.1:1"))  # it may need none
+    await open_model(with_values(JudgeConfig(model=model), {"request.params": {"api_key": "${HOME}"}}))
+    monkeypatch.setenv(variable, "k")
+    await open_model(JudgeConfig(model=model))
 
 
 @pytest.mark.usefixtures("client")
