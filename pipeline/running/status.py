@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from pipeline.events import (
     AlarmChanged,
     CheckpointPublished,
     FeedbackTimedOut,
+    GroupDiscarded,
+    GroupScored,
     GroupTimedOut,
     PolicyPromoted,
     standing_decisions,
@@ -28,6 +31,9 @@ from pipeline.running.runs import log_of, run_settings
 from pipeline.running.state import read_state
 from pipeline.security.signing import Trust
 from pipeline.telemetry import logs as log
+
+_NEWEST = 256
+"""Messages at the end of GROUPS that are read: some tens of groups."""
 
 
 def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
@@ -104,15 +110,26 @@ async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, An
             },
             # Groups that the judge keeps open, by what they wait for.
             "waiting": waiting,
+            "groups": await _newest_groups(broker, project),
             # The store service's (docs/alarms.md). The supervisor's are in its state.
-            "raised": [
-                {
-                    name: getattr(a, name)
-                    for name in ("alarm", "model", "about", "value", "detail", "action", "since")
-                }
-                for a in raised.values()
-            ],
+            "raised": [msgspec.to_builtins(alarm) for alarm in raised.values()],
         }
+
+
+async def _newest_groups(broker: Broker, project: str) -> dict[str, dict[str, Any]]:
+    """Return by model how many of the newest training groups were discarded, whole or in part, by reason."""
+    first = max((await broker.stream_info("GROUPS")).state.last_seq - _NEWEST, 0) + 1
+    events: list[GroupScored | GroupDiscarded] = []
+    events += [r.event for r in await broker.read(GroupScored, start_seq=first, project=project)]
+    events += [r.event for r in await broker.read(GroupDiscarded, start_seq=first, project=project)]
+    events = [e for e in events if (e.branch, e.split) == ("main", "train")]
+    groups = Counter(model for model, _ in {(e.model, e.group) for e in events})
+    reasons = {(e.model, e.reason, e.group) for e in events if isinstance(e, GroupDiscarded)}
+    counts = Counter((model, reason) for model, reason, _ in sorted(reasons)).most_common()
+    return {
+        model: {"newest": newest, "discarded": {reason: n for (of, reason), n in counts if of == model}}
+        for model, newest in groups.items()
+    }
 
 
 def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
@@ -153,6 +170,15 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
             "feedback (feedback.wait_s)",
             soft_wrap=True,
         )
+    for model, groups in state.get("groups", {}).items():
+        if discarded := groups["discarded"]:
+            why = ", ".join(f"{count:,} as {reason}" for reason, count in discarded.items())
+            why = why.replace("no_variance", "no_variance (equal rewards)")
+            console.print(
+                f"groups of {model}: of the newest {groups['newest']:,} were discarded, whole or in part, {why}; "
+                "docs/troubleshooting.md#nothing-trains says what to do",
+                soft_wrap=True, markup=False,
+            )  # fmt: skip
     for model, version in state["policies"].items():
         line = f"policy {model}: {version}"
         if decision := state.get("decided", {}).get(model):

@@ -19,7 +19,7 @@ from rich.console import Console
 from pipeline import cli
 from pipeline.cli import OWN, SUBCOMMANDS, main
 from pipeline.config import NatsConfig
-from pipeline.events import AlarmChanged, PolicyPromoted
+from pipeline.events import AlarmChanged, GroupDiscarded, GroupScored, PolicyPromoted
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running import status
 from pipeline.running.state import ProcessState, RunState, process_start, write_state
@@ -131,6 +131,16 @@ async def provision(config: NatsConfig) -> None:
         for model, state in (("m", "raised"), ("n", "raised"), ("n", "cleared")):
             told: Any = {"state": state, "detail": "it is far", "action": "Lower `it`."}
             await broker.publish(AlarmChanged(project="p", alarm="kl_rise", model=model, **told))
+        for number in range(5):
+            scored = GroupScored(project="p", group=f"g{number}", model="m", judge="j", members=())
+            await broker.publish(scored)
+        for group, reason, more in (
+            ("g0", "no_variance", {}), ("g1", "no_variance", {}), ("g2", "late", {}), ("g5", "too_small", {}),
+            ("g6", "no_variance", {}), ("g7", "stale", {"branch": "stricter"}), ("g8", "validation", {"split": "val"}),
+            ("g9", "stale", {"project": "other"}),
+        ):  # fmt: skip
+            ended: Any = {"project": "p", "trajectories": ("t",), "reason": reason, "by": "trainer", **more}
+            await broker.publish(GroupDiscarded(group=group, model="m", **ended))
         split: Any = {"action": "split", "version": "m@2", "other": "m@0", "percent": 20.0}
         await broker.publish(PolicyPromoted(project="p", model="m", request="d", **split))
 
@@ -167,12 +177,18 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     assert lag["store-policy"] == (6, 1)
     assert not [row for row in said["lag"] if row["consumer"].startswith("telemetry")], "it is off"
     assert [(a["alarm"], a["model"], a["detail"]) for a in said["raised"]] == [("kl_rise", "m", "it is far")]
+    counts = {"no_variance": 3, "late": 1, "too_small": 1}
+    assert said["groups"] == {"m": {"newest": 7, "discarded": counts}}
     assert said["services"]["judge"]["state"] == "gone"
     started(tmp_path, {"judge": (os.getpid(), "ready"), "store": (GONE, "stopped")}, url)
     main(["status", "--run-dir", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert "policy m: m@3 is the newest, m@2 is served (split, 20 % of runs; m@0 the others)" in lines
     assert "alarm kl_rise of m: it is far. Lower it." in lines
+    assert (
+        "groups of m: of the newest 7 were discarded, whole or in part, 3 as no_variance (equal rewards), 1 as late, "
+        "1 as too_small; docs/troubleshooting.md#nothing-trains says what to do"
+    ) in lines
     assert [line.split()[1:] for line in lines if line.strip().startswith(("judge ", "store-policy"))] == [
         ["ready", str(os.getpid()), "0"],
         ["0", "0"],
