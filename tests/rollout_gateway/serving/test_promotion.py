@@ -34,8 +34,9 @@ class Together:
 
 
 def gateway(broker: Any) -> Promotion:
+    fleet: Any = SimpleNamespace(changed=lambda: None)
     router: Any = SimpleNamespace(current=lambda _: "m@0")
-    return Promotion("p", broker, Policies("p", ["m"]), SimpleNamespace(changed=lambda: None), router)  # type: ignore[arg-type]
+    return Promotion("p", broker, Policies("p", ["m"]), fleet, router)
 
 
 async def decisions(broker: Broker) -> list[PolicyPromoted]:
