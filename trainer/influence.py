@@ -9,7 +9,7 @@ imitating the runs of it that got a reward: each weighs as much as its reward.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from pipeline.events import CheckpointPublished, GroupScored
 from pipeline.lake_files import S3
 from pipeline.log.broker import Broker, Recorded
 from pipeline.names import parse_version, version_address
+from trainer.batches.graders import limit_graders
 from trainer.batches.groups import Example, TrainingGroup, examples, trainable_members
 from trainer.batches.histories import Histories
 from trainer.batches.sampling import defaults_of
@@ -32,6 +33,7 @@ from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.start import read_start
 from trainer.checkpoints.tensors import weights_of
 from trainer.engine.engine import Engine
+from trainer.engine.late import LateRunsError, is_late
 from trainer.engine.state import Weights
 
 
@@ -89,10 +91,13 @@ async def influences(
             defaults = defaults_of(engine.model.peft.get_base_model(), config.vllm.flags)
             histories = Histories(broker, settings, defaults)
             batch, of_task = await _read(histories, step_groups), await _read(histories, lost)
-            batch = _as_trained(batch, [r for r in scored if r.event.branch == branch], step, settings)
+            if settings.loss.baseline == "task":
+                of_branch = [r for r in scored if r.event.branch == branch]
+                _add_earlier(batch, of_branch, settings.loss.turn_discount)
             if weights is not None:
                 engine.model.load_adapter(weights)
-            return await run_sync(_compute, engine, settings, batch, of_task, tell)
+            trained = await run_sync(_as_trained, engine, settings, config.feedback.max_share, batch, step)
+            return await run_sync(_compute, engine, settings, trained, of_task, tell)
 
 
 def _is_of_task(event: GroupScored, step: int, tasks: Sequence[str]) -> bool:
@@ -148,39 +153,45 @@ def _as_training(event: GroupScored) -> GroupScored:
     return msgspec.structs.replace(event, members=members)
 
 
+def _add_earlier(
+    batch: Sequence[TrainingGroup], scored: Sequence[Recorded[GroupScored]], discount: float
+) -> None:
+    """Give the groups the earlier runs of their tasks in `scored`: what the log still holds of the branch."""
+    earlier = EarlierRuns()
+    for r in scored:
+        earlier.add(r.event, trainable_members(r.event), r.seq, discount)
+    for group in batch:
+        group.earlier = earlier.before(group.event, group.place.seq)
+
+
 def _as_trained(
-    batch: Sequence[TrainingGroup],
-    scored: Sequence[Recorded[GroupScored]],
-    step: int,
-    settings: TrainerConfig,
-) -> list[TrainingGroup]:
-    """The groups as the step took them: without the tokens that were too old for it, and, where it compared runs with
-    earlier ones of their task, with those in `scored`, the groups of its branch that the log still holds. Raises
-    `ConfigError` if no token is left."""
-    refusals = [g.bound_staleness(step - 1, settings) for g in batch]
-    trained = [g for g, refusal in zip(batch, refusals, strict=True) if refusal is None]
-    if not trained:
-        reasons = "; ".join(refusal.detail for refusal in refusals if refusal)
-        raise ConfigError(
-            f"by the settings that are used, step {step} can't have trained its groups: {reasons}"
-        )
-    if settings.loss.baseline == "task":
-        earlier = EarlierRuns()
-        for r in scored:
-            earlier.add(r.event, trainable_members(r.event), r.seq, settings.loss.turn_discount)
-        for group in trained:
-            group.earlier = earlier.before(group.event, group.place.seq)
-    return trained
+    engine: Engine, settings: TrainerConfig, max_share: float, batch: Sequence[TrainingGroup], step: int
+) -> tuple[Sequence[TrainingGroup], list[Example]]:
+    """The groups and examples as the step took them: without the tokens that were too old for it, with its correction
+    of late runs, and with what one key's feedback may decide. Raises `ConfigError` if no token is left."""
+    while True:
+        refusals = [g.bound_staleness(step - 1, settings) for g in batch]
+        batch = [g for g, refusal in zip(batch, refusals, strict=True) if refusal is None]
+        if not batch:
+            reasons = "; ".join(refusal.detail for refusal in refusals if refusal)
+            raise ConfigError(f"by the settings used, step {step} can't have trained its groups: {reasons}")
+        made, _ = limit_graders(batch, settings, max_share)
+        try:
+            return batch, engine.with_late(step - 1, made, _numbers(batch))[0]
+        except LateRunsError as error:
+            for group in batch:
+                if any(is_late(s, step - 1, settings) for s in group.sequences or ()):
+                    group.late_refused = str(error)
 
 
 def _compute(
     engine: Engine,
     settings: TrainerConfig,
-    batch: Sequence[TrainingGroup],
+    trained: tuple[Sequence[TrainingGroup], list[Example]],
     of_task: Sequence[TrainingGroup],
     tell: Callable[[str], None],
 ) -> list[Influence]:
-    """Blocks."""
+    """Blocks. `trained`: what `_as_trained` returns."""
     tell("computing the gradient of the tasks")
     imitation = with_values(settings, {"loss.type": "sft"})
     engine.configure(imitation)
@@ -189,15 +200,15 @@ def _compute(
     if not scale:
         raise ConfigError("the runs of the task have no gradient: none of them has a reward above 0")
     engine.configure(settings)
-    made, numbers = examples(batch, settings), _numbers(batch)
+    batch, made = trained
     runs = [(g, name) for g in batch for name in dict.fromkeys(s.trajectory for s in g.sequences or ())]
     out = []
     for number, (group, name) in enumerate(runs, 1):
         tell(f"computing the gradient of run {number} of {len(runs)}")
-        rewards: Mapping[str, float] = {m.trajectory: m.reward for m in group.event.members}
+        reward = next(m.reward for m in group.event.members if m.trajectory == name)
         alone = [e if e.sequence.trajectory == name else _silent(e) for e in made]
-        part = float(_gradient(engine, alone, numbers) @ task) / scale
-        out.append(Influence(name, group.event.group, rewards[name], part))
+        part = float(_gradient(engine, alone, _numbers(batch)) @ task) / scale
+        out.append(Influence(name, group.event.group, reward, part))
     return sorted(out, key=lambda i: i.influence)
 
 

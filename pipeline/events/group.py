@@ -134,6 +134,23 @@ class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
         return f"{self.project}/{self.model}/{self.branch}/{self.group}/{self.judge}/{ended}"
 
 
+DiscardReason = Literal[
+    "too_small",
+    "late",
+    "unscored",
+    "no_variance",
+    "no_tokens",
+    "stale",
+    "history_gone",
+    "over_budget",
+    "validation",
+    "repeated",
+    "too_large",
+    "incomplete",
+]
+"""Why trajectories will not be trained."""
+
+
 class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
     """Trajectories that will not be trained, and the reason."""
 
@@ -142,20 +159,7 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
     group: str
     model: str
     trajectories: tuple[str, ...]
-    reason: Literal[
-        "too_small",
-        "late",
-        "unscored",
-        "no_variance",
-        "no_tokens",
-        "stale",
-        "history_gone",
-        "over_budget",
-        "validation",
-        "repeated",
-        "too_large",
-        "incomplete",
-    ]
+    reason: DiscardReason
     """`no_tokens`: no run has a token to train; `detail` says why, as that none made a recorded call. `over_budget`: a
     limit of `[budget]` is reached. `too_large`: a sequence of these trajectories does not fit into
     the trainer's memory, even alone. The rest of the group was trained, in `version`. `incomplete`: the batch that the

@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from pipeline.config import Config, NatsConfig
+from pipeline.config import Config, FeedbackConfig, NatsConfig
+from pipeline.events import Grader
 from pipeline.log.broker import Broker
 from tests.trainer import kit
 from trainer.checkpoints.checkpoint import Checkpoints
@@ -27,15 +29,20 @@ async def publish(
     *,
     rewards: Sequence[float] = (0.0, 1.0),
     first: int | None = None,
+    old: int = 1,
+    graders: tuple[Grader, ...] = (),
 ) -> None:
-    """A group of runs of one call. The first run's call is of the version `first`."""
+    """A group of runs of one call. The calls of the first `old` runs are of the version `first`. Those with
+    `graders` graded each run."""
     scored = kit.group(name, rewards, step=step, exchanges=1, split=split, task="capital")
-    members = tuple(msgspec.structs.replace(member, split=split) for member in scored.members)
+    members = tuple(
+        msgspec.structs.replace(member, split=split, graders=graders) for member in scored.members
+    )
     for at, member in enumerate(members):
-        played = first if first is not None and not at else step
+        played = first if first is not None and at < old else step
         answer = 8 if member.reward else 7
         await broker.publish(
-            kit.exchange(member.trajectory, 0, [5, 6], [answer], logprobs=[-2.0], step=played)
+            kit.exchange(member.trajectory, 0, [5, 6], [answer, 9], logprobs=[-2.0, -4.0], step=played)
         )
     await broker.publish(msgspec.structs.replace(scored, members=members))
 
@@ -94,3 +101,48 @@ async def test_runs_are_compared_with_the_earlier_runs_of_their_task_as_in_the_s
     [run] = await influences(config, f"{kit.MODEL}@2", ["capital"])
     assert run.trajectory == "g2-0"
     assert run.influence > 1e-3
+
+
+async def test_late_runs_are_corrected_or_refused_as_in_the_step(
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    late = {"late": "sequence_truncate", "max_staleness": 0, "late_min_ess": 0.01}
+
+    def with_settings(**settings: Any) -> Config:
+        return kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, **settings)
+
+    await publish(broker, "v", 0, split="val")
+    await publish(broker, "g1", 0)
+    await publish(broker, "g2", 1, rewards=(0.0, 1.0, 0.0, 1.0), first=0, old=2)
+    await train(with_settings(**late), lambda **_: None, until_empty=True)
+    shutil.rmtree(Checkpoints.of(with_settings(), kit.MODEL).path(2))  # the settings that are given count
+    corrected, corrected_all, refused = [
+        {run.trajectory: run.influence for run in await influences(settings, f"{kit.MODEL}@2", ["capital"])}
+        for settings in (
+            with_settings(**late),
+            with_settings(**{"max_staleness": 1, "loss.importance_sampling": "sequence_truncate"}),
+            with_settings(**late | {"late_min_ess": 1.0}),
+        )
+    ]
+    for run in ("g2-0", "g2-1"):
+        assert corrected[run] == pytest.approx(corrected_all[run], rel=1e-4)
+    assert corrected["g2-3"] != pytest.approx(corrected_all["g2-3"], rel=1e-2)
+    assert refused.keys() == {"g2-2", "g2-3"}
+
+
+async def test_what_one_key_graded_has_no_more_influence_than_in_the_step(
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=2)
+    await publish(broker, "v", 0, split="val")
+    await publish(broker, "mine", 0)
+    await publish(broker, "theirs", 0, graders=(Grader(key="ann"),))
+    await train(config, lambda **_: None, until_empty=True)
+    whole, limited = [
+        {run.trajectory: run.influence for run in await influences(settings, f"{kit.MODEL}@1", ["capital"])}
+        for settings in (
+            msgspec.structs.replace(config, feedback=FeedbackConfig(max_share=share)) for share in (1.0, 0.2)
+        )
+    ]
+    assert limited["mine-1"] == pytest.approx(whole["mine-1"], rel=1e-4)
+    assert limited["theirs-1"] == pytest.approx(whole["theirs-1"] / 4, rel=1e-4)

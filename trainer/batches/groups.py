@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from pipeline.config import LossConfig, TrainerConfig
 from pipeline.events import GroupScored, Member
+from pipeline.events.group import DiscardReason
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.log.broker import Delivery
 from pipeline.log.messages import Place
@@ -39,24 +40,12 @@ from trainer.distillation.lessons import Answer, Lesson, Teaching, lessons_of, t
 
 _STD_FLOOR = 1e-4
 
-Reason = Literal[
-    "too_small",
-    "no_variance",
-    "no_tokens",
-    "stale",
-    "history_gone",
-    "validation",
-    "repeated",
-    "too_large",
-    "incomplete",
-]
-
 
 @dataclass(frozen=True)
 class Refusal:
     """Why a group is not trained."""
 
-    reason: Reason
+    reason: DiscardReason
     detail: str
 
 

@@ -130,7 +130,7 @@ class Engine:
         self.model.set_threads()
         began = time.perf_counter()
         optimizer = PolicyOptimizer(self.model, state)
-        examples, late = self._with_late(state, examples, groups)
+        examples, late = self.with_late(state.step, examples, groups)
         update = self._update(state, optimizer, examples, groups)
         metrics = self._measure(state, update) | late
         metrics["learning_rate"] = float(optimizer.adamw.param_groups[0]["lr"])
@@ -144,12 +144,12 @@ class Engine:
         metrics |= self._speed(metrics, time.perf_counter() - began)
         return StepResult(after, metrics, update.dropped)
 
-    def _with_late(
-        self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]
+    def with_late(
+        self, step: int, examples: Sequence[Example], groups: Sequence[int]
     ) -> tuple[list[Example], dict[str, float]]:
-        """Mark the late examples, and measure them under the live adapter. Returns all examples and the metrics. Raises
-        `LateRunsError`."""
-        marked = [dataclasses.replace(e, late=is_late(e.sequence, state.step, self.config)) for e in examples]
+        """Mark the examples that are late at `step`, and measure them under the live adapter. Returns all examples and
+        the metrics. Raises `LateRunsError`."""
+        marked = [dataclasses.replace(e, late=is_late(e.sequence, step, self.config)) for e in examples]
         longest = self.model.longest or sys.maxsize
         late = [i for i, e in enumerate(marked) if e.late and len(e.sequence.ids) <= longest]
         if not late:
@@ -157,7 +157,7 @@ class Engine:
         passes = self.passes
         fitted = run_within_memory(
             passes.scores, [marked[i] for i in late], [groups[i] for i in late], passes.budget, passes.free,
-            state.step + 1,
+            step + 1,
         )  # fmt: skip
         logprobs = [fitted.result[n] for n in range(len(fitted.examples))]
         return marked, late_metrics([e.sequence for e in fitted.examples], logprobs, self.config)
