@@ -18,6 +18,7 @@
 | `sampling` | how the tokens of a call were sampled, and which of them are trained |
 | `names` | identifiers and their form in NATS subjects |
 | `metric_names` | the names of the trainer's metrics in curves and answers |
+| `loaded` | which versions the inference servers have loaded |
 | `rewards` | how the parts of a reward become one number |
 | `sequential` | intervals of a mean that hold however often one looks |
 | `calibration` | a function from a judge's scores to people's labels |

@@ -26,6 +26,7 @@ from pipeline.events import (
     PolicyUnloaded,
     encode,
 )
+from pipeline.loaded import LoadedVersions
 from pipeline.log.broker import Broker, Recorded
 from pipeline.log.follow import follow_events
 from pipeline.log.messages import Place
@@ -98,9 +99,7 @@ class Policies:
         self.models = {name: ModelState(name) for name in models}
         self.branches: dict[str, ModelState] = {}
         """What was trained on other branches, by the name under which it is served. Each has a version at least."""
-        self._loaded: dict[str, tuple[str, dict[str, str]]] = {}
-        """For each replica, the start time of its process and the SHA-256 of the loaded adapters by version, according
-        to `policy.loaded` and `policy.unloaded` events."""
+        self._loaded = LoadedVersions()
         self.loads_seq = 0
         """Sequence of the last `policy.loaded` or `policy.unloaded` event that was applied."""
         self.next_seq = 1
@@ -142,9 +141,7 @@ class Policies:
 
     def loaded(self, replica: str, server_start: str) -> dict[str, str]:
         """Return the SHA-256 by version of the published adapters that a server process has loaded."""
-        process, loaded = self._loaded.get(replica, ("", {}))
-        if process != server_start:
-            return {}
+        loaded = self._loaded.at(replica, server_start)
         return {version: sha256 for version, sha256 in loaded.items() if self.published(version, sha256)}
 
     def newest(self, model: str, refused: Container[str] | None = None) -> str:
@@ -160,7 +157,7 @@ class Policies:
 
     def newest_loaded(self, model: str) -> str:
         """Return the newest version of the model that any server has loaded; empty if there is none."""
-        loaded = {v for replica, (process, _) in self._loaded.items() for v in self.loaded(replica, process)}
+        loaded = {version for version, sha256 in self._loaded.anywhere() if self.published(version, sha256)}
         return next((version for version in self.models[model].newest_first() if version in loaded), "")
 
     def versions(self, model: str) -> list[str]:
@@ -183,7 +180,7 @@ class Policies:
         if not isinstance(event, _FOLLOWED) or self.state(event.model) is None:
             return False
         if isinstance(event, PolicyLoaded | PolicyUnloaded):
-            self._apply_load(event)
+            self._loaded.apply(event)
             self.loads_seq = recorded.seq
             return True
         if event.model not in self.models:
@@ -213,15 +210,6 @@ class Policies:
         if name not in self.models:
             self.branches[name] = model
         return True
-
-    def _apply_load(self, event: PolicyLoaded | PolicyUnloaded) -> None:
-        process, loaded = self._loaded.get(event.replica, ("", {}))
-        if isinstance(event, PolicyLoaded):
-            if process != event.server_start:
-                loaded = {}  # a restarted server has nothing loaded
-            self._loaded[event.replica] = event.server_start, {**loaded, event.version: event.adapter_sha256}
-        elif process == event.server_start:
-            loaded.pop(event.version, None)
 
     async def rebuild(self, broker: Broker) -> None:
         """Read and apply the stream up to its present end."""

@@ -31,6 +31,7 @@ from pipeline.events import (
     group_key,
     standing_decisions,
 )
+from pipeline.loaded import LoadedVersions
 from pipeline.log import objects
 from pipeline.log.broker import Broker, BrokerError, Recorded
 from pipeline.telemetry.logs import get_logger
@@ -54,28 +55,6 @@ def versions_to_keep(versions: Sequence[str], newest: int, needed: Iterable[str]
     return {*versions[-max(newest, 1) :], *needed} & set(versions)
 
 
-class Holdings:
-    """The versions that each inference server has loaded, by the events of its sampler agent."""
-
-    def __init__(self) -> None:
-        self._loaded: dict[str, tuple[str, set[str]]] = {}
-        """For each server, the process that it was last, and the versions loaded there."""
-
-    def note(self, event: PolicyLoaded | PolicyUnloaded) -> None:
-        """Take in an event, in the order of the log."""
-        process, versions = self._loaded.get(event.replica, ("", set()))
-        if isinstance(event, PolicyLoaded):
-            if process != event.server_start:
-                versions = set()  # a restarted server has nothing loaded
-            self._loaded[event.replica] = event.server_start, versions | {event.version}
-        elif process == event.server_start:
-            versions.discard(event.version)
-
-    def versions(self) -> set[str]:
-        """The versions that at least one server has loaded."""
-        return {v for _, versions in self._loaded.values() for v in versions}
-
-
 class Version(NamedTuple):
     """A version of the log whose adapter may still be in the object store."""
 
@@ -97,7 +76,7 @@ class ModelHistory:
         """By branch and version."""
         self.retired: dict[tuple[str, str], int] = {}
         """Stream time of the retirement of a version in microseconds, by branch and version."""
-        self.holdings = Holdings()
+        self.loaded = LoadedVersions()
 
     def note(self, recorded: Recorded[_PolicyEvent]) -> None:
         """Take in an event, in the order of the log."""
@@ -112,7 +91,7 @@ class ModelHistory:
             case PolicyRetired() as event:
                 self.retired.setdefault((event.branch, event.version), recorded.place.at)
             case PolicyLoaded() | PolicyUnloaded() as event:
-                self.holdings.note(event)
+                self.loaded.apply(event)
 
     def of_branch(self, branch: str) -> list[Version]:
         """The versions of a branch, oldest first."""
@@ -212,7 +191,7 @@ class Retention:
             # The one in force, and the one to which a rollback goes back.
             for decision in standing_decisions(r.event for r in decisions)[-2:]:
                 needed |= {decision.version, decision.other} - {""}
-            needed |= self._models[name].holdings.versions()
+            needed |= {version for version, _ in self._models[name].loaded.anywhere()}
             needed |= await self._pins(name)
         newest = max(self._settings.adapters, learner.settings.max_staleness + 2)
         return versions_to_keep([v.version for v in versions], newest, needed)

@@ -25,6 +25,7 @@ from pipeline.events import (
     TrajectoryCompleted,
     TrajectoryOpened,
 )
+from pipeline.loaded import LoadedVersions
 from pipeline.log import objects
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Recorded
@@ -35,7 +36,7 @@ from tests.kits.log import read_stream
 from tests.trainer import kit
 from tests.trainer.kit import all_acked, running, steps_reach
 from trainer.checkpoints.checkpoint import Best
-from trainer.checkpoints.retention import Holdings, Retention, versions_to_keep
+from trainer.checkpoints.retention import Retention, versions_to_keep
 from trainer.checkpoints.validation import Validation
 
 pytestmark = pytest.mark.anyio
@@ -259,7 +260,7 @@ def test_in_random_histories_no_held_version_is_removed() -> None:
     draw = random.Random(7)
     for _ in range(300):
         versions = V[1 : draw.randint(2, 12)]
-        holdings, truth = Holdings(), {r: ("0", set[str]()) for r in "ab"}
+        held, truth = LoadedVersions(), {r: ("0", set[str]()) for r in "ab"}
         for _ in range(draw.randint(0, 30)):
             replica = draw.choice("ab")
             life, holds = truth[replica]
@@ -269,15 +270,16 @@ def test_in_random_histories_no_held_version_is_removed() -> None:
             version = draw.choice(versions)
             if version in holds:
                 holds.discard(version)
-                holdings.note(PolicyUnloaded(
+                held.apply(PolicyUnloaded(
                     project="p", model="tiny", version=version, replica=replica, server_start=life))  # fmt: skip
             else:
                 holds.add(version)
-                holdings.note(loaded(version, replica, life))
+                held.apply(loaded(version, replica, life))
         served = {v for _, holds in truth.values() for v in holds}
-        assert served <= holdings.versions()
+        on_servers = {version for version, _ in held.anywhere()}
+        assert served <= on_servers
         decided = set(draw.sample(versions, min(2, len(versions))))
-        stay = versions_to_keep(versions, draw.randint(1, 4), holdings.versions() | decided)
+        stay = versions_to_keep(versions, draw.randint(1, 4), on_servers | decided)
         assert served | decided | {versions[-1]} <= stay
 
 
