@@ -55,6 +55,12 @@ class Ack(msgspec.Struct):
 _decode_ack = msgspec.json.Decoder(Ack).decode
 
 
+def parse_headers(block: bytes) -> dict[str, str]:
+    """Parse a header block: a line with the version, a line for each header, an empty line."""
+    lines = (line.partition(":") for line in block.decode("utf-8", "replace").split("\r\n")[1:] if line)
+    return {name: value.strip() for name, _, value in lines}
+
+
 class Pulled:
     """A message of a pull consumer. `headers` are decoded on access."""
 
@@ -75,8 +81,7 @@ class Pulled:
 
     @property
     def headers(self) -> dict[str, str]:
-        lines = (line.partition(b":") for line in self._head.split(b"\r\n")[1:] if line)
-        return {name.decode(): value.strip().decode() for name, _, value in lines}
+        return parse_headers(self._head)
 
     def header(self, name: bytes) -> str:
         """Return one header without decoding the others; empty if no header has that name."""

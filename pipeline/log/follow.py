@@ -54,7 +54,7 @@ async def follow_events(
                 yield recorded  # type: ignore[misc]  # the class of its event was just checked
 
 
-async def follow_messages(
+def follow_messages(
     reader: StreamReader,
     events: Sequence[type[Event]],
     next_seq: Callable[[], int],
@@ -67,9 +67,7 @@ async def follow_messages(
     connection that broke counts as delivered there, so after a reconnection, and where its count of deliveries has a
     gap, another one begins too."""
     subjects = [subject_filter(event, **keys) for event in events]
-    async with aclosing(follow_subjects(reader, stream_of(events[0]), subjects, next_seq, after)) as messages:
-        async for message in messages:
-            yield message
+    return follow_subjects(reader, stream_of(events[0]), subjects, next_seq, after)
 
 
 async def follow_subjects(

@@ -116,7 +116,9 @@ class Reader(StreamReader):
 
     async def count(self, event: type[Event], **keys: Any) -> int:
         """Return how many events a subject holds, without reading them; `keys` must name the whole subject."""
-        return await self.count_messages(stream_of(event), subject_filter(event, **keys))
+        subject = subject_filter(event, **keys)
+        info = await self.subjects_info(stream_of(event), {"subjects_filter": subject})
+        return int((info["state"].get("subjects") or {}).get(subject, 0))
 
     # -- one event -----------------------------------------------------------------------------------------------
 

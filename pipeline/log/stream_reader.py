@@ -26,7 +26,7 @@ from nats.js import api
 from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.errors import BrokerError, BrokerUnavailableError, StreamMissingError
-from pipeline.log.fast_client import FastClient
+from pipeline.log.fast_client import FastClient, parse_headers
 from pipeline.log.messages import Place, StoredMessage
 from pipeline.log.retry import retry_while_unavailable
 
@@ -104,7 +104,7 @@ class StreamReader:
         stored = _decode_answer(data).message
         if stored is None:
             raise BrokerError(f"a read of {stream} was answered without a message")
-        headers = _parse_headers(base64.b64decode(stored.hdrs)) | server_headers(
+        headers = parse_headers(base64.b64decode(stored.hdrs)) | server_headers(
             stored.seq, stored.subject, stored.time
         )
         return StoredMessage(stored.seq, stored.subject, headers, base64.b64decode(stored.data))
@@ -265,22 +265,17 @@ class StreamReader:
         """Return the subjects within `subject` (wildcards allowed) that hold a message, without reading messages."""
         out: list[str] = []
         while True:
-            info = await self._subjects_info(stream, {"subjects_filter": subject, "offset": len(out)})
+            info = await self.subjects_info(stream, {"subjects_filter": subject, "offset": len(out)})
             page = info["state"].get("subjects") or {}
             out += page
             if not page or len(out) >= int(info.get("total", 0)):
                 return out
 
-    async def count_messages(self, stream: str, subject: str) -> int:
-        """Return how many messages `subject` (no wildcards) holds, without reading them."""
-        info = await self._subjects_info(stream, {"subjects_filter": subject})
-        return int((info["state"].get("subjects") or {}).get(subject, 0))
-
     async def count_subjects(self, stream: str) -> int:
         """Return how many subjects of a stream hold a message; nats-py's description of a stream lacks it."""
-        return int((await self._subjects_info(stream, {}))["state"].get("num_subjects", 0))
+        return int((await self.subjects_info(stream, {}))["state"].get("num_subjects", 0))
 
-    async def _subjects_info(self, stream: str, request: dict[str, Any]) -> dict[str, Any]:
+    async def subjects_info(self, stream: str, request: dict[str, Any]) -> dict[str, Any]:
         data = await self._request(f"STREAM.INFO.{stream}", request, f"the list of subjects of {stream}")
         info: dict[str, Any] = msgspec.json.decode(data)
         return info
@@ -333,9 +328,3 @@ class StreamReader:
 def server_headers(seq: int, subject: str, time: str) -> dict[str, str]:
     """Return the headers that a direct get adds to a message, for a message that was read in another way."""
     return {"Nats-Sequence": str(seq), "Nats-Subject": subject, "Nats-Time-Stamp": time}
-
-
-def _parse_headers(block: bytes) -> dict[str, str]:
-    """Parse a header block: a line with the version, a line for each header, an empty line."""
-    lines = (line.partition(":") for line in block.decode("utf-8", "replace").split("\r\n")[1:] if line)
-    return {name: value.strip() for name, _, value in lines}
