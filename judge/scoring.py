@@ -171,24 +171,14 @@ async def with_lessons(
 ) -> GroupRewards:
     """Add to `rewards` what signals and a teacher from outside say about `members`. If nothing grades the group, those
     with a hint or an answer of the teacher have the reward 0: these alone may train them."""
-    rewards = with_feedback(rewards, members, signals, config)
+    said = feedback_on(members, signals, config, rewards.components, rewards.feedback)
+    rewards = replace(rewards, feedback=said)
     if teach is not None:
         rewards = replace(rewards, taught={**rewards.taught, **await teach(members)})
     if rewards.final or config.rewards:
         return rewards
-    lessons = {name for name, said in rewards.feedback.items() if said.hints} | rewards.taught.keys()
+    lessons = {name for name, of_run in said.items() if of_run.hints} | rewards.taught.keys()
     return replace(rewards, final={e.trajectory: 0.0 for e in members if e.trajectory in lessons})
-
-
-def with_feedback(
-    rewards: GroupRewards,
-    members: Sequence[TrajectoryCompleted],
-    signals: Sequence[SignalGiven],
-    config: JudgeConfig,
-) -> GroupRewards:
-    """Add to `rewards` what signals say about calls of `members`."""
-    said = feedback_on(members, signals, config, rewards.components, rewards.feedback)
-    return replace(rewards, feedback=said)
 
 
 def batch_of(group: Group) -> TrainingBatch | None:

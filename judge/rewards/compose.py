@@ -190,21 +190,16 @@ class ConfiguredComposer:
         if not names:
             lacking["no call has a follow-up"] = 0
         for member in members:
-            judged = {
-                n: parts[n].values[member.trajectory]
-                for n in of_calls
-                if member.trajectory in parts[n].values
-            }
-            own = {
-                n: parts[n].values[member.trajectory] for n in names if member.trajectory in parts[n].values
-            }
-            components[member.trajectory] = {**_reported(member), **own, **judged}
-            if len(own) < len(names) or any(member.trajectory not in parts[n].calls for n in of_calls):
+            run = member.trajectory
+            values = {n: parts[n].values[run] for n in (*names, *of_calls) if run in parts[n].values}
+            own = {n: values[n] for n in names if n in values}
+            components[run] = {**_reported(member), **values}
+            if len(own) < len(names) or any(run not in parts[n].calls for n in of_calls):
                 continue
-            if not own and not judged:
+            if not values:
                 lacking["no call has a follow-up"] += 1
             elif is_usable(reward := combine(self._config, own) if own else 0.0):
-                final[member.trajectory] = reward
+                final[run] = reward
             else:
                 too_large = f"the {self._config.combine} of the rewards is too large"
                 lacking[too_large] = lacking.get(too_large, 0) + 1

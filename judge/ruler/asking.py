@@ -68,12 +68,6 @@ class Usage:
     completion_tokens: int = 0
     cost_usd: float = 0.0
 
-    def add(self, reply: ModelReply) -> None:
-        self.calls += 1
-        self.prompt_tokens += reply.prompt_tokens
-        self.completion_tokens += reply.completion_tokens
-        self.cost_usd += reply.cost_usd
-
     def include(self, other: Usage) -> None:
         """Add the calls of `other`."""
         self.calls += other.calls
@@ -232,8 +226,9 @@ class Asker:
                 raise
             except ModelError as error:
                 raise JudgingError(str(error), "no_answer") from error
+            call = Usage(1, reply.prompt_tokens, reply.completion_tokens, reply.cost_usd)
             for counted in (usage, spent, self.statistics.usage):
-                counted.add(reply)
+                counted.include(call)
             latency_s += reply.latency_s
             try:
                 parsed = await _in_thread_if_large(len(reply.text), asked.parse, reply.text)

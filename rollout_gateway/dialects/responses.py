@@ -182,7 +182,7 @@ class ResponsesTranslation(Translation):
         return out + self.event("response." + response["status"], response=response)
 
     def stream_error(self, error: dict[str, Any]) -> bytes:
-        if self.is_open:
+        if self._open is not None:
             self._set_content(self.blocks[-1])
             _mark_incomplete(self.blocks[-1])
         out = b"" if self._number else self.begin()

@@ -143,10 +143,6 @@ class Translation(ABC):
         self.text = ""
         return out
 
-    @property
-    def is_open(self) -> bool:
-        return self._open is not None
-
     @abstractmethod
     def begin(self) -> bytes:
         """Return the first events."""
