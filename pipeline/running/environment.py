@@ -51,6 +51,9 @@ _PROVIDERS = {
     "sagemaker": ("AWS_*",),
     "azure_ai": ("AZURE_*",),
     "huggingface": ("HF_*", "HUGGINGFACE_*"),
+    "together_ai": ("TOGETHER*",),
+    "fireworks_ai": ("FIREWORKS*",),
+    "perplexity": ("PERPLEXITY*",),
 }
 """Prefixes of providers whose variables do not begin with the provider's name."""
 
@@ -59,7 +62,7 @@ def names(config: Config, process: str) -> tuple[str, ...]:
     """Return the names (and beginnings with `*`) of the variables that `process` gets."""
     own = [name for _, name in _named(config, process)]
     if process == "judge":
-        for model in (config.judge.model, *config.judge.fallbacks):
+        for model in (config.judge.model, *config.judge.fallbacks, config.judge.second.model):
             own += _provider(model)
         if config.teacher.url:
             own += NEEDS["gateway"]  # it reads the tokenizer of the base as the gateway does
@@ -71,9 +74,10 @@ def _named(config: Config, process: str) -> list[tuple[str, str]]:
     values: dict[str, Iterable[str]] = {}
     if process == "judge":
         judge, request = config.judge, config.judge.request
+        keys = (judge.api_key_env, judge.second.api_key_env, config.teacher.api_key_env)
+        settings = ("judge.api_key_env", "judge.second.api_key_env", "teacher.api_key_env")
         values = {
-            "judge.api_key_env": [judge.api_key_env] if judge.api_key_env else [],
-            "teacher.api_key_env": [config.teacher.api_key_env] if config.teacher.api_key_env else [],
+            **{setting: [name] for setting, name in zip(settings, keys, strict=True) if name},
             "judge.request.params": references(request.params),
             "judge.request.model_params": references(request.model_params),
         }

@@ -10,6 +10,7 @@ from pipeline.running import environment
 SECRETS = {
     "OPENAI_API_KEY", "ANTHROPIC_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "LANGFUSE_SECRET_KEY",
     "GATEWAY_SECRET", "GITHUB_TOKEN", "OTEL_EXPORTER_OTLP_HEADERS", "https_proxy", "VLLM_API_KEY", "GEMINI_API_KEY",
+    "TOGETHERAI_API_KEY", "FIREWORKS_API_KEY", "PERPLEXITYAI_API_KEY",
 }  # fmt: skip
 
 
@@ -52,6 +53,11 @@ def test_every_process_is_in_the_table() -> None:
         ("judge", ["judge.model=claude-x"], {"ANTHROPIC_API_KEY"}),
         ("judge", ["judge.model=a/b", 'judge.fallbacks=["gemini/g"]'], {"GEMINI_API_KEY"}),
         ("judge", ["judge.model=bedrock/x"], {"AWS_SECRET_ACCESS_KEY"}),
+        ("judge", ["judge.model=together_ai/x"], {"TOGETHERAI_API_KEY"}),
+        ("judge", ["judge.model=fireworks_ai/x"], {"FIREWORKS_API_KEY"}),
+        ("judge", ["judge.model=perplexity/x"], {"PERPLEXITYAI_API_KEY"}),
+        ("judge", ["judge.second.model=claude-x"], {"ANTHROPIC_API_KEY"}),
+        ("judge", ["judge.second.api_key_env=GITHUB_TOKEN"], {"GITHUB_TOKEN"}),
         ("gateway", ["gateway.key_secret_env=GATEWAY_SECRET"], {"GATEWAY_SECRET"}),
         ("nats", ['environment.nats=["GITHUB_*"]'], {"GITHUB_TOKEN"}),
     ],
