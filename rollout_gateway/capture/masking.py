@@ -33,6 +33,10 @@ _PERSON = (("user",), ("safety_identifier",), ("metadata", "user_id"), ("metadat
 """Where a call names the person whose run it is; `journeywork erase` looks there."""
 _ESCAPE = re.compile(r'(?<!\\)\\++(?:u((?!d[89a-f])[0-9a-f]{4})|(["/])|[bfnrt])', re.IGNORECASE)
 """A character in JSON in a text, such as the arguments of a tool call. It looks at each run of backslashes once."""
+_VALUE = re.compile(r'"(?:[^"\\]|\\.)*+"|-?[0-9][0-9.eE+-]*+')
+"""A text or number in valid JSON."""
+_Mask = tuple[str, str]
+"""Pattern and replacement."""
 _LARGE_BYTES = 32 * 1024
 
 
@@ -146,20 +150,53 @@ class Masks:
         return masked != texts
 
     def _replaced(self, texts: list[str]) -> list[str]:
-        masked = _replaced(texts, self._masks)
-        escaped = [
-            (i, plain)
-            for i, text in enumerate(masked)
-            if "\\" in text and (plain := _unescaped(text)) != text
-        ]
-        plains = [plain for _, plain in escaped]
-        for (i, plain), new in zip(escaped, _replaced(plains, self._masks), strict=True):
-            if new != plain:
-                masked[i] = new
+        if _searched(texts, self._masks) != texts:
+            for mask in self._masks:
+                texts = _masked_by(mask, texts)
+        return texts
+
+
+def _masked_by(mask: _Mask, texts: list[str]) -> list[str]:
+    """Mask texts. JSON, such as the arguments of a tool call, stays valid JSON. If the mask matches more than single
+    values of it, `_raw` has the masked text."""
+    masked = _searched(texts, [mask])
+    places = [i for i, text in enumerate(texts) if masked[i] != text and _is_json(text)]
+    if not places:
         return masked
+    written = list({value for i in places for value in _VALUE.findall(texts[i])})
+    values = [str(msgspec.json.decode(value)) for value in written]
+    new = {
+        before: before if text == value else msgspec.json.encode(text).decode()
+        for before, value, text in zip(written, values, _masked_by(mask, values), strict=True)
+    }
+    with_values = [_VALUE.sub(lambda match: new[match[0]], texts[i]) for i in places]
+    for i, text in zip(places, _searched(with_values, [mask]), strict=True):
+        masked[i] = text if _is_json(text) else msgspec.json.encode({"_raw": masked[i]}).decode()
+    return masked
 
 
-def _replaced(texts: list[str], masks: Sequence[tuple[str, str]]) -> list[str]:
+def _is_json(text: str) -> bool:
+    """Whether a text is an object or a list of JSON."""
+    try:
+        return isinstance(msgspec.json.decode(text), dict | list)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+
+
+def _searched(texts: list[str], masks: Sequence[_Mask]) -> list[str]:
+    """Return the texts with what the masks match replaced, also where it is written with escapes of JSON."""
+    masked = _replaced(texts, masks)
+    escaped = [
+        (i, plain) for i, text in enumerate(masked) if "\\" in text and (plain := _unescaped(text)) != text
+    ]
+    plains = [plain for _, plain in escaped]
+    for (i, plain), new in zip(escaped, _replaced(plains, masks), strict=True):
+        if new != plain:
+            masked[i] = new
+    return masked
+
+
+def _replaced(texts: list[str], masks: Sequence[_Mask]) -> list[str]:
     import pyarrow as pa  # a gateway without masks does not load it
     from pyarrow import compute
 

@@ -305,6 +305,47 @@ def test_every_text_of_an_event_that_the_gateway_publishes_is_masked_or_an_ident
     assert texts - {*masking._VALUES, *masking._JSON} - tokens - identifiers - of_operators == set()
 
 
+GREEDY = MaskConfig(name="mail", pattern=r"\S+@\S+")
+PASSWORD = MaskConfig(name="password", pattern='"password": *"[^"]*"')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mask", "expected"),
+    [
+        (
+            f'{{"to":"{ESCAPED}","text":"a \\"b\\"\\nc","n":1.0}}',
+            MAIL,
+            {"to": "[mail]", "text": 'a "b"\nc', "n": 1},
+        ),
+        (f'{{"text":"\\"{SECRET}\\""}}', MAIL, {"text": '"[mail]"'}),
+        (f'[{{"to":"{SECRET}","n":1}}]', GREEDY, [{"to": "[mail]", "n": 1}]),
+        ('{"card":4111111111111111}', CARD, {"card": "[card]"}),
+        ('{"password": "hunter2", "n": 1}', PASSWORD, {"_raw": '{[password], "n": 1}'}),
+    ],
+)
+async def test_arguments_of_a_tool_call_stay_json(arguments: str, mask: MaskConfig, expected: Any) -> None:
+    outer = msgspec.json.encode({"in": arguments}).decode()
+    sent = {"arguments": arguments, "nested": outer, "broken": arguments[:-1]}
+    event = await masked(exchange(sent, {}), mask)
+    recorded = msgspec.json.decode(event.request)
+    assert msgspec.json.decode(recorded["arguments"]) == expected
+    assert msgspec.json.decode(msgspec.json.decode(recorded["nested"])["in"]) == expected
+    for secret in ("jane", "4111", "hunter2"):
+        assert secret.encode() not in event.request
+    plain = exchange({"arguments": '{ "n": 1.0 }', "text": "{x} 4111111111111111"}, {})
+    assert msgspec.json.decode((await masked(plain, CARD)).request) == {
+        "arguments": '{ "n": 1.0 }', "text": "{x} [card]",
+    }  # fmt: skip
+
+
+async def test_what_a_mask_matches_across_json_is_not_kept_by_another_mask() -> None:
+    strict = MaskConfig(name="password", pattern='"password": "[a-z0-9@. ]*"')
+    said = f'{{"n": 1, "password": "hunter2 {SECRET}"}}'
+    event = await masked(exchange({"arguments": said}, {}), strict, MAIL)
+    recorded = msgspec.json.decode(event.request)["arguments"]
+    assert msgspec.json.decode(recorded) == {"_raw": '{"n": 1, [password]}'}
+
+
 async def test_what_stands_behind_an_escaped_line_break_is_masked() -> None:
     number = MaskConfig(name="number", pattern=r"\b[0-9]{3}-[0-9]{4}\b")
     for escape in ("\\n", "\\t", "\\\\n"):
