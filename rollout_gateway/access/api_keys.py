@@ -88,11 +88,9 @@ class _Account:
         self.left = min(self.per_minute, self.left + (now - self.refilled_at) * rate + counted)
         self.refilled_at = now
         if self.left < 1:
-            retry_after_s = int((1 - self.left) / rate) + 1
-            message = (
-                f"The key {name!r} may make {self.per_minute} calls a minute. Try again in {retry_after_s} s."
-            )
-            raise ApiError(429, "rate_limit_exceeded", message, retry_after_s=retry_after_s)
+            wait_s = int((1 - self.left) / rate) + 1
+            message = f"The key {name!r} may make {self.per_minute} calls a minute. Try again in {wait_s} s."
+            raise ApiError(429, "rate_limit_exceeded", message, retry_after_s=wait_s)
         self.left -= calls
 
     def extend(self, key: KeyConfig, models: frozenset[str]) -> None:

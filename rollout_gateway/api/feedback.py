@@ -13,13 +13,7 @@ import msgspec
 
 from pipeline import crash
 from pipeline.config import Config
-from pipeline.events import (
-    GroupDiscarded,
-    GroupScored,
-    SignalGiven,
-    TrajectoryOpened,
-    group_key,
-)
+from pipeline.events import GroupDiscarded, GroupScored, SignalGiven, TrajectoryOpened, group_key
 from pipeline.events.signal import OWN_REWARD
 from pipeline.log.subjects import keys_of, stream_of, subject_filter
 from pipeline.names import check_name, name_of_token, new_id
@@ -138,9 +132,7 @@ def _grade(body: Feedback, limit: float) -> _Grade:
 def _ranked(body: AnswerFeedback) -> list[_Target]:
     """Return the members of a ranking with their numbers, from 1 for the first to 0 for the last."""
     if body.value is not None or body.scale is not None or body.thumb is not None or body.correction:
-        message = (
-            "A `ranking` says itself what it thinks of each run. Leave the other fields out, except `text`."
-        )
+        message = "A `ranking` says what it thinks of each run. Leave the other fields out, except `text`."
         raise ApiError(400, "invalid_body", message, param="ranking")
     last = len(body.ranking) - 1
     if not last:

@@ -91,11 +91,20 @@ class _InputMessage(msgspec.Struct):
 
 class _ToolParam(msgspec.Struct):
     name: str
+    type: str | None = None
     description: str = ""
     input_schema: dict[str, Any] = {}
     strict: bool | None = None
     defer_loading: bool = False
     """The model is not shown the tool before the result of a search refers to it (`tool_reference`)."""
+
+    def __post_init__(self) -> None:
+        if self.type not in (None, "custom") and not self.input_schema:
+            message = (
+                f"The tool {self.name!r} has the type {self.type!r}, which only Anthropic's models and servers know. "
+                "Leave it out, or define it with a `description` and an `input_schema`, and run it yourself."
+            )
+            raise ApiError(400, "unsupported_tool", message, param="tools")
 
     def chat(self) -> dict[str, Any]:
         function: dict[str, Any] = {

@@ -78,12 +78,7 @@ class Translation(ABC):
     def _chat(self, messages: list[dict[str, Any]], max_tokens: int | None) -> dict[str, Any]:
         """Return a chat completion request with the fields that have the same meaning in both APIs."""
         request = self.request
-        chat = {
-            "model": request.model,
-            "messages": messages,
-            "stream": bool(request.stream),
-            **self._further,
-        }
+        chat = {"model": request.model, "messages": messages, "stream": bool(request.stream), **self._further}
         if request.stream:
             chat["stream_options"] = {"include_usage": True}
         common = {name: getattr(request, name, None) for name in _NAMED_ALIKE} | {"max_tokens": max_tokens}

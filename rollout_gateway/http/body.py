@@ -47,9 +47,7 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
         raise ApiError(400, "invalid_body", message, param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if path := _not_finite(body):
-            message = (
-                f"The body is not valid: {path} must be a finite number; JSON has no NaN and no Infinity."
-            )
+            message = f"The body is not valid: {path} must be a finite number; JSON has no NaN or Infinity."
             raise ApiError(400, "invalid_body", message, param=path) from error
         raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error}") from error
     except RecursionError as error:

@@ -106,12 +106,7 @@ class Upstream:
         return b"%bContent-Length: %d\r\n\r\n" % (start, length)
 
     async def request(
-        self,
-        method: str,
-        path: str,
-        body: bytes = b"",
-        *,
-        timeout_s: float = 300.0,
+        self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 300.0
     ) -> UpstreamReply:
         """Send a request and wait for the head of its reply. The whole reply must have come within `timeout_s` seconds.
 

@@ -24,13 +24,7 @@ from pipeline.command_line import command_parser, exit_on_error
 from pipeline.config import ConfigError
 from pipeline.names import InvalidNameError, parse_version
 from pipeline.printing import visible
-from pipeline.running.gateway_api import (
-    GatewayApi,
-    GatewayError,
-    add_arguments,
-    connect,
-    say_what_is_awaited,
-)
+from pipeline.running.gateway_api import GatewayApi, GatewayError, add_arguments, connect, say_what_is_awaited
 
 _DONE = {
     "promote": "promoted", "pin": "pinned", "rollback": "the decision after it was taken back", "split": "split",

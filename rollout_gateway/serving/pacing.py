@@ -135,11 +135,7 @@ class Pacing:
         """Publish an admission of `group`, which fails if there is a newer one than the last that was read. In either
         case, read the newest one then."""
         event = GroupAdmitted(
-            project=self._project,
-            model=model,
-            group=group,
-            owner=owner,
-            ahead=tuple(state.groups.values()),
+            project=self._project, model=model, group=group, owner=owner, ahead=tuple(state.groups.values())
         )
         await self._broker.publish(event, after=state.last_seq)
         await self._read(model, state)

@@ -13,6 +13,7 @@ import pytest
 from rollout_gateway.app import _READERS as READERS
 from rollout_gateway.app import _TRANSLATIONS as TRANSLATIONS
 from rollout_gateway.dialects.calls import Fields
+from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.permitted import Permitted
 from rollout_gateway.http.errors import ApiError
 from tests.rollout_gateway.access.test_access import LET_IN
@@ -188,6 +189,30 @@ def test_what_multiplies_a_calls_work_is_bounded(path: str, body: Any, param: st
     with pytest.raises(ApiError) as refused:
         Permitted().check(fields(msgspec.json.encode(body)))
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+        {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex", "defer_loading": True},
+    ],
+    ids=lambda tool: tool["name"],
+)
+def test_a_tool_without_a_schema_that_only_claude_knows_is_refused_by_name(tool: dict[str, Any]) -> None:
+    """As a function without arguments, the model would call it, and nobody would run it."""
+    own = {"type": "custom", "name": "move", "input_schema": {"type": "object"}}
+    with pytest.raises(ApiError) as refused:
+        MessagesTranslation(msgspec.json.encode({**CLAUDE, "tools": [own, tool]}))
+    assert (refused.value.status, refused.value.code) == (400, "unsupported_tool")
+    assert tool["name"] in refused.value.message
+    assert tool["type"] in refused.value.message
+    with_schema = {"type": tool["type"], "name": "look", "input_schema": {"type": "object"}}
+    shown = [own, {**own, "type": None, "name": "stay"}, with_schema, {"name": "bare"}]
+    call = MessagesTranslation(msgspec.json.encode({**CLAUDE, "tools": shown})).call()
+    names = [t["function"]["name"] for t in msgspec.json.decode(call.fields["tools"])]
+    assert names == ["move", "stay", "look", "bare"]
 
 
 def test_each_field_of_the_official_clients_is_known() -> None:
