@@ -71,21 +71,19 @@ def names(config: Config, process: str) -> tuple[str, ...]:
 
 def _named(config: Config, process: str) -> list[tuple[str, str]]:
     """Return the settings of `process` that name a variable, and the variable."""
-    values: dict[str, Iterable[str]] = {}
-    if process == "judge":
-        judge, request = config.judge, config.judge.request
-        keys = (judge.api_key_env, judge.second.api_key_env, config.teacher.api_key_env)
-        settings = ("judge.api_key_env", "judge.second.api_key_env", "teacher.api_key_env")
-        values = {
-            **{setting: [name] for setting, name in zip(settings, keys, strict=True) if name},
+    judge, request = config.judge, config.judge.request
+    named: dict[str, dict[str, Iterable[str]]] = {
+        "judge": {
+            "judge.api_key_env": [judge.api_key_env],
+            "judge.second.api_key_env": [judge.second.api_key_env],
+            "teacher.api_key_env": [config.teacher.api_key_env],
             "judge.request.params": references(request.params),
             "judge.request.model_params": references(request.model_params),
-        }
-    if process == "store":
-        values = {"alarms.webhook": references(config.alarms.webhook)}
-    if process == "gateway" and config.gateway.key_secret_env:
-        values = {"gateway.key_secret_env": [config.gateway.key_secret_env]}
-    return [(setting, name) for setting, variables in values.items() for name in variables]
+        },
+        "store": {"alarms.webhook": references(config.alarms.webhook)},
+        "gateway": {"gateway.key_secret_env": [config.gateway.key_secret_env]},
+    }
+    return [(setting, name) for setting, of in named.get(process, {}).items() for name in of if name]
 
 
 def require(config: Config, processes: Iterable[str], environ: Mapping[str, str]) -> None:
