@@ -28,10 +28,10 @@ _SAMPLED = """
 """
 _LEARNED = """
     WITH learned AS (
-      SELECT unnest(groups) AS group_id, unnest(group_seqs) AS seq FROM checkpoints
+      SELECT project, model, unnest(groups) AS group_id, unnest(group_seqs) AS seq FROM checkpoints
       WHERE version = $version AND branch = $branch
     )
-    SELECT l.group_id, g.task, g.branch, g.size, g.reward_mean, g.reward_min, g.reward_max, g.decided_at
+    SELECT l.* EXCLUDE (seq), g.task, g.branch, g.size, g.reward_mean, g.reward_min, g.reward_max, g.decided_at
     FROM learned l LEFT JOIN groups g ON g.group_id = l.group_id AND g.stream_seq = l.seq AND g.status = 'scored'
     ORDER BY l.seq, l.group_id
 """

@@ -20,6 +20,7 @@ _CHOICES = {
     "reason": get_args(get_type_hints(GroupDiscarded)["reason"]),
 }  # fmt: skip
 _TEXT = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
+_OF = "project = $project AND model = $model AND group_id = $group AND branch = $branch"
 _AT_STEP = "(group_id, branch) IN (SELECT group_id, branch FROM rewards WHERE last_step = $step)"
 
 
@@ -39,31 +40,32 @@ def groups(history: History, query: Query) -> dict[str, Any]:
 
 
 def group(history: History, name: str, query: Query) -> dict[str, Any]:
-    """The members of a group: reward, components, the judge's words, the last reply, signals."""
-    selection = {"group": name, "branch": branch_of(query)}
-    scored = history.rows("SELECT * FROM groups WHERE group_id = $group AND branch = $branch", selection)
+    """The members of a group: reward, components, the judge's words, the last reply, signals. If several models have a
+    group of this name, `query` may name the model and its project; `others` are those that are not shown."""
+    named = {"group": name, "branch": branch_of(query)}
+    scored = history.rows("SELECT * FROM groups WHERE group_id = $group AND branch = $branch", named)
+    played = history.rows(
+        """SELECT * FROM trajectories WHERE group_id = $group OR (group_id = '' AND trajectory = $group)
+           ORDER BY attempt""",
+        named,
+    )
+    models = [{key: row[key] for key in ("project", "model")} for row in (*scored, *played)]
+    of = next((m for m in models if all(query.get(key) in (None, "", m[key]) for key in m)), None)
+    if of is None:
+        raise NotFoundError(f"There is no group {name!r} in this history, or none of this model.")
+    selection = {**named, **of}
+    runs = {row["trajectory"]: row for row in played if of.items() <= row.items()}
     members = history.rows(
-        """SELECT * FROM rewards WHERE group_id = $group AND branch = $branch
-           ORDER BY reward DESC NULLS LAST, trajectory""",
+        f"SELECT * FROM rewards WHERE {_OF} ORDER BY reward DESC NULLS LAST, trajectory",  # noqa: S608
         selection,
     )
-    runs = {
-        row["trajectory"]: row
-        for row in history.rows(
-            """SELECT * FROM trajectories WHERE group_id = $group OR (group_id = '' AND trajectory = $group)
-               ORDER BY attempt""",
-            selection,
-        )
-    }
-    if not scored and not runs:
-        raise NotFoundError(f"There is no group {name!r} in this history.")
     known = {row["trajectory"] for row in members}
     members += [
         {"trajectory": run_id, "reward": run["reward"], "outcome": run["outcome"], "components": run["rewards"] or {}}
         for run_id, run in runs.items() if run_id not in known
     ]  # fmt: skip
     verdicts = history.rows(
-        'SELECT * FROM verdicts WHERE group_id = $group AND branch = $branch ORDER BY verdict, trajectory, "call"',
+        f'SELECT * FROM verdicts WHERE {_OF} ORDER BY verdict, trajectory, "call"',  # noqa: S608
         selection,
     )
     signals = history.rows("SELECT * FROM signals WHERE group_id = $group ORDER BY given_at", selection)
@@ -76,9 +78,13 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
         member["signals"] = [signal for signal in signals if signal["trajectory"] == run_id]
     best, worst = _ends(members)
     return {
-        **selection, "scored": scored, "members": members, **_conversations(calls, best, worst),
+        **selection, "others": [{"group_id": name, **m} for n, m in enumerate(models) if m not in (of, *models[:n])],
+        "scored": [row for row in scored if of.items() <= row.items()],
+        "members": members, **_conversations(calls, best, worst),
         "trained_in": history.rows(
-            "SELECT version, step, branch FROM checkpoints WHERE list_contains(groups, $group) ORDER BY step", selection
+            """SELECT version, step, branch FROM checkpoints
+               WHERE project = $project AND model = $model AND list_contains(groups, $group) ORDER BY step""",
+            selection,
         ),
     }  # fmt: skip
 

@@ -83,9 +83,7 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
                ORDER BY scored_at, "call", verdict""",
             {**selection, "group": group},
         ),
-        "signals": history.rows(
-            "SELECT * FROM signals WHERE trajectory = $trajectory ORDER BY given_at", selection
-        ),
+        "signals": history.rows("SELECT * FROM signals WHERE trajectory = $trajectory ORDER BY given_at", selection),
         "rewards": history.rows(
             "SELECT * FROM rewards WHERE group_id = $group AND trajectory = $trajectory ORDER BY scored_at",
             {**selection, "group": group},

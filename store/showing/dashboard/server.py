@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import anyio.to_thread
 import duckdb
@@ -80,10 +80,8 @@ class Dashboard:
                 Route(f"/{name}.json", self._page(name, _DATA.get(name, load))),
             ]
         for name, one in _SINGLE.items():
-            routes += [
-                Route(f"/{name}/{{name:path}}{end}", self._page(name, one, named=True))
-                for end in (".json", "")
-            ]
+            page = self._page(name, one, named=True)
+            routes += [Route(f"/{name}/{{name:path}}{end}", page) for end in (".json", "")]
         routes += [
             *(Route(f"/compare{end}", self._compare) for end in ("", ".json")),
             Route("/label/{group:path}", self._label, methods=["POST"]),
@@ -208,7 +206,8 @@ class Dashboard:
         bodies = labels.bodies(form)
         for trajectory, body in bodies.items():
             await self._gateway.give_feedback(key, trajectory, body)
-        return _redirect(f"/group/{quote(group, safe='')}?labeled={len(bodies)}")
+        query = urlencode({**request.query_params, "labeled": len(bodies)})
+        return _redirect(f"/group/{quote(group, safe='')}?{query}")
 
     # -- signing in --------------------------------------------------------------------------------------------------
 
@@ -257,10 +256,8 @@ class _Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [
-                    *message["headers"],
-                    *((k.encode(), v.encode()) for k, v in HEADERS.items()),
-                ]
+                own = ((k.encode(), v.encode()) for k, v in HEADERS.items())
+                message["headers"] = [*message["headers"], *own]
             await send(message)
 
         app = self._app

@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 
 from pipeline.config import Config, ModelConfig, StoreConfig, save
 from pipeline.events import (
+    Event,
     Measure,
     PolicyEvaluated,
     TrajectoryCompleted,
@@ -329,6 +330,37 @@ def test_a_run_is_not_shown_beside_those_of_another_models_group_of_the_same_nam
     assert {(page["previous"], page["next"]) for page in pages.values()} == {(None, None)}
     versions = {run: [row["version"] for row in page["trained_in"]] for run, page in pages.items()}
     assert versions == {"a": [], "b": ["n@1"], "c": ["m@2"]}
+
+
+def test_groups_of_several_models_with_one_name_have_a_page_each(open_dashboard: Open, run_dir: Path) -> None:
+    of_models: list[Event] = []
+    for project, model, reward in (("p", "m", 1.0), ("p", "n", 0.5), ("q", "m", 0.25)):
+        of: dict[str, Any] = {"project": project, "model": model}
+        run = f"{project}-{model}"
+        of_models += [
+            TrajectoryCompleted(**of, trajectory=run, group="shared", exchanges=1, reward=reward),
+            structs.replace(scored("shared", {run: reward}), **of),
+            checkpoint(7, **of, groups=("shared",)),
+        ]
+    fill(run_dir, of_models)
+    client = open_dashboard()
+    pages = {
+        address: client.get(f"/group/shared.json?{address}").json()
+        for address in ("model=n", "project=q", "model=m&project=p")
+    }
+    for page, (project, model, reward) in zip(
+        pages.values(), (("p", "n", 0.5), ("q", "m", 0.25), ("p", "m", 1.0)), strict=True
+    ):
+        assert [(m["trajectory"], m["reward"]) for m in page["members"]] == [(f"{project}-{model}", reward)]
+        assert [row["reward_mean"] for row in page["scored"]] == [reward]
+        assert [row["version"] for row in page["trained_in"]] == [f"{model}@7"]
+        assert len(page["others"]) == 2
+    assert client.get("/group/shared?model=none").status_code == 404
+    shown = client.get("/group/shared?project=q").text
+    assert 'href="/group/shared?model=n&amp;project=p"' in shown
+    assert 'action="/label/shared?project=q"' in shown
+    for listed in ("groups", "trajectories", "trajectory/p-n", "checkpoint/n@7"):
+        assert 'href="/group/shared?model=n&amp;project=p"' in client.get(f"/{listed}").text, listed
 
 
 @pytest.mark.parametrize("text", ['{"temperature": "auto"}', "{broken"])
