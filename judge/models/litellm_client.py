@@ -106,10 +106,8 @@ class LiteLlmClient:
         missing = self._litellm.validate_environment(name)["missing_keys"]
         others = any(variable.startswith(f"{provider.upper()}_") for variable in os.environ)
         if provider in _WITHOUT_KEY_REFUSED and missing and not others:
-            raise ConfigError(
-                f"judge.model: {name} needs a key: set {' or '.join(missing)} in the environment of the judge, or "
-                + advice_on_key(self._config)
-            )
+            unset = f"set {' or '.join(missing)} in the environment of the judge"
+            raise ConfigError(f"judge.model: {name} needs a key: {unset}, or {advice_on_key(self._config)}")
 
     async def send(self, messages: Messages, parameters: dict[str, Any]) -> ModelReply:
         began, model = time.monotonic(), self._config.model
@@ -119,12 +117,11 @@ class LiteLlmClient:
             raise ContextWindowError(f"the prompt is too long for {model}: {str(error)[:500]}") from error
         except self._litellm.exceptions.BadRequestError as error:
             raise InvalidRequestError(f"request refused by {model}: {str(error)[:500]}") from error
-        except self._litellm.exceptions.AuthenticationError as error:
-            raise ModelError(
-                f"{model} refused the key: {str(error)[:500]}: {advice_on_key(self._config)}"
-            ) from error
         except Exception as error:  # litellm lets errors of many libraries through
             at = f" at {self._config.api_base} (judge.api_base)" if self._config.api_base else ""
-            raise ModelError(f"call of {model}{at}: {type(error).__name__}: {str(error)[:500]}") from error
+            why = f"{type(error).__name__}: {str(error)[:500]}"
+            if isinstance(error, self._litellm.exceptions.AuthenticationError):
+                why += f": {advice_on_key(self._config)}"
+            raise ModelError(f"call of {model}{at}: {why}") from error
         cost = (getattr(response, "_hidden_params", None) or {}).get("response_cost")
         return make_reply(response, model, time.monotonic() - began, float(cost or 0.0))

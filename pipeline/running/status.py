@@ -171,14 +171,11 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
             soft_wrap=True,
         )
     for model, groups in state.get("groups", {}).items():
-        if discarded := groups["discarded"]:
-            why = ", ".join(f"{count:,} as {reason}" for reason, count in discarded.items())
+        if why := ", ".join(f"{count:,} as {reason}" for reason, count in groups["discarded"].items()):
             why = why.replace("no_variance", "no_variance (equal rewards)")
-            console.print(
-                f"groups of {model}: of the newest {groups['newest']:,} were discarded, whole or in part, {why}; "
-                "docs/troubleshooting.md#nothing-trains says what to do",
-                soft_wrap=True, markup=False,
-            )  # fmt: skip
+            line = f"groups of {model}: of the newest {groups['newest']:,} were discarded, whole or in part, {why}; "
+            line += "docs/troubleshooting.md#nothing-trains says what to do"
+            console.print(line, soft_wrap=True, markup=False)
     for model, version in state["policies"].items():
         line = f"policy {model}: {version}"
         if decision := state.get("decided", {}).get(model):
