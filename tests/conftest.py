@@ -27,7 +27,7 @@ from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from pipeline.running.plan import CPU_FLAGS, ONE_PROCESS, one_process_environment
-from tests.kits import certificates, clients, warm
+from tests.kits import certificates, clients, shared_servers, warm
 from tests.kits.quick_service import quick_consumers
 
 # A module that many processes of tests import is compiled once, also where the shell says otherwise.
@@ -288,11 +288,7 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer
     hold the port of one started by hand with the same arguments, which saves its start-up."""
     given = os.environ.get("JOURNEYWORK_TEST_VLLM")
     kind = InferenceDouble if DOUBLE else VllmServer
-    server = kind(tmp_path_factory.mktemp("vllm"), int(given or 0))
-    if not given:
-        server.start()
-    yield server
-    server.stop()
+    yield from shared_servers.run(kind(tmp_path_factory.mktemp("vllm"), int(given or 0)), given)
 
 
 @pytest.fixture(scope="session")
@@ -303,10 +299,7 @@ def inference_double(
     if DOUBLE:
         yield request.getfixturevalue("vllm_server")
         return
-    server = InferenceDouble(tmp_path_factory.mktemp("double"))
-    server.start()
-    yield server
-    server.stop()
+    yield from shared_servers.run(InferenceDouble(tmp_path_factory.mktemp("double")))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -369,6 +362,7 @@ def _worker_group(item: pytest.Item) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     warm.install()
+    config.pluginmanager.register(shared_servers.Watch())
     certificates.share_contexts()
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests of one worker, with pytest-xdist")

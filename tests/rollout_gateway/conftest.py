@@ -32,6 +32,7 @@ from pipeline.config import save as save_config
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, VllmServer, free_port
+from tests.kits import shared_servers
 from tests.kits.clients import closed_after_test
 from tests.kits.sampler import SamplerThread
 from tests.rollout_gateway.fake_vllm import FakeVllm
@@ -220,10 +221,7 @@ def long_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     # The model was made for 1,024 positions; beyond them its rotary embedding has to be computed first.
     long = ("--max-model-len", "32768", "--hf-overrides", '{"max_position_embeddings": 32768}')
     server = VllmServer(folder, int(given or 0), (*long, "--chat-template", str(folder / "template.jinja")))
-    if not given:
-        server.start()
-    yield server
-    server.stop()
+    yield from shared_servers.run(server, given)
 
 
 LONG = pytest.mark.xdist_group("vllm with long prompts")
