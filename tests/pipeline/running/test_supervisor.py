@@ -74,7 +74,7 @@ if not flag.exists():
 """
     spec = dataclasses.replace(service("trainer", hang + SERVICE), start_timeout_s=5.0)
     async with supervised(config(tmp_path), spec) as (supervisor, _):
-        assert supervisor.watched["trainer"].restarts == 1
+        assert supervisor.watched["trainer"].restarts >= 1  # a start of a busy machine may take as long again
     said = (tmp_path / "logs" / "trainer.log").read_text()
     assert "Fatal Python error: Aborted" in said  # and where it hung
 
