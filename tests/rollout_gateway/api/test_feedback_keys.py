@@ -1,0 +1,154 @@
+"""Who may give feedback, how much of it, and what a repetition under the same key is."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pipeline.config import NatsConfig
+from pipeline.log.broker import Broker
+from rollout_gateway.capture.answer_ids import new_answer_id
+from tests.rollout_gateway.access.test_access import Caller
+from tests.rollout_gateway.api.test_feedback import error, signals
+from tests.rollout_gateway.conftest import StartGateway
+from tests.rollout_gateway.kit import key_config
+
+pytestmark = [pytest.mark.anyio]
+
+KEYS = (
+    key_config("alice"),
+    key_config("bob"),
+    key_config("boss", role="operator"),
+    key_config("fan", role="feedback"),
+    key_config("chess-fan", role="feedback", models=("chess",)),
+    key_config("caller", calls_only=True),
+)
+
+
+async def test_who_may_give_feedback(start_front: StartGateway, nats_config: NatsConfig) -> None:
+    gateway = start_front(keys=KEYS)
+    alice = Caller(gateway, "alice")
+    own = alice.open(id="r")
+    completing = alice.open(id="s", key_completes=True)
+    path, body = "/v1/trajectories/r/feedback", {"thumb": "up"}
+    answer = {"answer": f"chatcmpl-{new_answer_id('r')}", **body}
+    refused = (404, "trajectory_not_found")
+    for key, told in {
+        "alice": (201, ""), "boss": (201, ""), "fan": (201, ""), "bob": refused, "chess-fan": refused,
+        "caller": (403, "wrong_role"), "": (401, "invalid_api_key"), own["api_key"]: (403, "key_does_not_complete"),
+        completing["api_key"]: (403, "wrong_key"),
+    }.items():  # fmt: skip
+        caller = Caller(gateway, key)
+        assert error(caller.ask("POST", path, body)) == told, key
+        # The answer is in no call of the run, which only those learn who may know of the run.
+        expected = (404, "exchange_not_found") if told == (201, "") else told
+        assert error(caller.ask("POST", "/v1/feedback", answer)) == expected, key
+    assert Caller(gateway, completing["api_key"]).status("POST", "/v1/trajectories/s/feedback", body) == 201
+    assert error(Caller(gateway, "bob").ask("POST", "/v1/feedback", {"ranking": ["r", "s"]})) == refused
+    assert [s.by for s in await signals(nats_config)] == ["alice", "boss", "fan", "alice"]
+
+
+async def test_a_feedback_key_can_do_nothing_else(start_front: StartGateway) -> None:
+    gateway = start_front(keys=KEYS)
+    alice, fan = Caller(gateway, "alice"), Caller(gateway, "fan")
+    alice.open(id="r", group="g")
+    assert fan.about("r") == [403] * 5
+    for method, path in (
+        ("GET", "/v1/models"), ("GET", "/v1/models/tictactoe"), ("GET", "/v1/policies"),
+        ("GET", "/v1/groups/g"), ("GET", "/metrics"), ("POST", "/v1/trajectories"), ("POST", "/v1/evaluations"),
+        ("POST", "/v1/policies/tictactoe/pin"), ("POST", "/v1/policies/tictactoe/rollback"), ("POST", "/tokenize"),
+        ("POST", "/v1/messages"), ("POST", "/v1/responses"), ("POST", "/v1/completions"),
+        ("POST", "/v1/messages/count_tokens"), ("GET", "/v1/trajectories/r"),
+    ):  # fmt: skip
+        assert fan.status(method, path, {"model": "tictactoe"} if method == "POST" else None) == 403, path
+    assert "replicas" not in fan.ask("GET", "/health").json()
+    # What it is told holds nothing of the run's content.
+    (told,) = fan.ask("POST", "/v1/trajectories/r/feedback", {"thumb": "up"}).json()["signals"]
+    assert told == {"trajectory": "r", "call": -1, "run": "open", "use": "history", "repeated": False}
+
+
+async def test_the_text_that_a_request_or_a_run_records_is_bounded(
+    start_front: StartGateway, broker: Broker, nats_config: NatsConfig
+) -> None:
+    gateway = start_front(keys=KEYS)
+    alice, boss = Caller(gateway, "alice"), Caller(gateway, "boss")
+    names = [f"r{number}" for number in range(5)]
+    for name in names:
+        alice.open(id=name)
+    longest = "é" * 65536
+    assert error(alice.ask("POST", "/v1/feedback", {"ranking": names * 2, "text": longest})) == (
+        413,
+        "body_too_large",
+    )
+    assert not await signals(nats_config)
+    assert alice.status("POST", "/v1/feedback", {"ranking": names, "text": longest, "key": "k"}) == 201
+    path = "/v1/trajectories/r0/feedback"
+    (given,) = [signal for signal in await signals(nats_config) if signal.trajectory == "r0"]
+    for number in range(60):
+        await broker.publish(
+            msgspec.structs.replace(given, signal=f"alice:k{number}", value=None, kind="text")
+        )
+    told = [alice.status("POST", path, {"text": longest, "key": f"k{number}"}) for number in range(60, 64)]
+    assert told == [201, 201, 201, 409]
+    # A retry, a short text and another key's text are taken.
+    assert alice.status("POST", path, {"text": longest, "key": "k7"}) == 201
+    assert alice.status("POST", path, {"text": "short"}) == 201
+    assert boss.status("POST", path, {"text": longest}) == 201
+
+
+async def test_a_key_gives_so_many_signals_on_a_run_and_takes_no_others_place(
+    start_front: StartGateway, nats_config: NatsConfig
+) -> None:
+    gateway = start_front(keys=KEYS, max_signals=2)
+    alice, fan = Caller(gateway, "alice"), Caller(gateway, "fan")
+    for name in ("r", "s"):
+        alice.open(id=name)
+    path = "/v1/trajectories/r/feedback"
+    for key in ("1", "2"):
+        assert fan.ask("POST", path, {"thumb": "up", "key": key}).status_code == 201
+    assert error(fan.ask("POST", path, {"text": "more"})) == (409, "too_many_signals")
+    assert fan.ask("POST", path, {"thumb": "up", "key": "2"}).json()["signals"][0]["repeated"]
+    ranking = {"ranking": ["s", "r"]}
+    assert error(fan.ask("POST", "/v1/feedback", ranking)) == (409, "too_many_signals")
+    # Another signal under its key is told of first.
+    assert error(fan.ask("POST", "/v1/feedback", {**ranking, "key": "2"})) == (409, "request_exists")
+    assert fan.ask("POST", "/v1/trajectories/s/feedback", {"thumb": "up"}).status_code == 201
+    assert alice.ask("POST", path, {"thumb": "down"}).status_code == 201
+    assert len(await signals(nats_config)) == 4
+
+
+async def test_a_key_is_one_signal(start_front: StartGateway, nats_config: NatsConfig) -> None:
+    gateway = start_front(keys=KEYS)
+    alice, boss = Caller(gateway, "alice"), Caller(gateway, "boss")
+    for name in ("r", "s"):
+        alice.open(id=name)
+    path = "/v1/trajectories/r/feedback"
+    for repeated in (False, True):
+        (told,) = alice.ask("POST", path, {"thumb": "up", "key": "k"}).json()["signals"]
+        assert told["repeated"] is repeated
+    assert error(alice.ask("POST", path, {"thumb": "down", "key": "k"})) == (409, "request_exists")
+    # A ranking of which one member is refused changes nothing.
+    assert error(alice.ask("POST", "/v1/feedback", {"ranking": ["s", "r"], "key": "k"})) == (
+        409,
+        "request_exists",
+    )
+    # Contradictory feedback is two signals, and so is that of another key under the same id.
+    assert alice.status("POST", path, {"thumb": "down", "key": "l"}) == 201
+    assert boss.status("POST", path, {"thumb": "down", "key": "k"}) == 201
+    given = await signals(nats_config)
+    assert [(s.signal, s.value, s.by) for s in given] == [
+        ("alice:k", 1.0, "alice"), ("alice:l", -1.0, "alice"), ("boss:k", -1.0, "boss"),
+    ]  # fmt: skip
+
+
+async def test_a_ranking_of_other_runs_under_the_same_key_adds_theirs(start_front: StartGateway) -> None:
+    alice = Caller(start_front(keys=KEYS), "alice")
+    for name in ("r", "s", "t"):
+        alice.open(id=name)
+    for runs, repeated in ((["r", "s"], [False, False]), (["r", "t"], [True, False])):
+        told = alice.ask("POST", "/v1/feedback", {"ranking": runs, "key": "k"}).json()["signals"]
+        assert [line["repeated"] for line in told] == repeated
+    assert error(alice.ask("POST", "/v1/feedback", {"ranking": ["t", "r"], "key": "k"})) == (
+        409,
+        "request_exists",
+    )
