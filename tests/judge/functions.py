@@ -194,6 +194,8 @@ def seizes(_: dict[str, Any]) -> float:
 
 def kills(trajectory: dict[str, Any]) -> float:
     if trajectory["id"] == "bad":
+        if os.getppid() != 1:
+            raise RuntimeError("this is no sandbox: it would end every process of the machine")
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)  # all but the caller
         os.kill(os.getpid(), signal.SIGKILL)

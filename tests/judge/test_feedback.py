@@ -48,6 +48,12 @@ def settings(
     )
 
 
+async def end_wait(broker: Broker, group: str) -> None:
+    """Let the deadline for a group's feedback be now."""
+    due = FeedbackTimedOut(project="p", model="m", group=group, wait_s=600)
+    await broker.set_timer(due, time.time())
+
+
 async def test_a_complete_run_waits_for_its_feedback_and_is_scored_with_it_by_any_judge(
     broker: Broker, nats_config: NatsConfig
 ) -> None:
@@ -82,11 +88,15 @@ async def test_feedback_before_the_end_of_a_run_counts_and_none_is_waited_for(
 async def test_a_group_may_wait_for_whatever_is_said_until_its_time_is_over(nats_config: NatsConfig) -> None:
     """So words after the result are hints. By default the group is scored with the result."""
     config = settings(nats_config, wait_s=600)
-    whole = msgspec.structs.replace(config, feedback=FeedbackConfig(wait_s=5.0, wait_for="all"))
+    whole = msgspec.structs.replace(config, feedback=FeedbackConfig(wait_s=600, wait_for="all"))
     async with Broker.connect(nats_config) as broker, judging(broker, whole):
         await broker.publish(signal("a", 1.0))
         await broker.publish(run("a"))
         await broker.publish(signal("a", text="the other account", kind="text"))
+        await timers(broker, 1)
+        await drained(broker)
+        assert await groups(broker, 0) == []
+        await end_wait(broker, "a")
         (group,) = await groups(broker, 1)
     assert group.members[0].reward == 1.0
     assert group.members[0].hints == (Hint(call=-1, text="the other account", by="desk"),)
@@ -211,9 +221,8 @@ async def test_a_group_that_timed_out_waits_too(nats_config: NatsConfig) -> None
 async def test_a_group_whose_runs_the_log_deleted_while_it_waited_is_told(
     nats_config: NatsConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gone = FeedbackTimedOut(project="p", model="m", group="gone", wait_s=600)
     async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config, wait_s=600)):
-        await broker.set_timer(gone, time.time())
+        await end_wait(broker, "gone")
         with anyio.fail_after(60):
             while not caplog.records:
                 await anyio.sleep(0.02)
@@ -228,10 +237,11 @@ async def test_a_judge_that_waits_no_longer_scores_what_waited_when_its_timer_is
     monkeypatch.setattr("judge.service._SCORING_ACK_WAITS", 0.01)
     agent = RewardConfig(name="reward")
     async with Broker.connect(nats_config) as broker:
-        async with judging(broker, settings(nats_config, wait_s=6.0)):
+        async with judging(broker, settings(nats_config, wait_s=600)):
             await broker.publish(run("a", reward=0.5))
             await timers(broker, 1)
             await drained(broker)
+        await end_wait(broker, "a")
         async with judging(broker, settings(nats_config, agent)):
             (group,) = await groups(broker, 1)
     assert group.members[0].reward == 0.5
