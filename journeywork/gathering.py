@@ -122,10 +122,8 @@ async def call_rollout(
                 result = await anyio.to_thread.run_sync(
                     rollout, run, task, limiter=limiter, abandon_on_cancel=True
                 )
-            except (
-                Exception,
-                SystemExit,
-            ):  # not for a cancellation: the thread goes on, and may still call it
+            except (Exception, SystemExit):
+                # Not for a cancellation: the thread goes on, and may still call it.
                 run._give = give
                 raise
             run._give = give

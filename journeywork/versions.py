@@ -32,9 +32,8 @@ async def resolve(client: Versions, policies: Sequence[str]) -> list[str]:
     if any(version or model not in served for model, version in parsed):
         known = await client.models()
         for model, version in parsed:
-            if (
-                model not in served
-            ):  # a branch, of which nothing is decided: its name stands for its newest version
+            if model not in served:
+                # A branch, of which nothing is decided: its name stands for its newest version.
                 if not (of_branch := _versions(model, known)):
                     raise ValueError(
                         f"the gateway has no model {model!r}; it has: {', '.join(served) or 'none'}"

@@ -100,9 +100,8 @@ def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
         for name in ("min_tokens", "logit_bias", "bad_words", "allowed_token_ids", "logits_processors", "vllm_xargs")
         if getattr(settings, name)
     ]  # fmt: skip
-    if (
-        settings.thinking_token_budget is not None
-    ):  # at the budget vLLM chooses the tokens that end the thinking
+    if settings.thinking_token_budget is not None:
+        # At the budget, vLLM chooses the tokens that end the thinking.
         unsupported.append("thinking_token_budget")
     if missing := media_of(request).missing:
         unsupported.append(missing)

@@ -289,9 +289,8 @@ def trainer_consumer(branch: str) -> ConsumerSpec:
         return spec
     token = subject_token(branch)
     subjects = (f"group.scored.*.*.*.*.{token}", f"group.scored.*.*.*.*.{token}.*")
-    digest = hashlib.sha256(branch.encode()).hexdigest()[
-        :12
-    ]  # the name of a consumer is limited in length and characters
+    # The name of a consumer is limited in length and characters.
+    digest = hashlib.sha256(branch.encode()).hexdigest()[:12]
     return dataclasses.replace(
         spec, name=f"trainer-{digest}", subjects=subjects, purpose=f"takes optimizer steps on branch {branch}"
     )

@@ -164,9 +164,8 @@ class Trainer:
     async def _step(self, queue: ModelQueue) -> None:
         """Train the batch and commit the step. A batch that can't be trained loses the groups at fault; what is left of
         it waits for more groups, or is trained if it was requested."""
-        await (
-            self.require_whole_log()
-        )  # a group that the log lost and that was scored again may be in the batch
+        # A group that the log lost and that was scored again may be in the batch.
+        await self.require_whole_log()
         try:
             pending = await self._compute(queue)
         except UntrainableError as error:
@@ -186,9 +185,8 @@ class Trainer:
 
     async def _commit(self, queue: ModelQueue, pending: PendingStep) -> None:
         learner, event = queue.learner, pending.manifest.event
-        await self.commits.require_on_log(
-            learner.model.name, queue.step
-        )  # so that the log holds the steps in order
+        # So that the log holds the steps in order.
+        await self.commits.require_on_log(learner.model.name, queue.step)
         await self.commits.publish(pending.manifest, pending.files)
         await run_sync(learner.commit, pending)
         for group in queue.batch:

@@ -305,9 +305,8 @@ def _cost(response: Any, prices: Mapping[str, float | None]) -> float | None:
 
 def _litellm_prices(provider: str, model_name: str) -> dict[str, float | None]:
     """Return litellm's prices of a model; empty if litellm is not installed or does not know it."""
-    os.environ.setdefault(
-        "LITELLM_LOCAL_MODEL_COST_MAP", "True"
-    )  # else its import asks the network for prices
+    # Else its import asks the network for prices.
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     try:
         from litellm import model_cost
     except ModuleNotFoundError:

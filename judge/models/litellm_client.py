@@ -89,9 +89,8 @@ class LiteLlmClient:
             if self._key:
                 parameters["api_key"] = self._key
             elif self._config.api_base and self._provider(name) not in _WITH_IDENTITIES:
-                parameters["api_key"] = (
-                    "none"  # OpenAI's client insists on one; a server without keys ignores it
-                )
+                # OpenAI's client insists on a key; a server without keys ignores it.
+                parameters["api_key"] = "none"
         if self._config.request.max_tokens:
             parameters["max_tokens"] = self._config.request.max_tokens
         own = resolve_params(self._config, name, same_provider=same_provider)

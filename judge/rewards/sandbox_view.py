@@ -73,9 +73,8 @@ def unavailable() -> str:
 
 def search_path() -> list[str]:
     """Return the `sys.path` of a reward function: the working directory, then that of this process."""
-    beside = str(
-        Path(__file__).parent
-    )  # on the path of scripts in this folder, whose names would shadow others
+    # It is on the path of scripts in this folder, whose names would shadow others.
+    beside = str(Path(__file__).parent)
     paths = [str(Path.cwd()), *(str(Path(p).absolute()) for p in sys.path if p and p != beside)]
     return list(dict.fromkeys(paths))
 

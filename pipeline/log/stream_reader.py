@@ -240,10 +240,8 @@ class StreamReader:
                 if batched and int(headers.get("Nats-Last-Sequence", before)) != before:
                     if not out:
                         raise BrokerUnavailableError(f"a read of {stream} lost its beginning")
-                    return (
-                        out,
-                        True,
-                    )  # the connection broke in between: the next page asks again for what it lost
+                    # The connection broke in between: the next page asks again for what it lost.
+                    return out, True
                 out.append(
                     StoredMessage(
                         int(headers["Nats-Sequence"]), headers["Nats-Subject"], headers, message.data

@@ -389,8 +389,7 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         if name == "trainer":  # it loads a model
             spec = dataclasses.replace(spec, start_timeout_s=config.trainer.start_timeout_s)
             if config.vllm.sleep and any(p.name == "vllm" for p in processes):
-                spec = dataclasses.replace(
-                    spec, needs=(*foundation, "vllm")
-                )  # which then gives the GPU to it
+                # vLLM then gives the GPU to it.
+                spec = dataclasses.replace(spec, needs=(*foundation, "vllm"))
         processes.append(spec)
     return config, processes

@@ -109,9 +109,8 @@ class TrajectoryDetector:
             metadata=b'{"inferred":true,"part":true}' if is_part else b'{"inferred":true}',
             owner=owner,
         )
-        run = await self._registry.open(
-            event, "", paced=False, named=False
-        )  # its client knows nothing of groups
+        # Its client knows nothing of groups.
+        run = await self._registry.open(event, "", paced=False, named=False)
         self._taken[id(call)] = _Taken(call, run, conversation, WaitingRun(run.id, no_history(run.id), 0), 0)
         return run
 

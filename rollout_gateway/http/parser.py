@@ -150,9 +150,8 @@ class RequestParser:
         headers, name = self.request.headers, name.lower()
         if name in headers and name in _UNIQUE:
             self._repeated = name
-        headers[name] = value.rstrip(
-            b" \t"
-        )  # what RFC 9112 takes off; httptools takes off only what stands before it
+        # RFC 9112 takes white space off both ends; httptools only off the beginning.
+        headers[name] = value.rstrip(b" \t")
         self._head_size += len(name) + len(value) + 4  # colon, space and line end
 
     def on_headers_complete(self) -> None:

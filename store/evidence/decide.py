@@ -132,9 +132,8 @@ def _begin(args: argparse.Namespace) -> int:
     if parse_version(args.control)[0] != model or args.control == args.candidate:
         raise ConfigError(f"{args.candidate} and {args.control} must be two versions of one model")
     config = run_settings(args.run_dir, sections=("store",))
-    gather(
-        sql.connect(config), config.project, plan, begun, 0
-    )  # an expression that DuckDB refuses begins nothing
+    # An expression that DuckDB refuses begins nothing.
+    gather(sql.connect(config), config.project, plan, begun, 0)
     body = {
         "version": args.candidate, "other": args.control, "percent": args.percent, "request": new_id("compare"),
         "evidence": msgspec.json.encode(begun).decode(), "reason": f"compared by {args.metric}",

@@ -182,9 +182,8 @@ class EventTable:
                     crash.point("store.before_commit")
                     continue  # writing took time: read the newest snapshot again, so that a conflict is unlikely
                 version, before = self._version(), version
-                if (
-                    version != before
-                ):  # another process has committed: the refusals were conflicts and no failure
+                if version != before:
+                    # Another process has committed: the refusals were conflicts and no failure.
                     refused = 0
                 try:
                     last = int(fresh["log_seq"].to_numpy().max())

@@ -89,9 +89,8 @@ class Writer:
                     while True:
                         await self._take(puller)
                         if self._due():
-                            await (
-                                self._slot.acquire()
-                            )  # bounds memory: one batch is filled while one is written
+                            # This bounds memory: one batch is filled while one is written.
+                            await self._slot.acquire()
                             batch, self._filling = self._filling, WriteBatch()
                             self._writing = batch
                             tg.start_soon(self._write, batch)

@@ -225,9 +225,8 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
         return [
             Example(s, reward_of[s.trajectory], weight=weights.get(s.trajectory, 1.0))
             for g in groups
-            for reward_of in (
-                {m.trajectory: m.reward for m in g.members},
-            )  # another verdict set may say otherwise
+            # Another verdict set may say otherwise.
+            for reward_of in ({m.trajectory: m.reward for m in g.members},)
             for s in g.sequences or ()
         ]
     loss = config.loss

@@ -68,9 +68,8 @@ class Validation:
         if best is None or best.beaten_by(candidate):
             self.best = candidate
         elif best.step == step and best.trajectories <= candidate.trajectories:
-            self.best = (
-                candidate  # more of its own rewards; with fewer, the log no longer holds those of before
-            )
+            # More of its own rewards; with fewer, the log no longer holds those of before.
+            self.best = candidate
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the newest step with rewards."""

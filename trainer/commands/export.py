@@ -117,9 +117,8 @@ def write_merged(files: dict[str, bytes], base: str, out: Path) -> None:
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         write_adapter(files, Path(folder))
-        warnings.filterwarnings(
-            "error", message=".*adapter keys"
-        )  # the others would be merged as if they were all
+        # The others would be merged as if they were all.
+        warnings.filterwarnings("error", message=".*adapter keys")
         try:
             model = PeftModel.from_pretrained(auto_class(base).from_pretrained(base), folder)
         except UserWarning as error:

@@ -27,11 +27,8 @@ def log_http_errors(function: Callable[P, Awaitable[R]]) -> Callable[P, Awaitabl
             reply = error.response
             try:
                 body = (await reply.aread()).decode("utf-8", "replace")
-            except (
-                httpx.StreamError,
-                httpx.TransportError,
-                RuntimeError,
-            ):  # closed, or of a synchronous client
+            except (httpx.StreamError, httpx.TransportError, RuntimeError):
+                # It is closed, or of a synchronous client.
                 body = "(its body was not read)"
             log.error(
                 "%s %s answered %d: %s", reply.request.method, reply.request.url, reply.status_code, body

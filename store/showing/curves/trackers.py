@@ -87,9 +87,8 @@ class WandB:
         values, step = {name: value for name, value in row.metrics.items() if value is not None}, row.step
         if row.evaluation:
             values, step = values | {"eval/step": row.step}, row.log_at // 1000
-        if (
-            step >= self._open[run_id].step
-        ):  # else an earlier start has sent it: W&B would drop it with a warning
+        if step >= self._open[run_id].step:
+            # Else an earlier start has sent it: W&B would drop it with a warning.
             # A step is held back until the next one, unless it is committed.
             self._open[run_id].log(values, step=step, commit=True)
 
