@@ -9,6 +9,7 @@ that its servers read. It registers each server on the log, and gateways send ca
 | --- | --- |
 | `service` | the agent as a service: `journeywork sampler` |
 | `controller` | controls one inference server: loads, probes and unloads adapters, registers the server |
+| `registration` | the record of an inference server on the log, by which gateways know it |
 | `gateway_records` | reads which versions gateways use, from their records on the log |
 | `adapter_files` | downloads adapters to this machine's disk |
 | `adapter_api` | loads and unloads adapters in a server, and probes that an adapter changes its logprobs |

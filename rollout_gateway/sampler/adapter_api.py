@@ -57,13 +57,9 @@ async def next_logprobs(server: Upstream, model: str) -> list[dict[str, float]]:
 
     Raises `AdapterError`, `UpstreamError`."""
     request = {
-        "model": model,
-        "prompt": _PROMPTS,
-        "max_tokens": 1,
-        "temperature": 1,
-        "logprobs": _TOP_LOGPROBS,
+        "model": model, "prompt": _PROMPTS, "max_tokens": 1, "temperature": 1, "logprobs": _TOP_LOGPROBS,
         "return_tokens_as_token_ids": True,
-    }
+    }  # fmt: skip
     data = msgspec.json.encode(request)
     status, body = await server.fetch("POST", "/v1/completions", data, timeout_s=120)
     if status != 200:

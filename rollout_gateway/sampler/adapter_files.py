@@ -75,9 +75,8 @@ class AdapterFiles:
                 raise AdapterError(str(error), permanent=True) from error
             digest = hashlib.sha256(data).hexdigest()
             if digest != sha256:
-                raise AdapterError(
-                    f"object {name} has SHA-256 {digest}; its checkpoint event says {sha256}", permanent=True
-                )
+                why = f"object {name} has SHA-256 {digest}; its checkpoint event says {sha256}"
+                raise AdapterError(why, permanent=True)
             await anyio.to_thread.run_sync(_unpack, data, path)
             return path
 

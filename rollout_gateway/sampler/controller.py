@@ -17,18 +17,18 @@ from dataclasses import dataclass
 import anyio
 import msgspec
 
-from pipeline import crash, streams
+from pipeline import crash
 from pipeline.config import Config
 from pipeline.events import PolicyLoaded, PolicyUnloaded, now_us
-from pipeline.log import key_value
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.names import InvalidNameError, parse_version, version_name
-from pipeline.streams import replica_name, sampler_key
+from pipeline.streams import replica_name
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.upstream import Upstream, UpstreamError
 from rollout_gateway.sampler import adapter_api
 from rollout_gateway.sampler.adapter_files import AdapterError, AdapterFiles
 from rollout_gateway.sampler.gateway_records import GatewayRecords
+from rollout_gateway.sampler.registration import Registration
 from rollout_gateway.serving import server_state
 from rollout_gateway.serving.fleet_records import SamplerRecord
 from rollout_gateway.serving.policies import Checkpoint, Policies
@@ -51,9 +51,7 @@ def _as_adapter_error(version: str) -> Iterator[None]:
         raise AdapterError(f"{type(error).__name__}: {error}", permanent=False) from error
     except Exception as error:
         log.error("unexpected error while an adapter was loaded", version=version, exc=error)
-        message = (
-            f"loading failed unexpectedly ({type(error).__name__}); the sampler agent's log has the traceback"
-        )
+        message = f"loading failed unexpectedly ({type(error).__name__}); the agent's log has the traceback"
         raise AdapterError(message, permanent=True) from error
 
 
@@ -83,7 +81,7 @@ class ServerController:
         self._advertised, self._delete_unused = advertised, delete_unused
         self.name = replica_name(advertised)
         """Name of the server. Gateways use the same name."""
-        self._key = sampler_key(context.config.project, self.name)
+        self._registration = Registration(context.broker, context.config, self.name)
         self._up = False
         self._complete = False
         """Whether the server has loaded all adapters that were wanted when it started. It is not registered before."""
@@ -106,9 +104,6 @@ class ServerController:
         """Loaded versions to which gateways send no further calls, with the sequence of their `policy.unloaded`."""
         self._refused: dict[str, tuple[str, str]] = {}
         """By version that failed a check, the adapter's SHA-256 and the reason."""
-        self._record: SamplerRecord | None = None
-        """The server's record on the log; `None` if the server is not registered."""
-        self._writing = anyio.Lock()
         self.wake = anyio.Event()
         """Set to make `run` load and unload versions now."""
 
@@ -121,11 +116,11 @@ class ServerController:
         """Control the server until cancelled, then remove its record."""
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._renew)
+                tasks.start_soon(self._registration.renew)
                 await self._control()
         finally:
             with anyio.move_on_after(2, shield=True):
-                await self._unregister()
+                await self._registration.remove()
             self._server.close()
 
     async def _control(self) -> None:
@@ -140,7 +135,10 @@ class ServerController:
                 done = await self._load_wanted()
                 self._complete = self._complete or done
                 if self._complete:
-                    await self._register()
+                    await self._registration.set(SamplerRecord(
+                        url=self._advertised, models=(*self._policies.models, *self._policies.branches),
+                        server_start=self.server_start, refused=self._refusals(),
+                    ))  # fmt: skip
                 if done and self._has_unused:
                     self._has_unused = False
                     await self._delete_unused()
@@ -149,58 +147,14 @@ class ServerController:
                 if self._up:
                     log.warning("inference server can't be reached", replica=self.name, error=str(error))
                 self._up = self._complete = False
-                await self._unregister()
+                await self._registration.remove()
                 pause_s = settings.health_retry_s
             except BrokerError as error:
-                log.warning(
-                    "log unavailable; adapters are loaded when it is back",
-                    replica=self.name,
-                    error=str(error),
-                )
+                why = "log unavailable; adapters are loaded when it is back"
+                log.warning(why, replica=self.name, error=str(error))
                 pause_s = 1.0
             with anyio.move_on_after(pause_s):
                 await self.wake.wait()
-
-    # -- the server's record -----------------------------------------------------------------------------------------
-
-    async def _register(self) -> None:
-        """Write the server's record if it has changed."""
-        record = SamplerRecord(
-            url=self._advertised, models=(*self._policies.models, *self._policies.branches),
-            server_start=self.server_start, refused=self._refusals(),
-        )  # fmt: skip
-        if record != self._record:
-            if self._record is None:
-                log.info("inference server registered", replica=self.name, server_start=self.server_start)
-            self._record = record
-            await self._write()
-
-    async def _renew(self) -> None:
-        """Write the record again before it expires. Runs beside `_control`, because loading an adapter may take longer.
-        Never returns."""
-        while True:
-            await anyio.sleep(self._config.sampler.ttl_s / 4)
-            try:
-                await self._write()
-            except BrokerError as error:
-                log.warning("the server's record was not renewed", replica=self.name, error=str(error))
-
-    async def _write(self) -> None:
-        async with self._writing:  # one write at a time, so that the last one on the log is the newest
-            if self._record is not None:
-                value, ttl_s = msgspec.json.encode(self._record), self._config.sampler.ttl_s
-                await key_value.put(self._context.broker, streams.FLEET.name, self._key, value, ttl_s)
-
-    async def _unregister(self) -> None:
-        """Remove the server's record."""
-        if self._record is None:
-            return
-        self._record = None
-        async with self._writing:
-            try:
-                await key_value.delete(self._context.broker, streams.FLEET.name, self._key)
-            except BrokerError as error:
-                log.warning("the server's record stays until it expires", replica=self.name, error=str(error))
 
     def _refusals(self) -> dict[str, str]:
         """Return the versions that failed a check, with the reason. A version that was published again with another
@@ -273,11 +227,8 @@ class ServerController:
                     await self._verify(checkpoint, folder, now_us())
                 return
             except AdapterError as error:
-                log.warning(
-                    "adapter found in the server failed a check; unloading it",
-                    version=version,
-                    error=str(error),
-                )
+                why = "adapter found in the server failed a check; unloading it"
+                log.warning(why, version=version, error=str(error))
         await adapter_api.unload(self._server, version)
 
     # -- versions --------------------------------------------------------------------------------------------------
@@ -292,10 +243,8 @@ class ServerController:
                 out += [model.promoted.version, *([model.promoted.other] if model.promoted.other else [])]
             out.append(self._policies.newest(model.name, refused))
         out += self._context.gateways.wanted()
-        loadable = [
-            v for v in dict.fromkeys(out) if v not in refused and self._policies.checkpoint(v) is not None
-        ]
-        return loadable[: self._config.vllm.max_loras]
+        loadable = (v for v in out if v not in refused and self._policies.checkpoint(v) is not None)
+        return list(dict.fromkeys(loadable))[: self._config.vllm.max_loras]
 
     async def _load_wanted(self) -> bool:
         """Load the wanted versions that are missing. Return false if some must be tried again soon."""

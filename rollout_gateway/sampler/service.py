@@ -34,10 +34,8 @@ async def serve(config: Config, ready: Ready) -> None:
     check(config)
     trust = Trust(config.signing)
     if not trust.checks:
-        log.warning(
-            "signatures of checkpoints are not checked: an adapter of any client of the log is loaded",
-            setting="signing",
-        )
+        why = "signatures of checkpoints are not checked: an adapter of any client of the log is loaded"
+        log.warning(why, setting="signing")
     async with Broker.connect(config.nats, name="sampler") as broker:
         policies = Policies(config.project, (m.name for m in config.models), trust, dead_letters=False)
         await policies.rebuild(broker)
