@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 
@@ -47,6 +48,16 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
         temporary.replace(path)
     if durable:
         sync(path.parent)
+
+
+def try_lock(file: int | IO[Any], how: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file, unless another process has it locked. Closing the file releases the lock, and so does the end
+    of the process. Returns whether this one has the lock."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write_once(path: Path, make: Callable[[], bytes]) -> None:

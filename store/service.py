@@ -5,12 +5,11 @@ lock writes the curves and checks the alarms. When it ends, another one gets the
 
 from __future__ import annotations
 
-import fcntl
-
 import anyio
 import anyio.to_thread
 
 from pipeline.config import Config
+from pipeline.files import try_lock
 from pipeline.log.broker import Broker
 from pipeline.running.service import Ready
 from pipeline.telemetry.logs import get_logger
@@ -69,17 +68,9 @@ async def _serve_run_directory(config: Config, broker: Broker) -> None:
     path = config.path("store.lock")
     await anyio.to_thread.run_sync(lambda: path.parent.mkdir(parents=True, exist_ok=True))
     with path.open("w") as file:
-        while not _try_lock(file.fileno()):  # noqa: ASYNC110 - no event tells that a file lock is free
+        while not try_lock(file):  # noqa: ASYNC110 - no event tells that a file lock is free
             await anyio.sleep(_LOCK_RETRY_S)
         async with anyio.create_task_group() as tg:
             if config.curves.enabled:
                 tg.start_soon(Curves(config, broker).run)
             tg.start_soon(Checker(config, broker, Webhook(config, tg).send).run)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -7,7 +7,6 @@ file, which the kernel releases when one dies, keeps them apart."""
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
@@ -17,6 +16,7 @@ import torch
 from anyio.to_thread import run_sync
 
 from pipeline.config import Config, ConfigError
+from pipeline.files import try_lock
 from pipeline.security.server_key import api_key
 from pipeline.telemetry.logs import get_logger
 from trainer.engine.model import PolicyModel
@@ -54,7 +54,7 @@ class GpuTurns:
             return
         self._lock.parent.mkdir(parents=True, exist_ok=True)
         with self._lock.open("w") as lock:
-            while not _locked(lock.fileno()):  # noqa: ASYNC110 - the kernel can only be asked
+            while not try_lock(lock):  # noqa: ASYNC110 - the kernel can only be asked
                 await anyio.sleep(_LOOK_S)
             try:
                 # A server that is told to sleep does so once its calls have ended, and must not after it was woken.
@@ -93,12 +93,3 @@ class GpuTurns:
                     "let `journeywork up` start it"
                 )
             response.raise_for_status()
-
-
-def _locked(file: int) -> bool:
-    """Take the lock, if no other process has it. Closing the file releases it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -11,7 +11,6 @@ the log takes one checkpoint of each number (`trainer.checkpoints.commits`).
 
 from __future__ import annotations
 
-import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ import anyio
 
 from pipeline import streams
 from pipeline.config import Config
+from pipeline.files import try_lock
 from pipeline.log import key_value
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.names import subject_token
@@ -58,11 +58,9 @@ class Lease:
 
     async def take(self) -> bool:
         """Take the lease if no other trainer has it; renew it if this one has it. Returns whether this one has it."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return await key_value.take(self._broker, streams.FLEET.name, self._key, self._value, _TTL_S)
+        return try_lock(self._file) and await key_value.take(
+            self._broker, streams.FLEET.name, self._key, self._value, _TTL_S
+        )
 
     async def wait(self) -> None:
         """Wait until this trainer has the lease."""

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipeline.config import ConfigError
+from pipeline.files import try_lock
 
 _UP, _PROCESSES, _NATS = "up.lock", "processes.lock", "nats.lock"
 _LEFTOVER = "a server or service of an ended journeywork up"
@@ -44,7 +45,7 @@ def share(run_dir: Path) -> int:
     lock = _lock(run_dir, fcntl.LOCK_SH)
     if (run_dir / _PROCESSES).exists():
         processes = _open(run_dir / _PROCESSES)
-        free = _try(processes, fcntl.LOCK_SH)
+        free = try_lock(processes, fcntl.LOCK_SH)
         os.close(processes)
         if not free:
             os.close(lock)
@@ -59,7 +60,7 @@ def for_server(run_dir: Path, server: str) -> None:
     if server != "nats":
         return
     lock = _open(run_dir / _NATS)
-    if not _try(lock, fcntl.LOCK_EX):
+    if not try_lock(lock, fcntl.LOCK_EX):
         raise RunInUseError(_refusal(run_dir, _NATS, "journeywork exec nats"))
     os.set_inheritable(lock, True)
 
@@ -89,19 +90,11 @@ def _open(path: Path) -> int:
         raise ConfigError(f"run_dir: {path} can't be written: {error.strerror}") from error
 
 
-def _try(fd: int, how: int) -> bool:
-    try:
-        fcntl.flock(fd, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _lock(run_dir: Path, how: int) -> int:
     fd = _open(run_dir / _UP)
-    if _try(fd, how):
+    if try_lock(fd, how):
         return fd
-    shared = _try(fd, fcntl.LOCK_SH)
+    shared = try_lock(fd, fcntl.LOCK_SH)
     command = os.pread(fd, 100, 0).decode() or "journeywork up"
     what = "journeywork prepare or a server of journeywork exec" if shared else command
     os.close(fd)
@@ -134,9 +127,9 @@ def _end_leftovers(run_dir: Path, fd: int) -> None:
     """Kill the children of an `up` that has ended, and return when they are gone and the lock is held here.
 
     They may be killed without waiting: every service recovers from the log."""
-    while not _try(fd, fcntl.LOCK_EX):
+    while not try_lock(fd, fcntl.LOCK_EX):
         holders = _holders(run_dir / _PROCESSES)
-        if not holders and not _try(fd, fcntl.LOCK_EX):
+        if not holders and not try_lock(fd, fcntl.LOCK_EX):
             raise RunInUseError(_refusal(run_dir, _PROCESSES, _LEFTOVER))
         for pid in holders:
             _kill(pid)
