@@ -6,9 +6,9 @@ from typing import Any, get_args, get_type_hints
 
 from pipeline.events import GroupDiscarded
 from store.reading import chat
-from store.reading.errors import InvalidQueryError, NotFoundError
+from store.reading.errors import NotFoundError
 from store.reading.history import History, Row
-from store.reading.lists import Query, as_step, branch_of, listed, numbered, one_of
+from store.reading.lists import TASK_OR_GROUP, Query, branch_of, listed, numbered, one_of
 from store.reading.overview import branches
 
 _COLUMNS = {
@@ -19,7 +19,6 @@ _CHOICES = {
     "status": ("scored", "discarded"), "split": ("train", "val"), "signal": ("yes", "no"),
     "reason": get_args(get_type_hints(GroupDiscarded)["reason"]),
 }  # fmt: skip
-_TEXT = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
 _OF = "project = $project AND model = $model AND group_id = $group AND branch = $branch"
 _AT_STEP = "(group_id, branch) IN (SELECT group_id, branch FROM rewards WHERE last_step = $step)"
 
@@ -27,14 +26,11 @@ _AT_STEP = "(group_id, branch) IN (SELECT group_id, branch FROM rewards WHERE la
 def groups(history: History, query: Query) -> dict[str, Any]:
     """Groups, those of training first. `query` may filter them by model, branch, split, status, reason, task, policy
     step, and whether their rewards differ."""
-    step = query.get("step", "").strip()
-    if step and as_step(step) is None:
-        raise InvalidQueryError(f"step={step[:40]!r}: write the number of a policy step.")
     rows = listed(
         history, query, "groups", _COLUMNS, first="split = 'train'", choices=_CHOICES,
         model="model = $model", branch="branch = $branch",
         split="split = $split", status="status = $status", reason="reason = $reason",
-        signal="has_signal = ($signal = 'yes')", task=_TEXT, step=_AT_STEP,
+        signal="has_signal = ($signal = 'yes')", task=TASK_OR_GROUP, step=_AT_STEP,
     )  # fmt: skip
     return {**rows, "branches": branches(history)}
 

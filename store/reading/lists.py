@@ -12,6 +12,8 @@ Query = Mapping[str, str]
 
 PAGE = 50
 """Rows of one page of a list."""
+TASK_OR_GROUP = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
+"""A condition for `listed`: the text `task` is in the task or in the group's id."""
 _LAST_PAGE = 199
 """A list goes so far: the database keeps all rows up to those that are shown."""
 
@@ -44,6 +46,8 @@ def listed(
     for name, allowed in (choices or {}).items():
         if name in used and used[name] not in allowed:
             raise InvalidQueryError(f"{name}={used[name][:40]!r}: choose one of {', '.join(allowed)}.")
+    if "step" in used and as_step(used["step"]) is None:
+        raise InvalidQueryError(f"step={used['step'][:40]!r}: write the number of a policy step.")
     where = " AND ".join(conditions[name] for name in used) or "true"
     page = _page(query)
     direction = "DESC" if down else "ASC"

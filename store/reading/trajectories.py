@@ -14,7 +14,7 @@ from pipeline.sampling import NO_DEFAULTS, Defaults, Untrained, loss_mask, sampl
 from store.reading import chat
 from store.reading.errors import InvalidQueryError, NotFoundError
 from store.reading.history import History, Row
-from store.reading.lists import Query, as_step, listed
+from store.reading.lists import TASK_OR_GROUP, Query, as_step, listed
 
 _COLUMNS = {
     "began": "opened_at", "trajectory": "trajectory", "group": "group_id", "outcome": "outcome", "reward": "reward",
@@ -28,7 +28,6 @@ _SIBLINGS = """
     ) WHERE project = $project AND model = $model AND "group" = $group
     GROUP BY trajectory ORDER BY min(attempt), trajectory
 """
-_TEXT = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
 CALLS = 20
 """Calls of a trajectory that one page shows."""
 
@@ -37,12 +36,9 @@ Decode = Callable[[int], str]
 
 def trajectories(history: History, query: Query) -> dict[str, Any]:
     """Trajectories by task or group, outcome, split and policy step."""
-    step = query.get("step", "").strip()
-    if step and as_step(step) is None:
-        raise InvalidQueryError(f"step={step[:40]!r}: write the number of a policy step.")
     return listed(
         history, query, "trajectories", _COLUMNS, key="trajectory", choices=_CHOICES, model="model = $model",
-        split="split = $split", outcome="outcome = $outcome", group="group_id = $group", task=_TEXT,
+        split="split = $split", outcome="outcome = $outcome", group="group_id = $group", task=TASK_OR_GROUP,
         step="last_step = try_cast($step AS BIGINT)",
     )  # fmt: skip
 
