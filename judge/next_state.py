@@ -22,7 +22,7 @@ import msgspec
 from judge.feedback import RunFeedback
 from judge.models.chat import ChatModel
 from judge.ruler import prompt
-from judge.ruler.asking import Asker, JudgingError, LoadTranscript, Usage, charged
+from judge.ruler.asking import Asker, Failures, JudgingError, LoadTranscript, Usage, charged
 from judge.ruler.layout import ConversationText, PromptLayout
 from judge.ruler.replies import VOTES
 from judge.ruler.rubrics import Rubric
@@ -153,23 +153,11 @@ class NextStateJudge(Asker):
         more can't be had."""
         followed = _followed(transcript)
         prompts = [followed[at : at + _AT_ONCE] for at in range(0, len(followed), _AT_ONCE)]
-        every, in_vain, failure = Usage(), Usage(), JudgingError("no vote failed", "")
+        failures = Failures(JudgingError("no vote failed", ""))
 
         async def vote(calls: Sequence[_Followed]) -> Verdict | None:
-            nonlocal failure
-            spent = Usage()
-            self.statistics.passes += count
-            try:
-                return await self._vote(transcript, calls, spent)
-            except JudgingError as error:
-                failure = error
-                in_vain.include(spent)
-                if count:
-                    self.count_failure(error)
-                log.warning("judging failed", trajectory=transcript.trajectory, reason=str(error)[:500])
-                return None
-            finally:
-                every.include(spent)
+            judge = functools.partial(self._vote, transcript, calls)
+            return await self.try_pass(judge, failures, count, trajectory=transcript.trajectory)
 
         verdicts = await gather(vote, [calls for calls in prompts for _ in range(self._votes)])
         counted = tuple(v for v in verdicts if v is not None)
@@ -177,14 +165,14 @@ class NextStateJudge(Asker):
         for score in (s for v in counted for s in v.scores):
             votes[score.call].append(score)
         if any(2 * len(votes[call.reply.call]) <= self._votes for call in followed):
-            raise JudgingError(str(failure), failure.kind, every)
+            raise JudgingError(str(failures.last), failures.last.kind, failures.every)
         if count and votes:
             self.statistics.add_votes([[s.score for s in said] for said in votes.values()])
         hints = ((call, _hint(said)) for call, said in votes.items())
         return JudgedRun(
             {call: majority([s.score for s in said]) for call, said in votes.items()},
             tuple(Hint(call=call, text=text) for call, text in hints if text),
-            charged(counted, in_vain) if counted else (),
+            charged(counted, failures.in_vain) if counted else (),
         )
 
     async def _vote(self, transcript: Transcript, calls: Sequence[_Followed], spent: Usage) -> Verdict:

@@ -77,6 +77,18 @@ class Usage:
 
 
 @dataclass
+class Failures:
+    """What of several passes failed, and what all of them took."""
+
+    last: JudgingError
+    """The last failure; at first, why there is none."""
+    in_vain: Usage = field(default_factory=Usage)
+    """The calls of failed passes."""
+    every: Usage = field(default_factory=Usage)
+    """The calls of all passes."""
+
+
+@dataclass
 class JudgeStatistics:
     """Counts of a judge's work so far, and how well its passes agree."""
 
@@ -200,10 +212,25 @@ class Asker:
                         "judge.context_tokens is more than the model takes", tokens=tokens, now=tokens // 2
                     )
 
-    def count_failure(self, error: JudgingError) -> None:
-        """Add a pass without scores to the statistics."""
-        self.statistics.failed_judgings += 1
-        self.statistics.failure = error.kind
+    async def try_pass(
+        self, judge: Callable[[Usage], Awaitable[Verdict]], failures: Failures, count: bool, **about: Any
+    ) -> Verdict | None:
+        """Return the verdict of one pass; `None` if it fails, which is added to `failures` and logged with `about`.
+        `judge` adds its calls to the usage that it gets. `count`: add the pass to the statistics."""
+        spent = Usage()
+        self.statistics.passes += count
+        try:
+            return await judge(spent)
+        except JudgingError as error:
+            failures.last = error
+            failures.in_vain.include(spent)
+            if count:
+                self.statistics.failed_judgings += 1
+                self.statistics.failure = error.kind
+            log.warning("judging failed", reason=str(error)[:500], **about)
+            return None
+        finally:
+            failures.every.include(spent)
 
     async def _ask(
         self, build: prompt.BuildPrompt, shown: Sequence[Transcript], context_tokens: int, spent: Usage

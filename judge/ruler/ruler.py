@@ -18,7 +18,7 @@ import msgspec
 from judge.models.chat import ChatModel
 from judge.ruler import prompt
 from judge.ruler.aggregation import JudgePass, aggregate, draw_orders
-from judge.ruler.asking import Asker, JudgingError, LoadTranscript, Usage, charged, new_backoff
+from judge.ruler.asking import Asker, Failures, JudgingError, LoadTranscript, Usage, charged, new_backoff
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript
 from pipeline.calibration import read_calibration
@@ -78,21 +78,15 @@ class LlmRuler(Asker):
         orders = draw_orders(sorted(by_id), self._passes, rng)
         verdicts: list[Verdict] = []
         failed: list[list[str]] = []
-        in_vain, failure = Usage(), JudgingError("judge.passes is 0", "")
+        failures = Failures(JudgingError("judge.passes is 0", ""))
 
         async def judge_in(order: list[str]) -> None:
-            nonlocal failure
-            spent = Usage()
-            self.statistics.passes += count
-            try:
-                verdicts.append(await self._judge_in_order([by_id[n] for n in order], spent))
-            except JudgingError as error:
-                failure = error
+            judge = functools.partial(self._judge_in_order, [by_id[n] for n in order])
+            verdict = await self.try_pass(judge, failures, count)
+            if verdict is not None:
+                verdicts.append(verdict)
+            else:
                 failed.append(order)
-                in_vain.include(spent)
-                if count:
-                    self.count_failure(error)
-                log.warning("judging failed", reason=str(error)[:500])
 
         await gather(judge_in, orders)
         retries, backoff = iter(range(_PASS_RETRIES)), new_backoff()
@@ -100,11 +94,11 @@ class LlmRuler(Asker):
             await anyio.sleep(backoff.next_s())  # such as for a limit of requests per second
             await judge_in(failed.pop(0))
         if not verdicts:
-            raise JudgingError(str(failure), failure.kind, in_vain)
+            raise JudgingError(str(failures.last), failures.last.kind, failures.in_vain)
         passes = [_pass_of(v) for v in verdicts]
         if count:
             self.statistics.add(passes)
-        return aggregate(passes, self.statistics.bias), charged(verdicts, in_vain)
+        return aggregate(passes, self.statistics.bias), charged(verdicts, failures.in_vain)
 
     def learn(self, verdicts: Sequence[Verdict]) -> None:
         """Add a group that an earlier process of this judge scored, so that a restart keeps the estimate of position
