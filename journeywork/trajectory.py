@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, cast, get_args
 
 from typing_extensions import Unpack
 
@@ -149,15 +149,8 @@ class Trajectory:
 
         Raises `TypeError` or `ValueError` for a reward or metric that is no finite number, and for metadata that JSON
         cannot hold."""
-        return checked_result(
-            {
-                "reward": self.reward,
-                "rewards": self.rewards,
-                "metrics": self.metrics,
-                "metadata": self.metadata,
-                "outcome": self.outcome,
-            }
-        )
+        result = {name: getattr(self, name) for name in CompleteOptions.__annotations__}
+        return checked_result(cast(CompleteOptions, result))
 
 
 def checked_result(result: CompleteOptions) -> CompleteOptions:
