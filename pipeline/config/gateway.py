@@ -20,7 +20,8 @@ class KeyConfig(Section, frozen=True, kw_only=True):
     else. `operator`: every trajectory, decisions about versions, and metrics."""
     calls_per_minute: Natural = 0
     """Calls per minute with the key, and with the keys of trajectories that it opened. Completing a group, or ranking
-    runs, counts as a call for each run. 0: no limit. Each gateway process counts by itself."""
+    runs, counts as a call for each run; each MiB that the calls of a run add to the log counts as a further one. 0: no
+    limit. Each gateway process counts by itself."""
     models: tuple[str, ...] = ()
     """Models that the key may call and open trajectories for. Empty: all."""
     calls_only: bool = False

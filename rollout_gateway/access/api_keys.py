@@ -143,6 +143,12 @@ class ApiKeys:
         if account is not None:
             account.spend(access.owner, max(1, members), counted=1)
 
+    def count_calls(self, owner: str, calls: int) -> None:
+        """Count further calls of the keys named `owner`, for a call that was let in. The next ones wait for them."""
+        account = self._accounts.get((owner, False))
+        if account is not None:
+            account.left -= calls
+
     def charge(self, owner: str, model: str) -> None:
         """Count a call with a trajectory's token as a call of the key that opened the trajectory, named `owner`.
 

@@ -162,9 +162,7 @@ def _add(args: argparse.Namespace) -> None:
 
 def _revoke(args: argparse.Namespace) -> None:
     if not (args.name or args.sha256):
-        raise ConfigError(
-            "--name or --sha256 is empty: say which keys are to be removed (`journeywork keys list`)"
-        )
+        raise ConfigError("--name or --sha256 is empty: say which keys to remove (`journeywork keys list`)")
     path = _path(args)
     if not path.exists():
         raise ConfigError(f"there is no file {path}")

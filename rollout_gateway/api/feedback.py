@@ -218,10 +218,8 @@ async def _opened(gateway: Gateway, trajectory: str, access: Access) -> Trajecto
         raise ApiError(403, "wrong_key", "This API key belongs to another trajectory.")
     opened = await gateway.registry.opening(trajectory)
     gateway.registry.log.check_age(trajectory, opened.at if opened is not None else 0)
-    permitted = opened is not None and (
-        access.trajectory or access.feedback_only or access.owns(opened.owner)
-    )
-    if opened is None or not permitted or not access.sees(opened.model):
+    may_grade_any = access.trajectory or access.feedback_only
+    if opened is None or not (may_grade_any or access.owns(opened.owner)) or not access.sees(opened.model):
         raise unknown_trajectory(
             trajectory, "Send the id of a run or answer as its client got it, with a key that may grade it."
         )

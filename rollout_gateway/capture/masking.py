@@ -186,9 +186,7 @@ def _is_json(text: str) -> bool:
 def _searched(texts: list[str], masks: Sequence[_Mask]) -> list[str]:
     """Return the texts with what the masks match replaced, also where it is written with escapes of JSON."""
     masked = _replaced(texts, masks)
-    escaped = [
-        (i, plain) for i, text in enumerate(masked) if "\\" in text and (plain := _unescaped(text)) != text
-    ]
+    escaped = [(i, plain) for i, text in enumerate(masked) if (plain := _unescaped(text)) != text]
     plains = [plain for _, plain in escaped]
     for (i, plain), new in zip(escaped, _replaced(plains, masks), strict=True):
         if new != plain:
@@ -209,6 +207,8 @@ def _replaced(texts: list[str], masks: Sequence[_Mask]) -> list[str]:
 def _unescaped(text: str) -> str:
     """Return a text in which escapes of JSON are the characters that they stand for, and those of line breaks, tabs and
     the like are spaces."""
+    if "\\" not in text:
+        return text
     return _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else match[2] or " ", text)
 
 

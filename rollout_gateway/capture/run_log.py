@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 import anyio
@@ -30,6 +30,8 @@ class RunLog:
     def __init__(self, broker: Broker, project: str, masks: Masks | None = None) -> None:
         self.broker, self.project = broker, project
         self.masks = masks or Masks()
+        self.count_calls: Callable[[str, int], None] = lambda owner, calls: None
+        """Counts calls of the key named `owner` for what its runs add to the log."""
         self._newest: tuple[int, Event] | None = None
         """The newest event that this process published or read, with its stream sequence."""
         self._checked_reconnects = 0

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pipeline.events import ExchangeRecorded, TrajectoryOpened
+from pipeline.events import Continuation, ExchangeRecorded, TrajectoryOpened
+from pipeline.events.continuation import Form
 from pipeline.log.broker import BrokerError, HistoryGoneError
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.answer_ids import unwrapped
@@ -25,6 +26,8 @@ from rollout_gateway.http.errors import ApiError, already_completed
 log = get_logger("rollout_gateway.capture.trajectory")
 
 _REMEMBERED_CALLS = 8
+_CALL_BYTES = 1024 * 1024
+"""So many bytes that the calls of a run add to the log count as one more call of the key that opened it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -88,6 +91,8 @@ class Trajectory:
     """Completions under way in this process, which publish what `recorded` says."""
     completed: bool = False
     """It is completed, here or by another gateway process: what is not recorded yet would come too late."""
+    uncounted_bytes: int = 0
+    """Bytes that this process added to the log and that have not counted as a call yet."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a call is recorded."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -180,6 +185,7 @@ class Trajectory:
             known.add(event, ack.seq)
             self.log.note(event, ack.seq)
             broker.exchanges.add(event, form)
+            self._count_bytes(event, form)
             return True
         log.info("another replica wrote to the trajectory", trajectory=self.id)
         before = known.next_seq, known.last_stream_seq
@@ -192,6 +198,12 @@ class Trajectory:
                 f"message {ack.seq}, which is gone now; has the stream's retention been changed?"
             )
         return False
+
+    def _count_bytes(self, event: ExchangeRecorded, form: Form) -> None:
+        size = len(event.request) + len(event.response) + len(event.prompt_ids) + len(event.experts)
+        saved = form.saved if isinstance(form, Continuation) else 0
+        calls, self.uncounted_bytes = divmod(self.uncounted_bytes + size - saved, _CALL_BYTES)
+        self.log.count_calls(self.opened.owner, calls)
 
     async def _is_at(self, event: ExchangeRecorded, stream_seq: int) -> bool:
         """Whether message `stream_seq` of the log is `event`."""

@@ -79,9 +79,7 @@ class _Block(msgspec.Struct):
 
     def __post_init__(self) -> None:
         if self.type == "image" and not (self.source and self.source.image_url):
-            raise ValueError(
-                "an image needs a source of type `base64` with `data`, or of type `url` with `url`"
-            )
+            raise ValueError("an image needs a source of type `base64` with `data`, or `url` with `url`")
 
 
 class _InputMessage(msgspec.Struct):

@@ -278,9 +278,7 @@ def _reasoning(item: InputItem) -> str:
     try:
         return base64.b64decode(item.encrypted_content, validate=True).decode()
     except ValueError as error:
-        message = (
-            "A reasoning item's encrypted_content is not one that this gateway wrote. Leave the item out."
-        )
+        message = "A reasoning item's encrypted_content is none that this gateway wrote. Leave the item out."
         raise ApiError(400, "invalid_body", message, param="input") from error
 
 

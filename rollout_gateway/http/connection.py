@@ -170,9 +170,7 @@ class Connection(asyncio.Protocol):
 
     def reject_body(self) -> None:
         """Refuse the request whose body is being read."""
-        message = (
-            "All requests that are being sent together exceed gateway.http.max_buffered_bytes. Try again."
-        )
+        message = "All requests being sent together exceed gateway.http.max_buffered_bytes. Try again."
         self.reject(ApiError(503, "too_many_bodies", message, retry_after_s=1))
 
     # -- answering

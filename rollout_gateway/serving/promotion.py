@@ -149,9 +149,7 @@ class Promotion:
         lease = await self._fleet.acquire(lambda: self._router.resolve(version, None), least_loaded, deadline)
         lease.release()
         if not await self._fleet.until_available(version, deadline):
-            message = (
-                f"{version} is not yet loaded on enough servers (gateway.replicas.serving_share). Try again."
-            )
+            message = f"{version} is loaded on too few servers (gateway.replicas.serving_share). Try again."
             raise ApiError(503, "loading", message, retry_after_s=1)
 
 

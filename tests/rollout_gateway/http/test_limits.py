@@ -123,3 +123,25 @@ def test_a_body_beyond_the_bound_is_refused(start_front: StartGateway) -> None:
     status, error = refusal("/v1/messages", large)
     assert (status, error["type"]) == (413, "request_too_large")
     assert httpx.post(f"{gateway.url}/v1/chat/completions", json=ASK, timeout=60).status_code == LET_IN
+
+
+async def test_what_a_call_adds_to_the_log_counts_as_further_calls_of_its_key(
+    start_gateway_alone: StartGateway, fake_vllm: FakeVllm, broker: Broker
+) -> None:
+    keys = (key_config("large", calls_per_minute=6), key_config("small", calls_per_minute=6))
+    gateway = await anyio.to_thread.run_sync(lambda: start_gateway_alone(urls=(fake_vllm.url,), keys=keys))
+
+    async def called(key: str, *texts: str) -> list[int]:
+        run = await anyio.to_thread.run_sync(lambda: Caller(gateway, key).open(id=key))
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+            return [await call(client, run["api_key"], text) for text in texts]
+
+    async def call(client: httpx.AsyncClient, token: str, text: str) -> int:
+        body = {"model": "tictactoe", "messages": [{"role": "user", "content": text}]}
+        headers = {"authorization": f"Bearer {token}"}
+        return (await client.post("/v1/chat/completions", json=body, headers=headers)).status_code
+
+    assert await called("large", "x" * (20 << 20), "x") == [200, 429]
+    # The log holds what is repeated once.
+    assert await called("small", *("y" * 900_000 + str(n) for n in range(4))) == [200] * 4
+    assert len(await exchanges(broker, "small")) == 4
