@@ -371,4 +371,5 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries look at their end whether all of theirs was freed
     warm.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 import pytest
 
@@ -93,16 +94,12 @@ async def test_a_failing_judge_is_not_retried() -> None:
             await score_group(settings(server), msgspec.convert(GROUP, GroupFile))
 
 
-@pytest.mark.slow
-async def test_the_command_answers_in_json(tmp_path: Path) -> None:
-    """As a user runs it."""
+async def test_the_command_answers_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "group.json").write_text(json.dumps(GROUP))
     async with ScoringServer().run() as server:
-        command = [sys.executable, "-m", "pipeline.cli", "judge", "score", str(tmp_path / "group.json")]
-        command += ["--set", "judge.model=openai/scorer", "--set", f"judge.api_base={server.url}"]
-        done = await anyio.run_process(command, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["scores"] == pytest.approx({"a": 0.9, "2": 0.2, "c": 0.5})
+        asked = ["score", str(tmp_path / "group.json"), "--set", "judge.model=openai/scorer"]
+        await anyio.to_thread.run_sync(main, [*asked, "--set", f"judge.api_base={server.url}"])
+    assert json.loads(capsys.readouterr().out)["scores"] == pytest.approx({"a": 0.9, "2": 0.2, "c": 0.5})
 
 
 @pytest.mark.parametrize(
