@@ -7,9 +7,11 @@ network. Python programs there are forked from warm processes (`tests.kits.warm_
 
 from __future__ import annotations
 
+import getpass
 import os
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +25,45 @@ from tests.kits.warm_sandbox import PLACE, WarmPrograms
 ROOT = Path(__file__).parent.parent
 UID = 10001
 BIN = Path(sys.executable).parent
+_VENV = Path(sys.prefix).resolve()
+_COMPILED = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+_NOT_SHOWN = ("proc", "dev", "etc", "runs", "models", "run", "tmp")
+"""Folders of this machine that no sandbox gets as they are. In /run and in /tmp other tests mount network namespaces
+and disks, and bubblewrap fails if a mount in a folder that it shows ends at that moment."""
 
 
 def run(*argv: str) -> None:
     subprocess.run(argv, check=True, capture_output=True)
+
+
+def machine(how: str) -> list[str]:
+    """Arguments of bubblewrap that show this machine's files, by `--bind` or `--ro-bind`."""
+    argv = []
+    for entry in sorted(Path("/").iterdir()):
+        if entry.name not in _NOT_SHOWN:
+            argv += ["--symlink", str(entry.readlink())] if entry.is_symlink() else [how, str(entry)]
+            argv.append(str(entry))
+    return [*argv, "--proc", "/proc", "--dev", "/dev"]
+
+
+def settings_of(folder: Path) -> list[str]:
+    """/etc of this machine with the `hosts` of a folder."""
+    argv = []
+    for entry in sorted(Path("/etc").iterdir()):
+        if entry.name != "hosts":
+            argv += (
+                ["--symlink", str(entry.readlink())] if entry.is_symlink() else ["--ro-bind-try", str(entry)]
+            )
+            argv.append(str(entry))
+    return [*argv, "--ro-bind", str(folder / "hosts"), "/etc/hosts"]
+
+
+def installed() -> list[str]:
+    """This checkout, which is what is installed in the image, its environment, and what torch compiles for vLLM, as all
+    vLLMs of this machine share it. All of it may lie in /tmp."""
+    _COMPILED.mkdir(exist_ok=True)
+    argv = ["--ro-bind", *2 * [str(ROOT)], "--ro-bind", *2 * [str(_VENV)], "--bind", *2 * [str(_COMPILED)]]
+    return [*argv, "--setenv", "TORCHINDUCTOR_CACHE_DIR", str(_COMPILED)]
 
 
 def terminate_inside(sandbox: subprocess.Popen[bytes]) -> None:
@@ -120,20 +157,9 @@ class Box:
         home.mkdir(exist_ok=True)
         argv = [*self.net.enter(name), "bwrap", "--unshare-user", "--uid", str(UID), "--gid", str(UID), "--unshare-pid",
                 "--unshare-ipc", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]  # fmt: skip
-        for entry in sorted(Path("/").iterdir()):
-            if entry.name in ("proc", "dev", "etc", "runs", "models"):
-                continue
-            if entry.is_symlink():
-                argv += ["--symlink", str(entry.readlink()), str(entry)]
-            else:
-                argv += ["--bind", str(entry), str(entry)]
-        argv += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/dev/shm"]
-        for entry in sorted(Path("/etc").iterdir()):
-            if entry.is_symlink():
-                argv += ["--symlink", str(entry.readlink()), str(entry)]
-            elif entry.name != "hosts":
-                argv += ["--ro-bind-try", str(entry), str(entry)]
-        argv += ["--ro-bind", str(self.folder / "hosts"), "/etc/hosts", *self.programs.mount]
+        argv += [*machine("--bind"), "--tmpfs", "/dev/shm", "--tmpfs", "/tmp"]
+        argv += [*settings_of(self.folder), *self.programs.mount]
+        argv += [*installed(), "--bind", str(home), str(home)]
         for place in (
             volume.split(":")[1 if "}" not in volume else -2] for volume in self.services[name]["volumes"]
         ):

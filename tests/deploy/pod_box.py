@@ -7,26 +7,22 @@ processes (`tests.kits.warm_sandbox`)."""
 
 from __future__ import annotations
 
-import getpass
 import json
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.compose_box import UID, Network, terminate_inside
+from tests.compose_box import UID, Network, installed, machine, settings_of, terminate_inside
 from tests.deploy.kit import ROOT, Object, content, pods
 from tests.kits.warm_sandbox import PLACE, WarmPrograms
 
 VENV = Path(sys.prefix).resolve()
-_COMPILED = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
 _RESTARTS = 5
-_OF_NODE = ("proc", "dev", "etc", "runs", "models", "tmp")
 
 
 @dataclass
@@ -132,31 +128,11 @@ class Cluster:
         argv = [*self.net.enter(container.pod), "bwrap", "--unshare-user", "--uid", str(UID), "--gid", str(UID),
                 "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--hostname", container.host, "--die-with-parent",
                 "--new-session", "--cap-drop", "ALL", "--clearenv"]  # fmt: skip
-        for entry in sorted(Path("/").iterdir()):
-            if entry.name not in _OF_NODE:
-                link = (
-                    ["--symlink", str(entry.readlink())] if entry.is_symlink() else ["--ro-bind", str(entry)]
-                )
-                argv += [*link, str(entry)]
-        argv += ["--proc", "/proc", "--dev", "/dev"]
-        for entry in sorted(Path("/etc").iterdir()):
-            if entry.name != "hosts":
-                link = (
-                    ["--symlink", str(entry.readlink())]
-                    if entry.is_symlink()
-                    else ["--ro-bind-try", str(entry)]
-                )
-                argv += [*link, str(entry)]
-        argv += ["--ro-bind", str(self.folder / "hosts"), "/etc/hosts", *self.programs.mount]
+        argv += [*machine("--ro-bind"), *settings_of(self.folder), *self.programs.mount]
         for mount in container.spec["volumeMounts"]:
             path, writable = container.volumes[mount["name"]]
             argv += ["--bind" if writable else "--ro-bind", str(path), mount["mountPath"]]
-        # In the image this checkout is what is installed, and its environment is /opt/venv. Both may lie in /tmp.
-        argv += ["--ro-bind", str(ROOT), str(ROOT), "--ro-bind", str(VENV), str(VENV)]
-        # What torch compiles for vLLM, as all vLLMs of this machine share it.
-        _COMPILED.mkdir(exist_ok=True)
-        argv += ["--bind", *2 * [str(_COMPILED)], "--setenv", "TORCHINDUCTOR_CACHE_DIR", str(_COMPILED)]
-        argv += ["--remount-ro", "/"]
+        argv += [*installed(), "--remount-ro", "/"]
         env = {"PATH": f"{PLACE}:{VENV}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
         for variable in container.spec.get("env", ()):
             env[variable["name"]] = self._value(container, variable)

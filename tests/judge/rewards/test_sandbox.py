@@ -274,6 +274,19 @@ async def test_a_bubblewrap_that_fails_is_an_error_with_its_message(
             pass
 
 
+async def test_bubblewrap_is_tried_with_what_a_function_sees(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It fails if any mount of what it shows ends at that moment, such as a container's of this machine."""
+    (tmp_path / "bwrap").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/given\n')
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert sandbox_view.unavailable() == ""
+    given = (tmp_path / "given").read_text()
+    assert "--ro-bind /usr/lib /usr/lib " in given
+    assert "--ro-bind / / " not in given
+
+
 @everywhere
 async def test_a_killed_judge_leaves_no_process_of_its_functions(isolate: str, name: str) -> None:
     if isolate == "require" and shutil.which("bwrap") is None:
