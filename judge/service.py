@@ -216,34 +216,31 @@ class Judge:
 
     async def _on_timer(self, delivery: Delivery) -> None:
         """Close a group that has timed out, unless it was scored or discarded or is full."""
-        with handling([delivery]):
-            await self._close_timed_out(delivery)
-
-    async def _close_timed_out(self, delivery: Delivery) -> None:
         event = delivery.event
-        if not isinstance(event, GroupTimedOut | FeedbackTimedOut):
-            await delivery.give_back(_WRONG_EVENT_DELAY_S)
-            return
-        key = key_of(event)
-        if key in self._scoring or (await self._log.end_of(key)).ended:
-            await delivery.ack()
-            return
-        place = await self._log.record_timeout(event)
-        state = await self._log.read(key, place)
-        if state is None or not state.group.members:  # its trajectories were deleted by retention
-            log.warning(
-                "group not scored: the log no longer holds its runs", group=key.group, model=key.model
-            )
-            await delivery.ack()
-        elif not state.ready_at:
-            await self._log.set_feedback_deadline(key, now_us())
-            await delivery.ack()
-        elif state.ready_at != place.seq and delivery.deliveries <= _TIMER_REDELIVERIES:
-            # The message that made the group ready is being handled, or waits in a backlog. If it was acknowledged
-            # under other settings, by which the group was not ready, only this timer makes a process score the group.
-            await delivery.give_back(_SCORING_ACK_WAITS * consumer("judge").ack_wait_s)
-        else:
-            self._begin_scoring(state.group, delivery)
+        with handling([delivery]):
+            if not isinstance(event, GroupTimedOut | FeedbackTimedOut):
+                await delivery.give_back(_WRONG_EVENT_DELAY_S)
+                return
+            key = key_of(event)
+            if key in self._scoring or (await self._log.end_of(key)).ended:
+                await delivery.ack()
+                return
+            place = await self._log.record_timeout(event)
+            state = await self._log.read(key, place)
+            if state is None or not state.group.members:  # its trajectories were deleted by retention
+                log.warning(
+                    "group not scored: the log no longer holds its runs", group=key.group, model=key.model
+                )
+                await delivery.ack()
+            elif not state.ready_at:
+                await self._log.set_feedback_deadline(key, now_us())
+                await delivery.ack()
+            elif state.ready_at != place.seq and delivery.deliveries <= _TIMER_REDELIVERIES:
+                # The message that made the group ready is being handled, or waits in a backlog. If it was acknowledged
+                # under other settings, by which the group was not ready, only this timer makes a process score it.
+                await delivery.give_back(_SCORING_ACK_WAITS * consumer("judge").ack_wait_s)
+            else:
+                self._begin_scoring(state.group, delivery)
 
     def _begin_scoring(self, group: Group, delivery: Delivery) -> None:
         if (deliveries := self._scoring.get(group.key)) is not None:
@@ -254,23 +251,19 @@ class Judge:
 
     async def _score(self, group: Group) -> None:
         """Score a closed group, publish its event, then acknowledge the deliveries that closed it."""
-        with handling(self._scoring[group.key]):
-            await self._score_and_publish(group)
-
-    async def _score_and_publish(self, group: Group) -> None:
         key = group.key
-        if group.closed_by == "size" or self._log.waits:
-            await self._log.cancel_deadline(key)
-        end = await self._log.end_of(key)
-        again = group.again and not end.scored
-        recorded = end.trajectories if end.ended and not again else await self._publish_end(group)
-        await self._log.record_late(group.members, recorded)
-        self._log.forget(key)
-        for delivery in self._scoring.pop(key):
-            await delivery.ack()
-        self._scoring_ended.set()
-        self._scoring_ended = anyio.Event()
-        """Set, and replaced by a new event, when the scoring of a group ends and leaves room for another."""
+        with handling(self._scoring[key]):
+            if group.closed_by == "size" or self._log.waits:
+                await self._log.cancel_deadline(key)
+            end = await self._log.end_of(key)
+            again = group.again and not end.scored
+            recorded = end.trajectories if end.ended and not again else await self._publish_end(group)
+            await self._log.record_late(group.members, recorded)
+            self._log.forget(key)
+            for delivery in self._scoring.pop(key):
+                await delivery.ack()
+            self._scoring_ended.set()
+            self._scoring_ended = anyio.Event()
 
     async def _publish_end(self, group: Group) -> frozenset[str]:
         """Score a group and publish the result. Return the trajectories in the group's event on the log, which is
