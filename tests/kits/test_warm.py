@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import IO, Any
 
 import pytest
 
+from tests.kits import warm
 from tests.kits.warm import COLD, ROOT
 
 PROGRAM = [sys.executable, "-m", "tests.kits.warm_program"]
@@ -80,3 +82,19 @@ def test_a_signal_ends_a_forked_program_as_an_executed_one(number: signal.Signal
         assert process.returncode == -number
         assert (b"Fatal Python error: Aborted" in errors) == (number == signal.SIGABRT)
         assert (b"KeyboardInterrupt" in errors) == (number == signal.SIGINT)
+
+
+def test_a_warm_process_that_ended_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = warm._Server("torch")
+    monkeypatch.setitem(warm._servers, ("torch",), server)
+    server._process = subprocess.Popen(["false"])
+    server._process.wait()
+    server._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    try:
+        subprocess.run([*PROGRAM, "0"], env=environment(False), cwd=ROOT, check=True)
+    finally:
+        server.close()
+    assert "the process that has imported torch ended with 1" in capfd.readouterr().err

@@ -174,6 +174,12 @@ class _Server:
 
     def start(self, order: dict[str, Any], handles: Sequence[int]) -> int:
         with self._lock:
+            if self._process is not None and (code := self._process.poll()) is not None:
+                # One test or its machine's want of memory ended it: the others go on with another.
+                sys.stderr.write(f"the process that has imported {self.kind} ended with {code}\n")
+                assert self._connection is not None
+                self._connection.close()
+                self._connection = None
             connection = self._connection or self._first()
         # What is forked there is orphaned at once, and comes to the nearest ancestor that takes orphans.
         with _adopting:
