@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 
 from pipeline.config import Config, ConfigError
 
 LOOPBACK = "127.0.0.1"
+_RANGE = range(31_000, 32_768)
+"""Below those that Linux gives to connections and to other servers: one of those could be taken before, or while, a
+process starts that is to listen there."""
 
 
 def free_port(host: str = LOOPBACK, preferred: int = 0) -> int:
     """Return a port that no process listens on now: `preferred` if it is free. The caller keeps using the same port
     when a process restarts. No other call on this machine returns the port before this process ends."""
-    try:
-        with _listener(host, preferred) as probe:
-            port = int(probe.getsockname()[1])
-            if _claim(port):
-                return port
-    except OSError:
-        if not preferred:
-            raise
+    tried = [preferred] if preferred else []
+    for port in (*tried, *random.sample(_RANGE, 100), 0):
+        with suppress(OSError) if port else nullcontext(), _listener(host, port) as probe:
+            if _claim(found := int(probe.getsockname()[1])):
+                return found
     return free_port(host)
 
 

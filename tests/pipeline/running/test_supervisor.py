@@ -146,6 +146,12 @@ def test_two_installations_that_start_at_once_get_different_ports() -> None:
     assert port_of_another() not in (0, wanted)
 
 
+def test_a_free_port_is_none_that_the_system_gives_to_others() -> None:
+    assert all(ports.free_port() < 32_768 for _ in range(3))
+    with pytest.raises(OSError, match="assign"):
+        ports.free_port("192.0.2.1")
+
+
 @pytest.mark.parametrize(
     ("services", "settings", "taken"),
     [
