@@ -80,7 +80,8 @@ def steps(engine: Engine, names: Sequence[str] = tuple(SETTINGS)) -> dict[str, d
     for name in names:
         changed = SETTINGS[name]
         engine.configure(with_values(config, {"loss.type": name.partition(",")[0], **changed}))
-        engine.model.load_adapter(state.weights)  # whatever the steps before it left, `taught` asks the same policy
+        # Whatever the steps before it left, `taught` asks the same policy.
+        engine.model.load_adapter(state.weights)
         examples = taught(engine, untaught, groups) if engine.config.distill.weight else untaught
         first = engine.step(state, examples, groups)
         engine.model.load_adapter(first.state.weights)

@@ -127,7 +127,9 @@ def alone(
 ) -> dict[int, dict[str, dict[str, Any]]]:
     """What comes out of one process."""
     scratch = tmp_path_factory.mktemp("alone")
-    return {n: steps(engine_of(base, scratch), FEW if n == 4 else tuple(SETTINGS)) for n, base in bases.items()}
+    return {
+        n: steps(engine_of(base, scratch), FEW if n == 4 else tuple(SETTINGS)) for n, base in bases.items()
+    }
 
 
 @pytest.mark.parametrize(
