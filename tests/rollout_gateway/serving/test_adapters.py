@@ -110,21 +110,24 @@ async def test_a_killed_inference_server_is_a_delay_and_not_a_failure(
         base_url=opened["base_url"], api_key=opened["api_key"], max_retries=0, timeout=300
     ) as client:
         long: Any = {**ASK, "max_tokens": 240, "n": CHOICES, "extra_body": {"ignore_eos": True}}
-        before = counted(vllm_server, "generation_tokens_total")
-        call = asyncio.ensure_future(client.chat.completions.create(**long))
-        with anyio.fail_after(60):  # until the server has begun to answer
-            while (sampled := await _sampled(vllm_server)) == before:
-                await anyio.sleep(0.01)
-        await anyio.to_thread.run_sync(vllm_server.kill)
-        assert sampled - before < CHOICES * 240
-        later = asyncio.ensure_future(client.chat.completions.create(**ASK))
-        await anyio.to_thread.run_sync(vllm_server.start)
-        assert (await call).model == (await later).model == "tictactoe@1"
-        # The server's second life answered both: its first one died in the middle of the long one.
-        assert counted(vllm_server, "generation_tokens_total") >= CHOICES * 240
+        tries, again = 0, 0.0
+        # The server's second life answers both calls if its first one died in the middle of the long one. A server that
+        # is faster than this process may have answered that before.
+        while again < CHOICES * 240:
+            tries += 1
+            before = await _sampled(vllm_server)
+            call = asyncio.ensure_future(client.chat.completions.create(**long))
+            with anyio.fail_after(60):  # until the server has begun to answer
+                while await _sampled(vllm_server) == before:
+                    await anyio.sleep(0.01)
+            await anyio.to_thread.run_sync(vllm_server.kill)
+            later = asyncio.ensure_future(client.chat.completions.create(**ASK))
+            await anyio.to_thread.run_sync(vllm_server.start)
+            assert (await call).model == (await later).model == "tictactoe@1"
+            again = await _sampled(vllm_server)
     lives = {e.server_start for e in await loads(broker)}
-    assert len(lives) == 2
-    assert len(await exchanges(broker, "patient")) == CHOICES + 1
+    assert len(lives) == 1 + tries
+    assert len(await exchanges(broker, "patient")) == tries * (CHOICES + 1)
 
 
 async def _sampled(server: VllmServer) -> float:
