@@ -114,6 +114,11 @@ def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -
         raise ConfigError(
             f"{base} can't be trained: its weights lack {len(missing)} of the model's tensors: {', '.join(missing[:3])}"
         )
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # On such a CPU, 4-bit layers would compute passes without a gradient in bfloat16, and all others would fail
+            # or have other logprobs.
+            module.support_avx512bf16_for_cpu = False
     if config.dtype == "float64" and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # PyTorch's grouped product has no float64
     # vLLM serves no adapters on vision towers, unless it is told to.

@@ -69,11 +69,12 @@ def run_program(name: str, folder: Path, *args: str) -> subprocess.CompletedProc
 @pytest.mark.timeout(600)  # the first one installs the libraries
 @pytest.mark.parametrize("name", ["wandb"])
 def test_the_library_itself_reads_every_point_back_also_after_a_kill(name: str, tmp_path: Path) -> None:
-    """Two starts that end, one that is killed as soon as the library took the points, and one that reads back."""
+    """Two starts that end, one that is killed as soon as the library took the points, and one that sends all again."""
     killed = run_program(name, tmp_path, "kill")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    done = run_program(name, tmp_path, "read")
-    assert done.returncode == 0, done.stderr
+    for action in ("send", "read"):
+        done = run_program(name, tmp_path, action)
+        assert done.returncode == 0, done.stderr
     runs: dict[str, list[list[Any]]] = json.loads(done.stdout.splitlines()[-1])
     points = {label.rsplit("-", 1)[0]: found for label, found in runs.items()}
     evaluated = "m-evaluations"

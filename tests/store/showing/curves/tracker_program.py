@@ -1,9 +1,10 @@
 """A program for `.venv-trackers`: sends points as the store service does, and reads them back with the library.
 
-    python -m tests.store.showing.curves.tracker_program wandb FOLDER kill|read
+    python -m tests.store.showing.curves.tracker_program wandb FOLDER kill|send|read
 
-`kill` starts and ends twice within a second if it can, then starts again, sends and kills itself. `read` sends all
-again, and prints metric, step and value of each point of each run as JSON.
+`kill` starts and ends twice within a second if it can, then starts again, sends and kills itself. `send` sends all
+again. `read` prints metric, step and value of each point of each run as JSON, after `send` has ended: a library may
+write its last points as late as that.
 """
 
 from __future__ import annotations
@@ -102,8 +103,10 @@ def main() -> None:
                 pass
         with send(rows_up_to(4)):
             os.kill(os.getpid(), signal.SIGKILL)
-    with send(rows_up_to(5)):
-        pass
+    if action == "send":
+        with send(rows_up_to(5)):
+            pass
+        return
     found: dict[str, list[list[Any]]] = {}
     for run, metric, step, value in wandb_points(runs):
         found.setdefault(run, []).append([metric, step, value])
