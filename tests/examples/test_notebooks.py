@@ -10,6 +10,7 @@ from typing import Any
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 from journeywork.starter.command import write_project
 from tests.conftest import InferenceDouble
@@ -29,7 +30,11 @@ def run(name: str, cwd: Path, monkeypatch: pytest.MonkeyPatch, **env: str) -> li
     }.items():
         monkeypatch.setenv(key, value)
     notebook = nbformat.read(FOLDER / name, as_version=4)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(cwd)}}).execute()
+    # A port that Jupyter has chosen is the kernel's only a second later, when a server of another test may have it.
+    sockets = Config(KernelManager={"transport": "ipc", "ip": str(cwd / "kernel")})
+    NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(cwd)}}, config=sockets
+    ).execute()
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
