@@ -29,7 +29,7 @@ pytestmark = [
 
 _COLORS = {"r": (255, 0, 0), "b": (0, 0, 255)}
 _SIZES = ((56, 56), (84, 56))
-_GROUPS, _ATTEMPTS, _STEPS = 3, 8, 3
+_GROUPS, _ATTEMPTS, _STEPS = 3, 8, 2
 
 
 def _play(journeywork: Journeywork, attempt: int, group: str, letter: str, size: tuple[int, int]) -> None:

@@ -15,12 +15,12 @@ _shared = functools.cache(lambda cafile: _create(cafile=cafile))
 
 
 def _create_default_context(*args: Any, **options: Any) -> ssl.SSLContext:
-    """As `ssl.create_default_context`. What httpx asks for by default is made once; a client with a certificate of its
-    own would change it, and no test has such a client."""
-    authorities = os.environ.get("SSL_CERT_FILE") or certifi.where()
-    return (
-        _shared(authorities) if not args and options == {"cafile": authorities} else _create(*args, **options)
-    )
+    """As `ssl.create_default_context`. What httpx asks for by default, and with `trust_env=False`, is made once; a
+    client with a certificate of its own would change it, and no test has such a client."""
+    for authorities in (os.environ.get("SSL_CERT_FILE"), certifi.where()):
+        if authorities and not args and options == {"cafile": authorities}:
+            return _shared(authorities)
+    return _create(*args, **options)
 
 
 def share_contexts() -> None:
