@@ -23,7 +23,7 @@ from tests.kits.warm import fork_with
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.xdist_group("vllm of images"),
 ]
 

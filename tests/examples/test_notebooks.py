@@ -47,7 +47,7 @@ def shown(cell: Any) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_starter_project_trains_and_is_evaluated_and_the_notebooks_train_on_and_ask_its_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,7 +125,7 @@ async def die_at(point: str, life: int, broker: Broker, stores: ForkServer, conf
     assert store.status == -signal.SIGKILL, f"{point} {store.status}"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("place", SCHEDULES)
 @pytest.mark.slow
 async def test_over_many_crash_schedules_nothing_is_lost_and_nothing_is_twice(

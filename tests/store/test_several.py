@@ -34,7 +34,7 @@ async def check(broker: Broker, config: Config) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 async def test_three_stores_over_object_storage_that_fails(
     nats_config: NatsConfig,
     object_store: dict[str, str],

@@ -29,7 +29,7 @@ from trainer.engine import loading
 from trainer.engine.engine import Engine
 from trainer.engine.parallel import ProcessGroup
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 LARGE = 151_936
 GB = 1_000_000_000

@@ -18,7 +18,7 @@ from trainer.engine import loading
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_quantised_base_trains_as_the_weights_that_it_stands_for(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(packages("quantizers"))))}
     command = [sys.executable, "-m", "tests.trainer.engine.quantized_child", str(tmp_path)]
