@@ -48,6 +48,7 @@ _BROKEN = (
     anyio.IncompleteRead,
     anyio.EndOfStream,
     anyio.DelimiterNotFound,
+    msgspec.DecodeError,  # code that the function's module ran at import wrote into the worker's pipe
 )
 
 
@@ -168,6 +169,8 @@ class RewardFunction:
                 yield
         except (*_BROKEN, TimeoutError) as error:
             await self._stop()
+            if isinstance(error, TimeoutError):
+                why = f"did not answer within {seconds + _GRACE_S:g} s, and was stopped; see the judge's log"
             raise RewardFunctionError(f"{self._config.entry} {why}") from error
         except BaseException:
             await self._stop()
@@ -176,10 +179,7 @@ class RewardFunction:
     async def _receive(self, n: int) -> _WorkerMessage:
         assert self._answers is not None
         line = await self._answers.receive_until(b"\n", _MAX_MESSAGE)
-        try:
-            message = msgspec.json.decode(line, type=_WorkerMessage)
-        except msgspec.DecodeError as error:
-            raise anyio.BrokenResourceError from error
+        message = msgspec.json.decode(line, type=_WorkerMessage)
         if message.n != n:
             raise anyio.BrokenResourceError
         return message
@@ -203,8 +203,9 @@ class RewardFunction:
             return self._process
         await self._stop()
         entry = self._config.entry
-        filter_fd = sandbox_filter.open_program() if self._sandboxed else None
+        filter_fd = None
         try:
+            filter_fd = sandbox_filter.open_program() if self._sandboxed else None
             self._process = await anyio.open_process(
                 await self._argv(filter_fd),
                 stdin=subprocess.PIPE,
@@ -214,14 +215,16 @@ class RewardFunction:
                 start_new_session=True,
                 pass_fds=() if filter_fd is None else (filter_fd,),
             )
+        except OSError as error:  # such as no memory, or too many processes or open files
+            raise RewardFunctionError(f"the process of {entry} cannot be started: {error}") from error
         finally:
             if filter_fd is not None:
                 os.close(filter_fd)
         assert self._process.stdout is not None
         self._answers = BufferedByteReceiveStream(self._process.stdout)
         async with self._ended_on_failure("did not start; see the judge's log", _START_S):
-            started = await self._receive(0)
-        if (why := msgspec.json.decode(started.answer).get("error")) is not None:
+            started = msgspec.json.decode((await self._receive(0)).answer, type=dict[str, str])
+        if (why := started.get("error")) is not None:
             await self._stop()
             raise RewardImportError(f"{entry} cannot be imported: {why}")
         return self._process

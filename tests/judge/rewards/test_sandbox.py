@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -305,3 +306,62 @@ async def test_a_killed_judge_leaves_no_process_of_its_functions(isolate: str, n
     with anyio.fail_after(60):
         while named(name):
             await anyio.sleep(0.05)
+
+
+# -- a worker that fails ---------------------------------------------------------------------------------------------
+
+FORGED = """
+import json, os, stat
+for fd in range(3, 32):  # the worker's pipes among them, which it has at import
+    try:
+        if stat.S_ISFIFO(os.fstat(fd).st_mode):
+            os.write(fd, json.dumps({"n": 0, "answer": %r}).encode() + b"\\n")
+    except OSError:
+        pass
+def length(trajectory):
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("answer", ["no JSON", "[]", '{"error": 1}'])
+async def test_a_module_that_answers_for_the_worker_fails_each_call(
+    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "forged_start.py").write_text(FORGED % answer)
+    monkeypatch.chdir(tmp_path)
+    async with function("length", "off", entry="forged_start:length").open() as call:
+        await call.start()  # left to the first call
+        for _ in range(2):
+            await refused(call, {"id": "a"}, "forged_start:length did not start")
+
+
+async def test_a_process_that_the_machine_refuses_fails_the_call_and_the_next_one_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def full(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    async with function("length", "off").open() as call:
+        with monkeypatch.context() as machine:
+            machine.setattr("judge.rewards.sandbox.anyio.open_process", full)
+            await call.start()
+            await refused(call, {"id": "a", "messages": []}, "length cannot be started: .*temporarily")
+        assert (await call({"id": "a", "messages": []})).reward == 0.0
+
+
+async def test_a_worker_that_hangs_is_not_said_to_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_import.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.chdir(tmp_path)
+    async with function("length", "off", timeout_s=0.1).open() as call:
+        await call.start()
+        assert call._process is not None
+        call._process.send_signal(signal.SIGSTOP)
+        for name in ("_START_S", "_GRACE_S", "_STOP_S"):
+            monkeypatch.setattr(f"judge.rewards.sandbox.{name}", 0.1)
+        await refused(
+            call, {"id": "a", "messages": []}, "length did not answer within 0.2 s, and was stopped"
+        )
+    async with function("length", "off", entry="slow_import:length").open() as call:
+        await refused(call, {"id": "a"}, "slow_import:length did not answer within 0.2 s, and was stopped")
