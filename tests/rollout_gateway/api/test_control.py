@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import httpx
@@ -70,18 +69,6 @@ async def test_an_idempotency_id_stands_for_one_decision(gateway: GatewayProcess
     assert "Nothing was recorded" in refused.json()["error"]["message"]
     events = [r.event for r in await broker.read(PolicyPromoted)]
     assert [e.action for e in events] == ["pin", "pin", "rollback"]
-
-
-async def test_rollbacks_that_come_at_once_take_back_one_decision_each(
-    gateway: GatewayProcess, broker: Broker
-) -> None:
-    await publish_adapter(broker, 1)
-    await serves(gateway, "tictactoe@1")
-    for version in ("tictactoe@0", "tictactoe@1", "tictactoe@0"):
-        await decide(gateway, "pin", version=version)
-    await asyncio.gather(*(decide(gateway, "rollback") for _ in range(2)))
-    events = [r.event for r in await broker.read(PolicyPromoted)]
-    assert [e.version for e in events[-2:]] == ["tictactoe@1", "tictactoe@0"]
 
 
 async def test_a_split_is_sticky_per_trajectory(gateway: GatewayProcess, broker: Broker) -> None:
