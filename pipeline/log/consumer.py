@@ -43,6 +43,8 @@ log = get_logger("pipeline.log.consumer")
 
 ALONE_S = 1.0
 """Longest time that a message which was delivered again is handled alone. A judge may score a group for longer."""
+_GIVING_BACK_S = 1.0
+"""Longest time to give deliveries back after the caller's time is over. They go into the client's buffer."""
 _TOGETHER_S = 0.01
 """A batch ends when no message came for this long. The server sends what it has at once."""
 
@@ -167,8 +169,8 @@ class Consumption:
         self._redelivered: deque[tuple[Pulled, int]] = deque()
         """Messages that wait until they are handled alone, each with the client's reconnections when it came."""
         self._trial: _Trial | None = None
-        self._culprits: list[Delivery] = []
-        """Deliveries whose handler raised."""
+        self._culprits: set[Delivery] = set()
+        """Deliveries whose handler raised, and that are held still."""
         self.unsettled: set[Delivery] = set()
         self._backoff = Backoff()
 
@@ -235,26 +237,34 @@ class Consumption:
     def settle(self, delivery: Delivery) -> None:
         """Forget a delivery that was acknowledged or given back."""
         self.unsettled.discard(delivery)
+        self._culprits.discard(delivery)
         if self._trial is not None and self._trial.delivery is delivery:
             self._trial.settled.set()
 
     def accuse(self, delivery: Delivery) -> None:
         """Count the death of this process, if it comes, as caused by a delivery."""
-        self._culprits.append(delivery)
+        if self.spec.max_deaths and delivery in self.unsettled:
+            self._culprits.add(delivery)
 
     async def close(self, failure: BaseException | None) -> None:
         """Let the server deliver at once what is still held. `failure`: what ends the process. If it is the service's
         own, it counts against the deliveries whose handler raised, else against the one that is handled alone."""
-        culprits = self._culprits if failure is not None and is_own_fault(failure) else []
-        if self._trial is not None:
-            if failure is not None and is_own_fault(failure) and not culprits:
-                culprits = [self._trial.delivery]
-            await self._end_trial(self._trial.deaths)
-        for delivery in culprits:
-            deaths = await self._deaths.count(delivery.stream, delivery.place)
-            await self._deaths.record(delivery.stream, delivery.place, deaths + 1)
-        for reply in self.replies():
-            await self.reader.client.publish(reply, Msg.Ack.Nak)
+        own_fault = failure is not None and is_own_fault(failure)
+        culprits = self._culprits if own_fault else set()
+        try:
+            if self._trial is not None:
+                if own_fault and not culprits:
+                    culprits = {self._trial.delivery}
+                await self._end_trial(self._trial.deaths)
+            for delivery in culprits:
+                deaths = await self._deaths.count(delivery.stream, delivery.place)
+                await self._deaths.record(delivery.stream, delivery.place, deaths + 1)
+        finally:
+            # After the deaths, which the next process of a message reads. Also where they can't be recorded, or not in
+            # the caller's time: their bucket may be away while the stream is not.
+            with anyio.move_on_after(_GIVING_BACK_S, shield=True):
+                for reply in self.replies():
+                    await self.reader.client.publish(reply, Msg.Ack.Nak)
 
     def _hold(self, event: AnyEvent, message: Pulled, reconnects: int) -> Delivery:
         deliveries, place = parse_ack_subject(message.reply)

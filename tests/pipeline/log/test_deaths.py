@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
+from typing import Any
 
 import anyio
 import pytest
@@ -14,7 +16,8 @@ from pipeline.errors import BrokerUnavailableError
 from pipeline.events import DeadLettered
 from pipeline.log import dead_letters
 from pipeline.log.broker import Broker
-from pipeline.log.consumer import is_own_fault
+from pipeline.log.consumer import Delivery, handling, is_own_fault
+from pipeline.log.deaths import Deaths
 from tests.kits.events import completed
 from tests.kits.quick_service import quick_consumers
 from tests.pipeline.log import deaths_child
@@ -76,6 +79,68 @@ async def test_a_message_is_handled_alone_when_it_is_delivered_again(
                 seen |= {d.event.trajectory for d in batch}
             assert seen == {name + old for old in "abc" for name in ("", "new-")}
         assert await broker.read(DeadLettered) == []
+
+
+async def test_an_exception_that_was_caught_blames_nothing_that_is_settled_and_nothing_twice(
+    nats_config: NatsConfig, quick: None
+) -> None:
+    async with Broker.connect(nats_config) as broker:
+        for name in "abcd":
+            await broker.publish(completed(name))
+        async with broker.consume("judge") as messages:
+            deliveries: list[Delivery] = []
+            while len(deliveries) < 4:
+                deliveries += await messages.batch(10)
+            acked, given_back, acked_first, held = deliveries
+            await acked_first.ack(confirmed=True)
+            with suppress(ValueError), handling(deliveries), handling([held]):
+                raise ValueError
+            await acked.ack(confirmed=True)
+            await given_back.give_back(600)
+            await messages.close(ValueError("a failure of something else"))
+            deaths = Deaths(broker, messages.spec)
+            counts = [await deaths.count(d.stream, d.place) for d in deliveries]
+            assert counts == [0, 0, 0, 1]
+
+
+async def test_a_consumer_without_a_limit_of_deaths_counts_none(nats_config: NatsConfig) -> None:
+    spec = streams.ConsumerSpec("uncounted", "ROLLOUTS", ("rollout.completed.>",), "a test", max_deaths=0)
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(completed("a"))
+        async with broker.consume(spec) as messages:
+            (delivery,) = await messages.batch(1, wait_s=60)
+            with suppress(ValueError), handling([delivery]):
+                raise ValueError
+            await messages.close(ValueError("bug"))
+            assert await Deaths(broker, spec).count(delivery.stream, delivery.place) == 0
+
+
+@pytest.mark.parametrize("silent", [False, True])
+async def test_deliveries_go_back_also_if_the_log_takes_no_deaths(
+    nats_config: NatsConfig, silent: bool
+) -> None:
+    async def count(*_: Any) -> int:
+        if silent:
+            await anyio.sleep_forever()
+        raise BrokerUnavailableError("the bucket is away")
+
+    spec = streams.ConsumerSpec("slow", "ROLLOUTS", ("rollout.completed.>",), "a test", ack_wait_s=600)
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(completed("a"))
+
+        async def fail() -> None:
+            async with broker.consume(spec) as messages:
+                messages._deaths.count = count  # type: ignore[method-assign]
+                (delivery,) = await messages.batch(1, wait_s=60)
+                with handling([delivery]):
+                    raise ValueError
+
+        with pytest.raises(ExceptionGroup) as failed:
+            await fail()
+        assert failed.group_contains(ValueError)
+        async with broker.consume(spec) as messages:
+            (again,) = await messages.batch(1, wait_s=60)
+            assert again.deliveries == 2
 
 
 def test_which_failures_are_counted() -> None:
