@@ -44,7 +44,7 @@ from pipeline.running.plan import (
     require_base_files,
     vllm_command,
 )
-from pipeline.running.ports import check_ports
+from pipeline.running.ports import check_ports, http_url
 from pipeline.running.runs import find_run
 from pipeline.running.supervisor import Supervisor, SupervisorError, Watched
 from pipeline.telemetry import logs as log
@@ -297,7 +297,7 @@ async def _supervise(config: Config, services: Sequence[str], supervisor: Superv
         ready = f"[bold green]ready[/] {_ready(config, services)} (run directory {escape(config.run_dir)})"
         console.print(ready, soft_wrap=True)
         if "ui" in supervisor.watched:
-            console.print(f"the dashboard is at [bold]http://{config.ui.host}:{config.ui.port}[/]")
+            console.print(f"the dashboard is at [bold]{escape(http_url(config.ui.host, config.ui.port))}[/]")
             console.print("`journeywork status` tells the state of the run")
         console.print(memory.retention(config.nats), soft_wrap=True)
         for alarm in supervisor.alarms:
@@ -307,7 +307,8 @@ async def _supervise(config: Config, services: Sequence[str], supervisor: Superv
 def _ready(config: Config, services: Sequence[str]) -> str:
     """Return what a user can do now that `services` run."""
     if "gateway" in services:
-        return f"point your agents at [bold]http://{config.gateway.host}:{config.gateway.port}/v1[/]"
+        url = escape(http_url(config.gateway.host, config.gateway.port))
+        return f"point your agents at [bold]{url}/v1[/]"
     address = escape(config.nats.address)
     return f"{', '.join(services) or 'nats'}, on the log at [bold]{address}[/]; no gateway was started"
 

@@ -14,6 +14,7 @@ from pipeline.config import Config, ConfigError
 from pipeline.events import CheckpointPublished, Event, PolicyLoaded
 from pipeline.files import write_once
 from pipeline.log.broker import Broker, Recorded
+from pipeline.running.ports import host_and_port, http_url
 from pipeline.running.service import Ready
 from pipeline.security.server_key import api_key
 from pipeline.security.signing import Trust
@@ -47,7 +48,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"gateway: can't listen on {host}:{port}: {error.strerror}; set gateway.port to a free port (0: any)"
+            f"gateway: can't listen on {host_and_port(host, port)}: {error.strerror}; set gateway.port to a free "
+            "port (0: any)"
         ) from error
     listener.setblocking(False)
     return listener
@@ -154,8 +156,7 @@ async def serve(config: Config, ready: Ready) -> None:
 
 
 def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{host}:{port}"
+    return http_url(*listener.getsockname()[:2])
 
 
 def _freeze_garbage() -> None:

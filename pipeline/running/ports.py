@@ -15,6 +15,15 @@ _RANGE = range(31_000, 32_768)
 process starts that is to listen there."""
 
 
+def host_and_port(host: str, port: int) -> str:
+    """Return an address as URLs and messages write it: an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def http_url(host: str, port: int) -> str:
+    return f"http://{host_and_port(host, port)}"
+
+
 def free_port(host: str = LOOPBACK, preferred: int = 0) -> int:
     """Return a port that no process listens on now: `preferred` if it is free. The caller keeps using the same port
     when a process restarts. No other call on this machine returns the port before this process ends."""

@@ -27,6 +27,7 @@ from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError, BrokerUnavailableError
 from pipeline.running import child, environment, liveness
 from pipeline.running.plan import ProcessSpec
+from pipeline.running.ports import http_url
 from pipeline.running.run_lock import make_private
 from pipeline.running.state import ProcessState, RunState, process_start, write_state
 from pipeline.security import signing
@@ -335,12 +336,12 @@ class Supervisor:
     def _write_state(self) -> None:
         config = self.config
         urls: dict[str, str | tuple[str, ...]] = {
-            "gateway": f"http://{config.gateway.host}:{config.gateway.port}",
+            "gateway": http_url(config.gateway.host, config.gateway.port),
             "nats": config.nats.address,
             "vllm": config.vllm.urls,
         }
         if "ui" in self.watched:
-            urls["ui"] = f"http://{config.ui.host}:{config.ui.port}"
+            urls["ui"] = http_url(config.ui.host, config.ui.port)
         processes = {
             name: ProcessState(pid=w.pid, since=process_start(w.pid), state=w.state, restarts=w.restarts)
             for name, w in self.watched.items()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any, Protocol
 
+from pipeline.running.ports import host_and_port
 from rollout_gateway.http.cancellation import Cancellation
 from rollout_gateway.http.errors import ApiError
 
@@ -81,8 +82,7 @@ class Request:
     @property
     def server(self) -> str:
         """`host:port` that the client connected to."""
-        host, port = self._channel.transport.get_extra_info("sockname")[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return host_and_port(*self._channel.transport.get_extra_info("sockname")[:2])
 
     def answer(self, status: int, body: bytes, headers: HeaderList = (), content_type: bytes = _JSON) -> None:
         """Write a whole answer."""

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import socket
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from pipeline.config import ConfigError
 from rollout_gateway import service
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 def test_another_program_that_listens_first_is_an_error_of_the_settings(
@@ -31,3 +40,12 @@ def test_another_program_that_listens_first_is_an_error_of_the_settings(
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: Address already in use"):
             service._listen("127.0.0.1", port)
         assert [listener.fileno() for listener in made] == [-1]
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_an_ipv6_address_stands_in_brackets() -> None:
+    with closing(service._listen("::1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert service._url(listener) == f"http://[::1]:{port}"
+        with pytest.raises(ConfigError, match=rf"can't listen on \[::1\]:{port}: Address already in use"):
+            service._listen("::1", port)

@@ -10,6 +10,7 @@ import anyio
 import uvicorn
 
 from pipeline.config import Config
+from pipeline.running.ports import host_and_port, http_url
 from pipeline.running.service import Ready
 from store.showing.dashboard.access import Access
 from store.showing.dashboard.errors import ListenError
@@ -42,8 +43,8 @@ async def serve(config: Config, ready: Ready) -> None:
     except OSError as error:
         why = (error.strerror or str(error)).partition(" (while")[0]  # Python adds the address
         raise ListenError(
-            f"the dashboard cannot listen on {host}:{config.ui.port}: {why}. Another dashboard may run there already; "
-            "choose another port (ui.port, --port; 0: any free one) or another address (ui.host, --host)"
+            f"the dashboard cannot listen on {host_and_port(host, config.ui.port)}: {why}. Another dashboard may run "
+            "there already; choose another port (ui.port, --port; 0: any free one) or another address (ui.host, --host)"
         ) from error
     with opened as listener:
         app = make_app(config)
@@ -59,8 +60,7 @@ async def serve(config: Config, ready: Ready) -> None:
                 tg.cancel_scope.cancel()
 
             tg.start_soon(answer)
-            shown = f"[{host}]" if family == socket.AF_INET6 else host
-            ready(url=f"http://{shown}:{listener.getsockname()[1]}")
+            ready(url=http_url(host, listener.getsockname()[1]))
             try:
                 await anyio.sleep_forever()
             finally:

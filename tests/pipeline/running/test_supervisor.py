@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from pipeline import cli
-from pipeline.config import Config, ConfigError, load
+from pipeline.config import Config, ConfigError, load, with_values
 from pipeline.running import ports
 from pipeline.running.plan import (
     ONE_PROCESS,
@@ -62,6 +62,22 @@ async def test_it_reports_ready_restarts_what_was_killed_and_stops_in_order(tmp_
         await changes.until(lambda: judge.restarts == 1 and judge.state == "ready")
     assert "stopped in order" in (tmp_path / "logs" / "gateway.log").read_text()
     assert {s["state"] for s in state(tmp_path)["services"].values()} == {"stopped"}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("host", ["::1", "fd00::1"])
+async def test_an_ipv6_address_stands_in_brackets(
+    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the state of the run, and in what `up` prints."""
+    settings = with_values(
+        config(tmp_path), {"gateway.host": host, "gateway.port": 8700, "ui.host": host, "ui.port": 8701}
+    )
+    supervisor = Supervisor(settings, [service("ui")])
+    supervisor._write_state()
+    urls = state(tmp_path)["urls"]
+    assert (urls["gateway"], urls["ui"]) == (f"http://[{host}]:8700", f"http://[{host}]:8701")  # type: ignore[index]
+    cli.console.print(cli._ready(settings, ["gateway"]), soft_wrap=True)
+    assert f"http://[{host}]:8700/v1" in capsys.readouterr().out
 
 
 async def test_a_start_that_hangs_is_ended_and_tried_again(tmp_path: Path) -> None:
