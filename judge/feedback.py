@@ -2,7 +2,8 @@
 
 Of several numbers that one key gave under one name about the same thing, the last counts. Those of different keys are
 averaged. A number about a call is a reward of that call if settings name it as a reward of kind `feedback`, or if it is
-called `reward` and the run's owner gave it. Words and corrections are hints, whatever they are called.
+called `reward`, no reward of kind `feedback` has that name, and the run's owner gave it. Words and corrections are
+hints, whatever they are called.
 """
 
 from __future__ import annotations

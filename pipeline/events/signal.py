@@ -10,7 +10,8 @@ from pipeline.events.rollout import ExchangeRecorded
 from pipeline.events.types import Logprobs, Split, TokenIds
 
 OWN_REWARD = "reward"
-"""Name of a number about a call that is that call's reward if the run's owner gave it."""
+"""Name of a number about a call that is that call's reward if the run's owner gave it and no reward of kind `feedback`
+has the name."""
 
 
 class SignalGiven(Event, frozen=True, kw_only=True, tag="rollout.signal"):

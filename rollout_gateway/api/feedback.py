@@ -303,13 +303,12 @@ def _use(
     if event.kind != "number":
         distills = [config.trainer_of(m).distill for m in config.models if m.name == event.model]
         return "hint" if any(d.weight and not d.asks_outside for d in distills) else "history"
-    named = any(
-        r.kind == "feedback" and r.name == event.name and (not r.by or event.by in r.by)
-        for r in config.judge.rewards
-    )
-    if event.call < 0:
-        return "reward" if named else "history"
-    return "call_reward" if named or (event.name == OWN_REWARD and event.by == owner) else "history"
+    rewards = [r for r in config.judge.rewards if r.kind == "feedback" and r.name == event.name]
+    if any(not r.by or event.by in r.by for r in rewards):
+        return "reward" if event.call < 0 else "call_reward"
+    # A setting of this name takes the numbers of its keys only, not those of the run's owner.
+    is_own = not rewards and event.name == OWN_REWARD and event.by == owner
+    return "call_reward" if is_own and event.call >= 0 else "history"
 
 
 async def _state(gateway: Gateway, opened: TrajectoryOpened) -> dict[str, str]:

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from journeywork import Journeywork
+from judge.feedback import RunFeedback, counting, feedback_on
 from pipeline.config import (
     Config,
     FeedbackConfig,
@@ -26,6 +27,7 @@ from pipeline.events import GroupDiscarded, GroupScored, Member, SignalGiven, Tr
 from pipeline.log.broker import Broker
 from rollout_gateway.api.feedback import _use
 from rollout_gateway.capture.answer_ids import new_answer_id, trajectory_of, unwrapped
+from tests.judge.kit import completed
 from tests.kits.clients import closed_after_test
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.rollout_gateway.kit import ASK
@@ -353,6 +355,20 @@ def test_feedback_that_scores_a_discarded_run_says_so(state: dict[str, str], lat
         project="p", signal="s", trajectory="t", model="m", group="t", name="result", value=1.0
     )
     assert _use(config, signal, "agent", state) == use
+
+
+@pytest.mark.parametrize(("by", "use"), [("alice", "call_reward"), ("bob", "history"), ("carol", "history")])
+def test_a_reward_of_kind_feedback_that_is_called_reward_replaces_the_owner_s(by: str, use: str) -> None:
+    """The judge drops the numbers of other keys, the owner's included."""
+    rewards = (RewardConfig(name="reward", kind="feedback", by=("alice",)),)
+    config = Config(judge=JudgeConfig(rewards=rewards))
+    signal = SignalGiven(
+        project="p", signal="s", trajectory="t", model="m", group="t", name="reward", value=1.0, call=1, by=by
+    )
+    assert _use(config, signal, "bob", {"run": "completed"}) == use
+    run = completed("t", owner="bob")
+    said = feedback_on([run], counting([signal], config.judge), config.judge, {}, {})
+    assert bool(said.get("t", RunFeedback()).call_rewards) == (use == "call_reward")
 
 
 async def test_feedback_that_names_a_run_where_an_answer_belongs_says_where_it_goes(
