@@ -39,8 +39,9 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Give a temporary path beside `path` to write a file to. The file then takes the place of `path`; after an error
     it is deleted.
 
-    With `durable` the file is synced to the disk before it is renamed, and its folder afterwards."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    With `durable` the file is synced to the disk before it is renamed, and its folder afterwards. Folders that are
+    missing are made, and with `durable` they are on the disk, too."""
+    _make_folder(path.parent, durable)
     with _temporary(path) as temporary:
         yield temporary
         if durable:
@@ -64,8 +65,12 @@ def write_once(path: Path, make: Callable[[], bytes]) -> None:
     """Write the result of `make`, a secret, to `path` with mode 0600, unless the file exists. Of several processes at
     once one writes; afterwards the file is on the disk, whole."""
     if path.exists():
+        # Another process may have linked it just now, and not have synced the folder yet. One that this process may not
+        # list is no other process's work, but an operator's.
+        with suppress(PermissionError):
+            sync(path.parent)
         return
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _make_folder(path.parent, True, mode=0o700)
     # A link, unlike a rename, does not replace what another process wrote first.
     with _temporary(path) as temporary:
         _write(temporary, make(), 0o600)
@@ -74,6 +79,16 @@ def write_once(path: Path, make: Callable[[], bytes]) -> None:
             os.link(temporary, path)
         temporary.unlink()
     sync(path.parent)
+
+
+def _make_folder(folder: Path, durable: bool, mode: int = 0o777) -> None:
+    """Make `folder`, and those above it, where they are missing. `mode` is that of `folder` only."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent, durable)
+    folder.mkdir(mode=mode, exist_ok=True)
+    if durable:
+        sync(folder.parent)
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:

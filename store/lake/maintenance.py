@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 
 import anyio
@@ -56,8 +57,9 @@ class Maintenance:
         # Table objects that the writer does not share: a merge takes long, and its commit must be checked against the
         # snapshot that the merge read, not against a newer one that the writer has loaded.
         self._own = functools.cache(lambda tag: EventTable(lake.storage, tag, config))
-        self._unvacuumed: dict[str, float] = {}
-        """By tag, when files were first replaced since the last vacuum, by `time.monotonic()`."""
+        self._unvacuumed: dict[str, list[float]] = defaultdict(lambda: [time.monotonic()])
+        """By tag, the times at which files were replaced that no vacuum has deleted, by `time.monotonic()`. The first
+        round counts as one: a process that has ended may have replaced some."""
         self._searched: dict[str, float] = {}
         """By tag, when the folder was last searched for files of dead processes, by `time.monotonic()`."""
 
@@ -91,7 +93,7 @@ class Maintenance:
         if self._config.keep_days > 0:
             replaced |= self._remove_old(own)
         if replaced:
-            self._unvacuumed.setdefault(table.tag, time.monotonic())
+            self._unvacuumed[table.tag].append(time.monotonic())
         self._vacuum(own, delta)
         self._checkpoint(own, delta)
 
@@ -164,10 +166,11 @@ class Maintenance:
                 post_commithook_properties=NO_HOOKS,
             )  # fmt: skip
             self._searched[tag] = now
-        if tag in self._unvacuumed and now - self._unvacuumed[tag] >= self._config.compact_grace_s:
+        waiting = [at for at in self._unvacuumed[tag] if now - at < self._config.compact_grace_s]
+        if len(waiting) < len(self._unvacuumed[tag]):
             delta.update_incremental()
             delta.vacuum(dry_run=False, enforce_retention_duration=False, post_commithook_properties=NO_HOOKS)
-            del self._unvacuumed[tag]
+            self._unvacuumed[tag] = waiting
         table.sync()
 
     def _checkpoint(self, table: EventTable, delta: DeltaTable) -> None:

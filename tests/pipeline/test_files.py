@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.files import read_json, replacing, write_whole
+from pipeline.files import read_json, replacing, write_once, write_whole
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -53,3 +54,40 @@ def test_durable_content_is_synced_before_it_has_its_name_and_the_folder_after(
     ((first, before), (second, after)) = synced
     assert first.startswith(".tmp-file-")
     assert (before, second, after) == (False, tmp_path.name, True)
+
+
+def test_a_durable_file_in_new_folders_stays_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("pipeline.files.sync", synced.append)
+    write_whole(tmp_path / "a" / "b" / "file", "x", durable=True)
+    assert [p for p in synced if p.is_dir()] == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    synced.clear()
+    write_once(tmp_path / "c" / "d" / "key", lambda: b"secret")
+    assert [p for p in synced if p.is_dir()] == [tmp_path, tmp_path / "c", tmp_path / "c" / "d"]
+    assert (tmp_path / "c" / "d").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_secret_that_another_process_has_just_written_is_on_the_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one may not have synced the folder yet."""
+    path = tmp_path / "key"
+    path.write_bytes(b"secret")
+    synced: list[Path] = []
+    monkeypatch.setattr("pipeline.files.sync", synced.append)
+    write_once(path, lambda: b"another")
+    assert (path.read_bytes(), synced) == (b"secret", [tmp_path])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every folder")
+def test_a_secret_in_a_folder_that_can_t_be_listed_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "keys" / "key"
+    write_once(path, lambda: b"secret")
+    path.parent.chmod(0o100)
+    try:
+        write_once(path, lambda: b"another")
+        assert path.read_bytes() == b"secret"
+    finally:
+        path.parent.chmod(0o700)
