@@ -98,7 +98,7 @@ def feedback_on(
         for key in sorted(_graders(own, config)):
             others = [s for s in own if s.by != key]
             calls = _sum((earlier.call_rewards, _call_rewards(member, others, config)))
-            graders.append(Grader(key=key, reward=_reward(others, config, parts), call_rewards=calls))
+            graders.append(Grader(key=key, reward=_reward_from(others, config, parts), call_rewards=calls))
         calls = _sum((earlier.call_rewards, _call_rewards(member, own, config)))
         feedback[member.trajectory] = RunFeedback(calls, (*earlier.hints, *hints), tuple(graders))
     return feedback
@@ -110,11 +110,14 @@ def _graders(own: Iterable[SignalGiven], config: JudgeConfig) -> set[str]:
     return {s.by for s in own if s.kind == "number" and s.name in names and is_usable(s.value)}
 
 
-def _reward(
+def _reward_from(
     signals: Sequence[SignalGiven], config: JudgeConfig, components: Mapping[str, float]
 ) -> float | None:
-    """Return the reward of a run with these signals and otherwise these parts; `None` if it would have none."""
-    rewards = [r for r in config.rewards if r.kind != "next_state"]  # which rewards calls only
+    """Return the reward that a run would have with only these signals; `None` if it would have none. `feedback_on`
+    leaves out those of one grader, so that the reward without that one is known.
+
+    `signals` have passed `counting`. `components`: the recorded values of all rewards that are not feedback."""
+    rewards = [r for r in config.rewards if r.kind != "next_state"]  # next_state rewards only single calls
     values = (feedback_value(signals, r) if r.kind == "feedback" else components.get(r.name) for r in rewards)
     parts = {r.name: value for r, value in zip(rewards, values, strict=True) if value is not None}
     reward = combine(config, parts) if len(parts) == len(rewards) else None

@@ -262,11 +262,13 @@ def _provision(args: argparse.Namespace) -> None:
         )
     nats = with_values(config.nats, {"provision": True})
 
-    async def make() -> None:
+    async def connect_and_provision() -> None:
+        # With `provision`, connecting makes streams, consumers and buckets. The trainer's consumer is extra: on a
+        # branch other than `main` its name is made of the branch.
         async with Broker.connect(nats, name="provision") as broker:
             await broker.provision_consumer(streams.trainer_consumer(config.trainer.branch))
 
-    anyio.run(make)
+    anyio.run(connect_and_provision)
     console.print(f"provisioned {config.nats.address}", markup=False)
 
 

@@ -99,7 +99,8 @@ def _write(path: Path, content: bytes, mode: int) -> None:
 
 @contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
-    """Give a path beside `path`. After an error its file is deleted."""
+    """Give an unused path beside `path`; the block makes the file. If the block fails, the file is deleted; if it
+    succeeds, it has renamed or removed the file itself."""
     temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
     try:
         yield temporary

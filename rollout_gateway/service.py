@@ -82,18 +82,20 @@ def check(config: Config) -> None:
     api_key(config)
 
 
-async def _connect(
+async def _gateway_from_log(
     config: Config, broker: Broker, api_keys: ApiKeys, origins: OriginPolicy, trust: Trust
 ) -> Gateway:
     """Read from the log what the gateway knows, and make its parts. `_follow_log` continues from there."""
     settings, project = config.gateway, config.project
     policies = Policies(project, (m.name for m in config.models), trust)
     await policies.rebuild(broker)
+    # Only the settings of an installation with a trainer have a number for `auto`: without one there is no limit.
     limit = 0 if settings.max_groups_ahead == "auto" else settings.max_groups_ahead
     pacing = Pacing(project, broker, policies.models, limit=limit, forget_s=settings.groups_ahead_s)
     await pacing.rebuild()
     tokens = TrajectoryTokens(key_secret(config), project)
     registry = Registry(broker, project, tokens, pacing, masks=Masks(settings.masks))
+    # Before the first call, the order does not matter: the registry knows no run yet, and reads each from the log.
     await registry.mark_position()
     return Gateway(config, broker, api_keys, origins, policies, pacing, registry)
 
@@ -129,7 +131,7 @@ async def serve(config: Config, ready: Ready) -> None:
         )
     listener = _listen(settings.host, settings.port)
     async with Broker.connect(config.nats, name="gateway") as broker:
-        gateway = await _connect(config, broker, api_keys, origins, trust)
+        gateway = await _gateway_from_log(config, broker, api_keys, origins, trust)
         app = App(gateway)
         try:
             async with anyio.create_task_group() as tasks:

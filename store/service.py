@@ -18,7 +18,7 @@ from store.alarms.webhook import Webhook, webhook_url
 from store.lake.lake import Lake, open_lake
 from store.lake.maintenance import Maintenance
 from store.lake.storage import open_storage
-from store.lake.table import LakeError
+from store.lake.table import LAKE_ERRORS
 from store.lake.writer import Writer, store_consumers
 from store.showing.curves.task import Curves
 from store.showing.curves.trackers import check_trackers
@@ -55,7 +55,7 @@ async def _prepare(lake: Lake) -> None:
     written."""
     try:
         await anyio.to_thread.run_sync(lake.prepare)
-    except LakeError as error:
+    except LAKE_ERRORS as error:
         if not lake.storage.is_retryable(error):
             raise
         log.warning(

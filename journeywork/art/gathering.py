@@ -40,7 +40,8 @@ class GatherContext:
     """Has no effect, as in ART."""
 
     def update_pbar(self, n: int) -> None:
-        """Move the bar by `n`, and show the means of the metrics."""
+        """Move the bar by `n`, unless `increment_pbar` is off, and show the first `max_metrics` metrics: their means,
+        but of `exceptions`, which has no divisor, the count."""
         if self.pbar is None:
             return
         if self.increment_pbar:

@@ -93,7 +93,7 @@ _NAMES: dict[str, str] = {
     ),
 }
 """Dotted names below `art`, by what to do instead of them. A module stands for all of its names."""
-REFUSED: dict[str, str] = {name: said for said, names in _NAMES.items() for name in names.split()}
+REFUSED: dict[str, str] = {name: sentence for sentence, names in _NAMES.items() for name in names.split()}
 """What to do instead, by name."""
 METHODS: dict[str, str] = {
     "_experimental_fork_checkpoint": "set models.0.start of the installation to the version",
@@ -121,12 +121,12 @@ def sentence_for(name: str) -> str | None:
 class _Refusal(type):
     """The type of names that are refused: classes, so they can be in annotations, `except` clauses and bases."""
 
-    said: str
-    """The message of the error."""
+    message: str
+    """Of the error."""
 
     def refuse(cls, *_: object, **__: object) -> Never:
-        """Raise `UnsupportedError` with the sentence."""
-        raise UnsupportedError(cls.said)
+        """Raise `UnsupportedError` with the message."""
+        raise UnsupportedError(cls.message)
 
     __call__ = __contains__ = __getitem__ = __iter__ = __len__ = refuse
 
@@ -141,33 +141,33 @@ def _refusal(full_name: str) -> _Refusal | None:
     name = full_name.removeprefix(f"{PACKAGE}.")
     if (sentence := sentence_for(name)) is None:
         return None
-    said = f"art.{name} is not in Journeywork: {sentence} (docs/art.md)"
-    return _Refusal(name.rpartition(".")[2], (UnsupportedError,), {"said": said})
+    message = f"art.{name} is not in Journeywork: {sentence} (docs/art.md)"
+    return _Refusal(name.rpartition(".")[2], (UnsupportedError,), {"message": message})
 
 
 def refusing(module: str) -> Callable[[str], Any]:
     """Return a module's `__getattr__`, which returns stand-ins for names that are refused."""
 
-    def missing(name: str) -> _Refusal:
+    def stand_in_for(name: str) -> _Refusal:
         refusal = None if name.startswith("_") else _refusal(f"{module}.{name}")
         if refusal is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return refusal
 
-    return missing
+    return stand_in_for
 
 
 def refused_parts(package: str) -> Callable[[str], Any]:
     """Return a package's `__getattr__`, which imports what is refused below the package: used as an attribute it says
     the same as when it is imported. A module that has refused names is imported as it is."""
 
-    def missing(name: str) -> ModuleType:
+    def import_refused(name: str) -> ModuleType:
         full_name = f"{package}.{name}"
         if name.startswith("_") or sentence_for(full_name.removeprefix(f"{PACKAGE}.")) is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return import_module(full_name)
 
-    return missing
+    return import_refused
 
 
 def refuse_method(owner: object, name: str) -> Never:

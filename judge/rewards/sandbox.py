@@ -125,7 +125,7 @@ class RewardFunction:
         async with self._turn:
             process = await self._running()
             self._calls += 1
-            async with self._ended_on_failure("ended its process", self._config.timeout_s):
+            async with self._stopping_worker_on_failure("ended its process", self._config.timeout_s):
                 assert process.stdin is not None
                 await process.stdin.send(b"%d\n%b\n" % (self._calls, msgspec.json.encode(trajectory)))
                 message = await self._receive(self._calls)
@@ -162,16 +162,18 @@ class RewardFunction:
         return float(value)
 
     @asynccontextmanager
-    async def _ended_on_failure(self, why: str, seconds: float) -> AsyncIterator[None]:
-        """End the process if the block fails, takes too long or is cancelled: its next answer would be of this call."""
+    async def _stopping_worker_on_failure(self, fault: str, seconds: float) -> AsyncIterator[None]:
+        """Stop the worker if the block fails, takes too long or is cancelled: otherwise the next call would read the
+        answer to this one. Raises `RewardFunctionError` if the worker broke, with the message `<entry> <fault>`, or
+        was too slow."""
         try:
             with anyio.fail_after(seconds + _GRACE_S):
                 yield
         except (*_BROKEN, TimeoutError) as error:
             await self._stop()
             if isinstance(error, TimeoutError):
-                why = f"did not answer within {seconds + _GRACE_S:g} s, and was stopped; see the judge's log"
-            raise RewardFunctionError(f"{self._config.entry} {why}") from error
+                fault = f"did not answer within {seconds + _GRACE_S:g} s and was stopped; see the judge's log"
+            raise RewardFunctionError(f"{self._config.entry} {fault}") from error
         except BaseException:
             await self._stop()
             raise
@@ -222,7 +224,7 @@ class RewardFunction:
                 os.close(filter_fd)
         assert self._process.stdout is not None
         self._answers = BufferedByteReceiveStream(self._process.stdout)
-        async with self._ended_on_failure("did not start; see the judge's log", _START_S):
+        async with self._stopping_worker_on_failure("did not start; see the judge's log", _START_S):
             started = msgspec.json.decode((await self._receive(0)).answer, type=dict[str, str])
         if (why := started.get("error")) is not None:
             await self._stop()

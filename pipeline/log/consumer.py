@@ -210,7 +210,9 @@ class Consumption:
         return out or await self._try_alone()
 
     async def _try_alone(self) -> list[Delivery]:
-        """Return the next message that was delivered before, to be handled alone; none if there is none."""
+        """Return the next message that was delivered before, to be handled alone; none if there is none.
+
+        A death is counted in advance, because a process that is killed can't count it. `_end_trial` takes it back."""
         while self._redelivered:
             (message, reconnects), spec = self._redelivered.popleft(), self.spec
             place = parse_ack_subject(message.reply)[1]
@@ -229,7 +231,8 @@ class Consumption:
         return []
 
     async def _end_trial(self, deaths: int) -> None:
-        """Let the next message be handled. `deaths`: how often the one that was handled alone has ended its process."""
+        """Let the next message be handled. `deaths`: how often the one that was handled alone has ended its process. It
+        replaces the number that `_try_alone` recorded, which was one too high."""
         assert self._trial is not None
         delivery, self._trial = self._trial.delivery, None
         await self._deaths.record(delivery.stream, delivery.place, deaths)
@@ -247,8 +250,10 @@ class Consumption:
             self._culprits.add(delivery)
 
     async def close(self, failure: BaseException | None) -> None:
-        """Let the server deliver at once what is still held. `failure`: what ends the process. If it is the service's
-        own, it counts against the deliveries whose handler raised, else against the one that is handled alone."""
+        """Let the server deliver at once what is still held. Call it shielded from cancellation, with a time limit.
+
+        `failure`: the exception that ends the process, if any. If it is the service's own fault (`is_own_fault`), it
+        counts as a death by the deliveries whose handler raised, or by the one that is handled alone if none raised."""
         own_fault = failure is not None and is_own_fault(failure)
         culprits = self._culprits if own_fault else set()
         try:

@@ -45,14 +45,14 @@ class Lake:
         return self.storage.exists()
 
     def prepare(self) -> None:
-        """Make all tables ready for writing. Raises `LakeError`."""
+        """Make all tables ready for writing. Raises one of `LAKE_ERRORS`."""
         for table in self.tables():
             self._prepare(table.tag)
 
     def append(self, tag: str, rows: pa.Table) -> int:
         """Commit those rows that no file of the tag's table holds, and return their number. See `EventTable.append`.
 
-        Prepares the table first if it was not prepared yet. Raises `LakeError`."""
+        Prepares the table first if it was not prepared yet. Raises one of `LAKE_ERRORS`."""
         self._prepare(tag)
         return self.table(tag).append(rows)
 
@@ -68,7 +68,7 @@ class Lake:
             self._prepared.add(tag)
 
     def names(self, tag: str) -> list[str]:
-        """Return the names of the files that hold a tag's events now, sorted. Raises `LakeError`."""
+        """Return the names of the files that hold a tag's events now, sorted. Raises one of `LAKE_ERRORS`."""
         return sorted(self.table(tag).files().names)
 
 

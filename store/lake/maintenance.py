@@ -35,7 +35,7 @@ from store.lake.commits import (
 )
 from store.lake.lake import Lake
 from store.lake.storage import LOG, Storage
-from store.lake.table import EventTable, Files, LakeError, covers
+from store.lake.table import LAKE_ERRORS, EventTable, Files, covers
 
 log = get_logger("store.lake.maintenance")
 
@@ -78,7 +78,7 @@ class Maintenance:
                 self._maintain(table)
             except CommitFailedError as error:
                 log.info("another process maintained this table first", tag=table.tag, why=str(error))
-            except LakeError as error:
+            except LAKE_ERRORS as error:
                 log.warning(
                     "table not maintained; trying again in the next round", tag=table.tag, why=str(error)
                 )
@@ -91,7 +91,7 @@ class Maintenance:
         self._set_properties(delta)
         replaced = self._merge(own)
         if self._config.keep_days > 0:
-            replaced |= self._remove_old(own)
+            replaced |= self._drop_expired(own)
         if replaced:
             self._unvacuumed[table.tag].append(time.monotonic())
         self._vacuum(own, delta)
@@ -144,17 +144,16 @@ class Maintenance:
                 run, size = [], 0
         return (files, run) if len(run) >= self._config.compact_files else None
 
-    def _remove_old(self, table: EventTable) -> bool:
-        """Remove the files whose newest event is older than `store.keep_days`."""
+    def _drop_expired(self, table: EventTable) -> bool:
+        """Take files out of the table whose newest event is older than `store.keep_days`; `_vacuum` deletes them later.
+        A file with one younger event stays whole, and so does one without statistics. Returns whether any were."""
         limit_us = int((time.time() - self._config.keep_days * _DAY_S) * 1e6)
         files = table.files()
         names = [files.names[i] for i in np.flatnonzero(files.newest < limit_us)]
         if not names:
             return False
         table.commit([remove_action(name) for name in names])
-        log.info(
-            "files deleted after keep_days", tag=table.tag, files=names, keep_days=self._config.keep_days
-        )
+        log.info("files removed from the table", tag=table.tag, files=names, keep_days=self._config.keep_days)
         return True
 
     def _vacuum(self, table: EventTable, delta: DeltaTable) -> None:

@@ -46,8 +46,8 @@ from store.lake.storage import LOG, DamagedFileError, Storage
 Ints = npt.NDArray[np.int64]
 Result = TypeVar("Result")
 
-LakeError = (OSError, DeltaError)
-"""The errors of a read or a commit when the storage fails."""
+LAKE_ERRORS = (OSError, DeltaError)
+"""The errors of a read or a commit when the storage fails, as `except` takes them."""
 
 _REMOVAL_TRANSACTION = "store-upkeep"
 """Application id of the transaction that every commit sets that removes files. Without it, delta-rs 1.6 accepts two
@@ -121,7 +121,8 @@ class EventTable:
         self._places = functools.lru_cache(maxsize=8)(self._read_places)
 
     def snapshot(self) -> DeltaTable | None:
-        """Read and return the table's newest version; `None` if nothing was ever committed. Raises `LakeError`."""
+        """Read and return the table's newest version; `None` if nothing was ever committed. Raises one of
+        `LAKE_ERRORS`."""
         with self._lock:
             self._delta = self._newest()
             self._read_at = time.time()
@@ -144,7 +145,7 @@ class EventTable:
             return None
 
     def files(self) -> Files:
-        """Return the files of the newest version. Raises `LakeError`."""
+        """Return the files of the newest version. Raises one of `LAKE_ERRORS`."""
         with self._lock:
             self.snapshot()
             return self._files_of_snapshot()
@@ -167,7 +168,7 @@ class EventTable:
     def append(self, table: pa.Table) -> int:
         """Commit those rows of `table` that no file holds, durably. Return their number.
 
-        Raises `LakeError`. Even then the rows may have been committed; the call can be repeated."""
+        Raises one of `LAKE_ERRORS`. Even then the rows may have been committed; the call can be repeated."""
         with self._lock:
             written: tuple[str, int, int] | None = None
             version, refused = -1, 0
@@ -231,7 +232,7 @@ class EventTable:
             self.make_durable()
 
     def sync(self) -> None:
-        """Read the newest snapshot and make it durable. Raises `LakeError`."""
+        """Read the newest snapshot and make it durable. Raises one of `LAKE_ERRORS`."""
         with self._lock:
             self.snapshot()
             self.make_durable()
@@ -253,7 +254,7 @@ class EventTable:
             self._durable = version
 
     def add_missing_columns(self) -> None:
-        """Add the columns and struct fields that events have today and the table lacks. Raises `LakeError`."""
+        """Add the columns and struct fields that events have today and the table lacks. Raises one of `LAKE_ERRORS`."""
         with self._lock:
             wanted = columns.arrow_schema(self.tag)
             for _ in range(_MAX_REFUSALS):
@@ -277,7 +278,7 @@ class EventTable:
     def missing_rows(self, table: pa.Table) -> pa.Table:
         """Return the rows of `table` that no file of the newest version holds.
 
-        Raises `LakeError`, and `DamagedFileError` if a file of the table is missing or damaged."""
+        Raises one of `LAKE_ERRORS`, and `DamagedFileError` if a file of the table is missing or damaged."""
         with self._lock:
             seqs, ats = table["log_seq"].to_numpy(), table["log_at"].cast(pa.int64()).to_numpy()
             stored = self.of_newest_files(lambda: self._stored(seqs, ats))

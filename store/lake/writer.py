@@ -27,7 +27,7 @@ from pipeline.log.pulling import ConsumerGoneError, Puller, pulling
 from pipeline.telemetry.logs import get_logger
 from store.lake import columns
 from store.lake.lake import Lake
-from store.lake.table import LakeError
+from store.lake.table import LAKE_ERRORS
 from store.lake.versions import Versions
 
 log = get_logger("store.lake.writer")
@@ -212,7 +212,7 @@ class Writer:
             except columns.UnstorableError:
                 await self._drop_unstorable(batch, rows)
                 continue
-            except LakeError as error:
+            except LAKE_ERRORS as error:
                 if not self._lake.storage.is_retryable(error):
                     raise
                 log.error(

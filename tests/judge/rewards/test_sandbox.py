@@ -360,8 +360,6 @@ async def test_a_worker_that_hangs_is_not_said_to_have_ended(
         call._process.send_signal(signal.SIGSTOP)
         for name in ("_START_S", "_GRACE_S", "_STOP_S"):
             monkeypatch.setattr(f"judge.rewards.sandbox.{name}", 0.1)
-        await refused(
-            call, {"id": "a", "messages": []}, "length did not answer within 0.2 s, and was stopped"
-        )
+        await refused(call, {"id": "a", "messages": []}, "length did not answer within 0.2 s and was stopped")
     async with function("length", "off", entry="slow_import:length").open() as call:
-        await refused(call, {"id": "a"}, "slow_import:length did not answer within 0.2 s, and was stopped")
+        await refused(call, {"id": "a"}, "slow_import:length did not answer within 0.2 s and was stopped")
