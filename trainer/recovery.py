@@ -130,7 +130,7 @@ async def _resume_from(
     else:
         if manifest.event.adapter_sha256 == last.adapter_sha256:
             await run_sync(learner.resume, last.step)
-            await commits.publish_discarded(manifest)
+            await commits.publish_discards(manifest)
             return
     files = await _fetch_adapter(commits.broker, last)
     try:

@@ -184,10 +184,11 @@ async def bisect(
     limits: Limits = Limits(),
     **options: Any,
 ) -> Bisection:
-    """Return the step between the versions `good` and `bad` of a model at which they lost `tasks`. `options` are those
-    of `play`.
+    """Find the step between the versions `good` and `bad` of a model that lost `tasks`. Return a `Bisection`, whose
+    `culprit` is the version of that step. `options` are those of `play`.
 
-    Versions that are gone are passed over. Where a task was lost, won back and lost again, it is one of these steps.
+    Versions that are gone are passed over. If the tasks were lost more than once, the culprit is one of the steps that
+    lost them.
     Raises `ValueError` if the two are no versions of one model in this order, `UndecidedError` if the runs do not tell
     them or one between them apart, and as `play` does."""
     (model, _), (other, _) = parse_policy(good), parse_policy(bad)
@@ -198,6 +199,7 @@ async def bisect(
         raise ValueError("the range needs low < high, and alpha lies between 0 and 1")
     known = {v for v in await client.models() if v.rpartition("@")[0] == model}
     between = sorted((v for v in known if _step(good) < _step(v) < _step(bad)), key=_step)
+    # Tests: one of each end, and ceil(log2(n + 1)) to find the culprit among n versions between them and `bad`.
     alpha = limits.alpha / (math.ceil(math.log2(len(between) + 1)) + 2)
     runs = _Runs(client, tasks, rollout, limits, options)
     ends: list[list[float]] = [[], []]
@@ -214,12 +216,12 @@ async def bisect(
         if played.lost != lost:
             raise UndecidedError(f"{good} is not better than {bad}: {version} has {played.mean:.3g}")
         bisection.played.append(played)
-    low, high = 0, len(between)
-    while low < high:
-        middle = (low + high) // 2
+    first, end = 0, len(between)  # the culprit is one of these, or the next one after them
+    while first < end:
+        middle = (first + end) // 2
         played = await runs.tested(between[middle], threshold, alpha)
         bisection.played.append(played)
-        low, high = (low, middle) if played.lost else (middle + 1, high)
+        first, end = (first, middle) if played.lost else (middle + 1, end)
     return bisection
 
 
@@ -250,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios)
         limits = Limits(args.alpha, args.range[0], args.range[1], args.rounds)
-        bisection = anyio.run(_run, args, gateway_of(args), tasks, rollout, limits)
+        bisection = anyio.run(_bisect, args, gateway_of(args), tasks, rollout, limits)
     if args.json:
         found = {
             "culprit": bisection.culprit.version,
@@ -272,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
 
-async def _run(
+async def _bisect(
     args: argparse.Namespace, url: str, tasks: list[Any], rollout: Any, limits: Limits
 ) -> Bisection:
     options: PlayOptions = {"concurrency": args.concurrency, "max_exceptions": args.max_exceptions}

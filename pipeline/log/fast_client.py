@@ -189,6 +189,8 @@ def _end_of_command(data: bytearray, at: int) -> int:
 
 
 class _Transport(TcpTransport):  # type: ignore[misc]
+    """Connects without `asyncio.wait_for`, which can lose a connection in Python 3.11."""
+
     async def connect(self, uri: Any, buffer_size: int, connect_timeout: float) -> None:
         async with asyncio.timeout(connect_timeout):
             reader, writer = await asyncio.open_connection(uri.hostname, uri.port, limit=buffer_size)
@@ -218,6 +220,8 @@ class FastClient(Client):  # type: ignore[misc]
     # -- connections ---------------------------------------------------------------------------------------------
 
     async def _connect_to_server(self, server: Any) -> None:
+        """Overrides nats-py's method: each attempt gets a new transport, so that no socket is forgotten (see the
+        module). Like that one it sets `last_attempt`, from which nats-py takes its pause between attempts."""
         self.close_socket()
         if server.uri.scheme in ("ws", "wss"):
             await super()._connect_to_server(server)

@@ -32,7 +32,7 @@ _MOST_TEXT = 4 * 1024 * 1024
 them."""
 _RANKING_BYTES = 1024 * 1024
 """Bytes of text that a ranking may record: each of its runs gets the text."""
-_RUN = "Feedback on a run by its id goes to POST /v1/trajectories/<id>/feedback."
+_RUN_ADVICE = "Feedback on a run by its id goes to POST /v1/trajectories/<id>/feedback."
 
 
 class _Grade(NamedTuple):
@@ -63,7 +63,8 @@ async def on_trajectory(request: ControlRequest) -> dict[str, Any]:
     grade = _grade(body, request.gateway.config.gateway.max_reward)
     if body.role and body.call != -1:
         raise ApiError(400, "invalid_body", "Send either `call` or `role`: each names a call.", param="role")
-    return await _give(request, body, [_Target(request.values[0], body.call, grade, body.role)])
+    (trajectory,) = request.values
+    return await _give(request, body, [_Target(trajectory, body.call, grade, body.role)])
 
 
 async def on_answers(request: ControlRequest) -> dict[str, Any]:
@@ -73,11 +74,11 @@ async def on_answers(request: ControlRequest) -> dict[str, Any]:
     except ApiError as error:
         if "`trajectory`" not in str(error):
             raise
-        raise ApiError(error.status, error.code, f"{error} {_RUN}", param="trajectory") from error
+        raise ApiError(error.status, error.code, f"{error} {_RUN_ADVICE}", param="trajectory") from error
     if bool(body.answer) == bool(body.ranking):
         message = (
             "Send either `answer`, the id of an answer, or `ranking`, ids of runs or answers, best first. "
-        ) + _RUN
+        ) + _RUN_ADVICE
         raise ApiError(400, "invalid_body", message, param="answer")
     if body.answer:
         trajectory = trajectory_of(body.answer)

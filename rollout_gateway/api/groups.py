@@ -37,7 +37,7 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
 
     All members are checked, and demonstrations rendered, before the first one is changed. If a later one fails
     nevertheless, the same request completes the rest."""
-    gateway, access, group = request.gateway, request.access, request.values[0]
+    gateway, access, (group,) = request.gateway, request.access, request.values
     body = request.read(GroupCompletion)
     gateway.api_keys.charge_members(access, len(body.trajectories))
     if (size := len(body.task.encode()) * len(body.trajectories)) > _TASK_BYTES:
@@ -111,7 +111,7 @@ async def _open(
 
 async def get_group(request: ControlRequest) -> dict[str, Any]:
     """Whether a group was trained or discarded. `model` in the query may be left out if there is one model only."""
-    gateway, access, group = request.gateway, request.access, request.values[0]
+    gateway, access, (group,) = request.gateway, request.access, request.values
     models = gateway.models_of(access)
     model = request.query.get("model", models[0] if len(models) == 1 else "")
     if model not in models:

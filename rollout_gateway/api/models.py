@@ -34,7 +34,7 @@ async def get_models(request: ControlRequest) -> dict[str, Any]:
 
 async def get_model(request: ControlRequest) -> dict[str, Any]:
     """One of them. A model that the key does not permit is a 404, like one that does not exist."""
-    gateway, access, name = request.gateway, request.access, request.values[0]
+    gateway, access, (name,) = request.gateway, request.access, request.values
     known = gateway.policies.state(name) is not None or gateway.policies.knows(name)
     if not (known and access.sees(gateway.router.name(name))):
         raise unknown_model(name, _visible_names(gateway, access))
@@ -65,7 +65,7 @@ def _policy(gateway: Gateway, model: str, access: Access) -> dict[str, Any]:
 
 async def decide(request: ControlRequest, action: Action) -> dict[str, Any]:
     """Change the version that a model's name is routed to."""
-    model = request.values[0]
+    (model,) = request.values
     request.access.check_model(model)
     decision = request.read(BODIES[action])
     return await request.gateway.promotion.decide(model, action, decision, request.access.owner)

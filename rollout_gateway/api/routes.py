@@ -70,7 +70,8 @@ ROUTES = (
 
 
 def find(method: str, path: str) -> tuple[Route, list[str]]:
-    """The route of a path, and the values of its parameters. Raises a 400, 404 or 405 `ApiError`."""
+    """Return the route of a path, and the decoded values of its parameters. `path`: still percent-encoded, without the
+    query, as Latin-1 text. Raises a 400, 404 or 405 `ApiError`."""
     allowed = []
     for route in ROUTES:
         match = route.pattern.fullmatch(path.strip("/"))

@@ -69,7 +69,7 @@ def _check_model(gateway: Gateway, opening: Opening, access: Access) -> None:
 
 async def complete(request: ControlRequest) -> dict[str, Any]:
     """Complete a trajectory. The same request again gets the same answer."""
-    gateway, trajectory, completion = request.gateway, request.values[0], request.read(Completion)
+    gateway, (trajectory,), completion = request.gateway, request.values, request.read(Completion)
     await check_completion(gateway, completion, request.access)
     opened = await gateway.registry.opening(trajectory)
     if opened is not None:
@@ -145,7 +145,7 @@ def check_batch(completion: Completion, group: str) -> None:
 
 async def get_trajectory(request: ControlRequest) -> dict[str, Any]:
     """Answer with a trajectory as recorded on the log."""
-    opened, completed, exchanges = await request.gateway.registry.describe(request.values[0])
+    opened, completed, exchanges = await request.gateway.registry.describe(*request.values)
     names = ("project", "model", "group", "task", "attempt", "split", "group_size")
     results: dict[str, Any] = {"outcome": None, "reward": None, "rewards": {}, "metrics": {}}
     if completed is not None:

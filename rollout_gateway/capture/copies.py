@@ -46,7 +46,7 @@ async def copy_calls(into: Trajectory, references: Sequence[tuple[Trajectory, Re
     done = [(call.copied_from, call.choice) async for call in into.log.calls(into.id)]
     size = 0
     for number, (source, reference) in enumerate(references):
-        original = await source.referenced(reference.reply, reference.choice)
+        original = await source.exchange_referenced(reference.reply, reference.choice)
         if original is None:
             raise no_such_call(reference)
         size += len(original.request) + len(original.prompt_ids)

@@ -306,7 +306,7 @@ class Registry:
         model."""
         sources = await self._sources(trajectory, model, references)
         for reference in references:
-            if await sources[reference.trajectory].place_of(reference.reply, reference.choice) is None:
+            if await sources[reference.trajectory].stream_seq_of(reference.reply, reference.choice) is None:
                 raise no_such_call(reference)
 
     async def _sources(

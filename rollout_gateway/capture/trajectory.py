@@ -255,7 +255,7 @@ class Trajectory:
                 return call[0]
         return None
 
-    async def place_of(self, reply: str, choice: int) -> int | None:
+    async def stream_seq_of(self, reply: str, choice: int) -> int | None:
         """The stream sequence of the complete exchange that a reference names, or `None`. The run must have
         been opened with `references`."""
         assert self.recorded.replies is not None
@@ -263,10 +263,10 @@ class Trajectory:
             await self.refresh()  # another replica may have answered
         return self.recorded.replies.get((reply, choice))
 
-    async def referenced(self, reply: str, choice: int) -> ExchangeRecorded | None:
+    async def exchange_referenced(self, reply: str, choice: int) -> ExchangeRecorded | None:
         """The complete exchange that a reference in an answer names, or `None`. The run must have been opened with
         `references`."""
-        seq = await self.place_of(reply, choice)
+        seq = await self.stream_seq_of(reply, choice)
         if seq is None:
             return None
         try:

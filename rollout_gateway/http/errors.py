@@ -66,11 +66,11 @@ def unknown_trajectory(trajectory: str, advice: str = "Open one with POST /v1/tr
     return ApiError(404, "trajectory_not_found", message)
 
 
-def expired_trajectory(trajectory: str, hours: float) -> ApiError:
+def expired_trajectory(trajectory: str, max_age_h: float) -> ApiError:
     message = (
-        f"Trajectory {trajectory!r} expired: it was opened more than {hours:g} hours ago, so the log no longer holds "
-        "all of it (nats.rollouts_max_age_h). It takes no calls and no feedback, it can't be completed, and its id "
-        "can't be used again."
+        f"Trajectory {trajectory!r} expired: it was opened more than {max_age_h:g} hours ago, so the log no longer "
+        "holds all of it (nats.rollouts_max_age_h). It takes no calls and no feedback, it can't be completed, and its "
+        "id can't be used again."
     )
     return ApiError(410, "trajectory_expired", message)
 

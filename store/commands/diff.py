@@ -106,12 +106,13 @@ def calibrated(connection: duckdb.DuckDBPyConnection, side: dict[str, str], conf
     return out
 
 
-def rests_on(
+def checkpoints_trained_on(
     connection: duckdb.DuckDBPyConnection, flipped: Rewards, branch: str = "main"
 ) -> list[dict[str, Any]]:
-    """Return the checkpoints of a branch that were trained on trajectories of `flipped`, with the number of these and
-    of all."""
-    keys = [(*group, trajectory) for group, names in flipped.items() for trajectory in names]
+    """Return the checkpoints of a branch that were trained on trajectories of `flipped`, whose rewards don't matter
+    here: each with how many of its trajectories are in `flipped`, and how many it has."""
+    # The view `staleness` has a row for each trajectory that a version was trained on.
+    keys = [(*group, trajectory) for group, rewards_of in flipped.items() for trajectory in rewards_of]
     rows = connection.execute(
         """
         WITH flipped AS (
@@ -124,8 +125,8 @@ def rests_on(
         [*([key[part] for key in keys] for part in range(4)), branch],
     ).fetchall()
     return [
-        {"project": project, "version": version, "flipped": n, "trajectories": of}
-        for project, version, n, of in rows
+        {"project": project, "version": version, "flipped": in_flipped, "trajectories": trajectories}
+        for project, version, in_flipped, trajectories in rows
     ]
 
 
@@ -247,7 +248,9 @@ def _run(args: argparse.Namespace) -> int:
             for side in (first, second)
         )
         result, flipped = compare(a, b)
-        checkpoints = [] if args.calls else rests_on(connection, flipped, first.get("branch", "main"))
+        checkpoints = (
+            [] if args.calls else checkpoints_trained_on(connection, flipped, first.get("branch", "main"))
+        )
     if args.format == "json":
         result |= {
             "flipped": [

@@ -116,12 +116,10 @@ class Evidence(Struct, frozen=True, kw_only=True):
     verdict: Verdict = "continue"
 
 
-def gather(
-    connection: duckdb.DuckDBPyConnection, project: str, plan: Plan, begun: Evidence, until: int
-) -> Evidence:
-    """Return what the history says at `until` of the comparison that began with `begun`. Raises `ConfigError` for a
-    metric that DuckDB can't compute."""
-    model, step = parse_version(begun.candidate)
+def gather(connection: duckdb.DuckDBPyConnection, project: str, begun: Evidence, until: int) -> Evidence:
+    """Return what the history says at `until` of the comparison that began with `begun`, by its plan. Raises
+    `ConfigError` for a metric that DuckDB can't compute."""
+    plan, (model, step) = begun.plan, parse_version(begun.candidate)
     control = parse_version(begun.control)[1]
     metrics = (plan.metric, *plan.guards)
     columns = [f"nullif(CAST(({metric.sql}) AS DOUBLE), 'nan'::DOUBLE)" for metric in metrics]
@@ -154,7 +152,7 @@ def gather(
             for side in (step, control)
         )
         findings.append(_compared(metric, candidates, controls, begun.percent, plan.alpha))
-    evidence = msgspec.structs.replace(begun, plan=plan, until=until, findings=tuple(findings))
+    evidence = msgspec.structs.replace(begun, until=until, findings=tuple(findings))
     return msgspec.structs.replace(evidence, verdict=verdict(plan, evidence.findings))
 
 

@@ -44,6 +44,7 @@ _SETTLED_S = 30
 _RECORDED = """
 SELECT model, evidence FROM policy_promoted WHERE project = ? AND evidence <> '' AND other = '' ORDER BY "at"
 """
+"""The decisions that ended a comparison. The one that begins it has `other`, the control."""
 
 
 class _Begun(msgspec.Struct, frozen=True):
@@ -133,7 +134,7 @@ def _begin(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.candidate} and {args.control} must be two versions of one model")
     config = run_settings(args.run_dir, sections=("store",))
     # An expression that DuckDB refuses begins nothing.
-    gather(sql.connect(config), config.project, plan, begun, 0)
+    gather(sql.connect(config), config.project, begun, 0)
     body = {
         "version": args.candidate, "other": args.control, "percent": args.percent, "request": new_id("compare"),
         "evidence": msgspec.json.encode(begun).decode(), "reason": f"compared by {args.metric}",
@@ -177,15 +178,18 @@ def _approve(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
+    """Compute every decision again, exactly: the same runs in the same order give the same floats. Decisions may differ
+    rightly where runs were erased or are older than `store.keep_days`, or came to the store late (`_SETTLED_S`)."""
     config = run_settings(args.run_dir, sections=("store",))
     connection = sql.connect(config)
     different = 0
     decisions = connection.execute(_RECORDED, [config.project]).fetchall()
     for model, text in decisions:
         recorded = msgspec.json.decode(text, type=Evidence)
-        again = gather(connection, config.project, recorded.plan, recorded, recorded.until)
+        again = gather(connection, config.project, recorded, recorded.until)
         different += again != recorded
-        said = "equal" if again == recorded else f"DIFFERENT: now {msgspec.json.encode(again).decode()}"
+        now = msgspec.json.encode(again).decode()
+        said = "equal" if again == recorded else f"DIFFERENT: recorded {text}, now {now}"
         sys.stdout.write(visible(f"{model}: {recorded.verdict} of {recorded.candidate}: {said}") + "\n")
     sys.stdout.write(f"{len(decisions)} decisions, {different} different\n")
     return 1 if different else 0
@@ -208,7 +212,7 @@ def _in_force(gateway: GatewayApi, model: str) -> _Begun:
 
 def _look(config: Config, begun: _Begun) -> Evidence:
     until = int((time.time() - _SETTLED_S) * 1e6)
-    return gather(sql.connect(config), config.project, begun.evidence.plan, begun.evidence, until)
+    return gather(sql.connect(config), config.project, begun.evidence, until)
 
 
 def _publish(gateway: GatewayApi, begun: _Begun, evidence: Evidence, by: str = "") -> None:

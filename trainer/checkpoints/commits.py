@@ -88,10 +88,13 @@ class Commits:
                     f"the log already holds another {event.version}: does a second trainer run on project "
                     f"{event.project!r}? Stop it; this one resumes from the log when it starts again."
                 )
-        await self.publish_discarded(manifest)
+        await self.publish_discards(manifest)
 
-    async def publish_discarded(self, manifest: Manifest) -> None:
-        """Publish the discards of a step that the log holds, each once: also if a trainer died before it could."""
+    async def publish_discards(self, manifest: Manifest) -> None:
+        """Publish the discards of a step whose checkpoint is on the log. Safe to repeat.
+
+        Each is looked up first: the server recognises a duplicate only for some minutes, and a trainer that died
+        between the checkpoint and its discards may start again later than that."""
         for event in manifest.discarded:
             keys: dict[str, Any] = {
                 name: getattr(event, name) for name in ("project", "model", "group", "branch")

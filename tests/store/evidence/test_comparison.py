@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from unittest import mock
 
 import duckdb
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,7 +71,7 @@ def _look(
 ) -> tuple[Evidence, list[tuple[list[float], list[float]]]]:
     """Return the evidence at `until`, and for each metric the candidate's and the control's numbers in their order."""
     with mock.patch.object(comparison, "_compared", wraps=comparison._compared) as compared:
-        found = gather(connection, "p", _PLAN, _BEGUN, until)
+        found = gather(connection, "p", _BEGUN, until)
     return found, [(call.args[1], call.args[2]) for call in compared.call_args_list]
 
 
@@ -119,7 +120,7 @@ def test_what_is_no_number_of_a_run_of_this_project_does_not_count(
     )
     connection.execute("INSERT INTO rewards VALUES ('other', 'r1', 'main', 'scored', 1.0, ?)", [_time(8)])
     connection.execute("UPDATE trajectories SET exchanges = 0 WHERE trajectory = 'r2'")
-    found = gather(connection, "p", _PLAN, _BEGUN, _END)
+    found = gather(connection, "p", _BEGUN, _END)
     assert [(f.candidate_runs, f.control_runs) for f in found.findings] == [(0, 0), (2, 0), (0, 0)]
 
 
@@ -131,4 +132,4 @@ def test_a_metric_that_makes_another_statement_is_refused(
 ) -> None:
     _fill(connection, [], [])
     with pytest.raises(ConfigError, match="each is one expression over a run"):
-        gather(connection, "p", Plan(metric=Metric(sql=sql)), _BEGUN, _END)
+        gather(connection, "p", msgspec.structs.replace(_BEGUN, plan=Plan(metric=Metric(sql=sql))), _END)
