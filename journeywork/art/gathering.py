@@ -29,7 +29,8 @@ class GatherContext:
     pbar: Any = None
     """tqdm's progress bar, or `None`."""
     metric_sums: Counter[str] = field(default_factory=Counter)
-    """Of rewards and metrics, by name. `exceptions` is the number of exceptions."""
+    """Of rewards and metrics, by name. `exceptions` is the number of exceptions, as in ART. A trajectory's metric that
+    is called `exceptions` or `reward` is counted as `metrics/<name>`: ART adds it to the other value of that name."""
     metric_divisors: Counter[str] = field(default_factory=Counter)
     max_metrics: int | None = None
     """How many metrics the bar shows."""
@@ -116,6 +117,10 @@ def record_metrics(context: GatherContext, trajectory: Played) -> None:
     tokens = [len(c.logprobs.content or c.logprobs.refusal or ()) for c in choices if c.logprobs is not None]
     if tokens:
         trajectory.metrics["completion_tokens"] = sum(tokens) / len(tokens)
-    for name, value in {"reward": trajectory.reward, **trajectory.metrics}.items():
+    metrics = {
+        f"metrics/{name}" if name in ("reward", "exceptions") else name: value
+        for name, value in trajectory.metrics.items()
+    }
+    for name, value in {"reward": trajectory.reward, **metrics}.items():
         context.metric_sums[name] += value  # type: ignore[assignment]  # a Counter of floats
         context.metric_divisors[name] += 1

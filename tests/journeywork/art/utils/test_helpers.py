@@ -12,6 +12,7 @@ import pytest
 
 from journeywork.art.gathering import GatherContext
 from journeywork.art.mcp.types import GeneratedScenarioCollection, MCPResource, MCPTool
+from journeywork.art.trajectories import Trajectory
 from journeywork.art.utils import format_message, get_model_step, iterate_dataset, log_http_errors
 from journeywork.art.utils.output_dirs import get_output_dir_from_model_properties, get_step_checkpoint_dir
 from pipeline.config import Config
@@ -108,3 +109,16 @@ def test_a_share_of_exceptions_is_allowed_whole() -> None:
     assert not context.too_many_exceptions()
     context.metric_sums["exceptions"] = 30
     assert context.too_many_exceptions()
+
+
+def test_metrics_that_are_named_as_the_counts_are_counted_beside_them() -> None:
+    """A metric `exceptions` ended the gathering, and a metric `reward` hid the reward."""
+    context = GatherContext(max_exceptions=1)
+    context.allow()
+    context.count(
+        Trajectory(reward=0.5, messages_and_choices=[], metrics={"exceptions": 2, "reward": 7.0, "won": True})
+    )
+    assert not context.too_many_exceptions()
+    assert context.metric_sums == {
+        "exceptions": 1, "reward": 0.5, "metrics/exceptions": 2, "metrics/reward": 7.0, "won": 1
+    }  # fmt: skip
