@@ -3,6 +3,7 @@ instead, so a program that imports what it does not reach runs."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -136,8 +137,9 @@ class _Refusal(type):
         cls.refuse()
 
 
+@functools.cache
 def _refusal(full_name: str) -> _Refusal | None:
-    """Return the stand-in of a name that is refused; `None` for others."""
+    """Return the stand-in of a name that is refused, the same class at each call; `None` for others."""
     name = full_name.removeprefix(f"{PACKAGE}.")
     if (sentence := sentence_for(name)) is None:
         return None

@@ -203,3 +203,14 @@ def test_logprobs_are_left_out_at_every_depth() -> None:
     assert stripped["calls"][1][0].logprobs is None
     assert choice.logprobs is not None
     assert strip_logprobs(SimpleNamespace(a=1)).a == 1
+
+
+def test_a_refused_name_is_one_class_wherever_it_is_imported() -> None:
+    """Each import made another one, so that programs compared different classes."""
+    from journeywork.art.dev import model
+    from journeywork.art.dev.model import DebugOption
+    from journeywork.art.utils import deployment
+
+    assert DebugOption is model.DebugOption
+    assert deployment.Config is deployment.Config
+    assert DebugOption is not deployment.Config
