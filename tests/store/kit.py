@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import nats.js.errors
 import pyarrow as pa
 from pyarrow import fs
 
 from pipeline import streams
 from pipeline.config import Config
+from pipeline.errors import BrokerError
 from pipeline.events import (
     AlarmChanged,
     DeadLettered,
@@ -212,8 +212,8 @@ async def until_acked(broker: Broker, within_s: float = 60) -> None:
         for spec in [s for s in streams.CONSUMERS if s.name.startswith("store-")]:
             while True:
                 try:
-                    info = await broker.js.consumer_info(spec.stream, spec.name)
-                except nats.js.errors.NotFoundError:
+                    info = await broker.consumer_info(spec)
+                except BrokerError:
                     continue  # about to be made anew
                 if not info.num_pending and not info.num_ack_pending:
                     break
@@ -260,7 +260,7 @@ async def in_log(broker: Broker) -> set[tuple[str, int]]:
     """(stream, sequence) of every message that is an event: what is not one is a dead letter instead."""
     found: set[tuple[str, int]] = set()
     for spec in streams.STREAMS:
-        info = await broker.js.stream_info(spec.name)
+        info = await broker.stream_info(spec.name)
         for seq in range(1, info.state.last_seq + 1):
             message = await broker.js.get_msg(spec.name, seq)
             if (message.data or b"")[:1] != b"\xc1":

@@ -36,7 +36,7 @@ async def test_200_turns_and_128k_tokens_come_back_token_for_token(
                 logprobs=pack_logprobs(np.linspace(-2, 0, 100)),
             )
         )
-    assert (await broker.js.stream_info("OBJ_CLAIMS_ROLLOUTS")).state.messages > TURNS / 4
+    assert (await broker.stream_info("OBJ_CLAIMS_ROLLOUTS")).state.messages > TURNS / 4
     history = [r.event for r in await broker.read(ExchangeRecorded, project="p", trajectory="long")]
     assert [e.seq for e in history if isinstance(e, ExchangeRecorded)] == list(range(TURNS))
     await store_all(broker, running_store)

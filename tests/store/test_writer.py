@@ -43,7 +43,7 @@ async def test_stopping_writes_what_was_taken(
     await publish(broker, [exchange("t", seq) for seq in range(5)])
     async with running_store(flush_s=60.0):
         with anyio.fail_after(60):
-            while (await broker.js.consumer_info("ROLLOUTS", "store-rollouts")).num_ack_pending < 5:
+            while (await broker.consumer_info(streams.consumer("store-rollouts"))).num_ack_pending < 5:
                 await anyio.sleep(0.02)
         assert stored(tmp_path / "store", "rollout.exchange") == []
     await store_all(broker, running_store)
@@ -114,7 +114,7 @@ async def test_what_waits_in_a_living_store_is_not_delivered_again(
         await publish(broker, [exchange("t", seq) for seq in range(3)])
         async with running_store(flush_s=12.0):
             await until_acked(broker)
-        info = await broker.js.consumer_info("ROLLOUTS", "store-rollouts")
+        info = await broker.consumer_info(streams.consumer("store-rollouts"))
         assert info.delivered is not None
         assert info.delivered.consumer_seq == 3
         assert await broker.read(DeadLettered) == []

@@ -17,6 +17,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from pipeline import streams
 from pipeline.config import Config, ModelConfig, NatsConfig, TrainerConfig, VllmConfig, with_values
 from pipeline.events import (
     CheckpointPublished,
@@ -298,7 +299,7 @@ async def discards(broker: Broker) -> list[GroupDiscarded]:
 
 
 async def unacked(broker: Broker) -> int:
-    info = await broker.js.consumer_info("GROUPS", "trainer")
+    info = await broker.consumer_info(streams.consumer("trainer"))
     return int(info.num_ack_pending or 0) + int(info.num_pending or 0)
 
 

@@ -61,7 +61,7 @@ async def in_log(broker: Broker) -> dict[tuple[str, int], bytes]:
     """(stream, sequence) and payload of every message that is an event."""
     found: dict[tuple[str, int], bytes] = {}
     for spec in streams.STREAMS:
-        info = await broker.js.stream_info(spec.name)
+        info = await broker.stream_info(spec.name)
         async for seq, _, _, payload in broker.messages(spec.name, 1, info.state.last_seq):
             if payload != GARBAGE:
                 decode(payload)

@@ -55,8 +55,8 @@ async def test_a_retry_that_is_repeated_is_one_delivery(broker: Broker) -> None:
     seq, at = letter.place
     await broker.publish_raw(f"rollout.completed.p.m.t1.retry-{seq}-{at}", b"x", {})
     await dead.retry(broker, letter)
-    assert (await broker.js.stream_info("ROLLOUTS")).config.subjects == ["rollout.>", "alive.ROLLOUTS"]
-    assert (await broker.js.stream_info("ROLLOUTS")).state.messages == 1
+    assert (await broker.stream_info("ROLLOUTS")).config.subjects == ["rollout.>", "alive.ROLLOUTS"]
+    assert (await broker.stream_info("ROLLOUTS")).state.messages == 1
 
 
 async def test_a_message_under_a_lost_number_is_a_letter_of_its_own(broker: Broker) -> None:

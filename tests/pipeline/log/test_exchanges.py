@@ -126,7 +126,7 @@ async def test_an_exchange_too_large_for_the_log_is_continued(nats_config: NatsC
     async with Broker.connect(nats_config) as broker:
         recorded = await record(await opened(registry(broker)), exchanges)
         assert [type(f) for f in await forms(broker)] == [ExchangeRecorded, Continuation, Continuation]
-        assert (await broker.js.stream_info("OBJ_CLAIMS_ROLLOUTS")).state.bytes < 3_000_000  # one object
+        assert (await broker.stream_info("OBJ_CLAIMS_ROLLOUTS")).state.bytes < 3_000_000  # one object
     async with Broker.connect(nats_config) as broker:
         assert await whole(broker) == recorded
 

@@ -141,7 +141,7 @@ async def test_what_is_sent_while_the_server_is_away_arrives_once(
         tg.start_soon(broker._publish_until_acked, "rollout.opened.p.t", b"1", {"Nats-Msg-Id": "one"})
         tg.start_soon(broker._publish_until_acked, "rollout.opened.p.t", b"2", {"Nats-Msg-Id": "two"})
         await anyio.to_thread.run_sync(nats_server.start)
-    info = await broker.js.stream_info("ROLLOUTS")
+    info = await broker.stream_info("ROLLOUTS")
     assert info.state.messages == 3
 
 

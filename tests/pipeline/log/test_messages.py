@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.events import TrajectoryCompleted
 from pipeline.log.broker import Broker
@@ -54,7 +55,7 @@ async def test_an_acknowledgement_does_not_swallow_what_came_under_its_number(
         assert [d.seq for d in fresh] == [d.seq for d in held]
         for delivery in held:
             await delivery.ack(confirmed=True)
-        info = await broker.js.consumer_info("ROLLOUTS", "judge")
+        info = await broker.consumer_info(streams.consumer("judge"))
         assert info.num_ack_pending == 2  # those of the new ones
         for delivery in fresh:
             await delivery.ack(confirmed=True)

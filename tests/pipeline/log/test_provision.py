@@ -40,11 +40,11 @@ async def test_changed_limits_reach_a_stream_and_a_consumer_that_hold_data(
 
     limited = msgspec.structs.replace(nats_config, max_bytes=100_000_000, rollouts_max_age_h=120)
     async with Broker.connect(limited) as broker:
-        info = await broker.js.stream_info("ROLLOUTS")
+        info = await broker.stream_info("ROLLOUTS")
         assert (info.config.max_age, info.config.max_bytes) == (5 * streams.DAY_S, 50_000_000)
         assert info.config.duplicate_window == 60.0
         assert info.state.messages == 51
-        consumer = await broker.js.consumer_info("ROLLOUTS", "judge")
+        consumer = await broker.consumer_info(streams.consumer("judge"))
         assert (consumer.config.ack_wait, consumer.config.max_ack_pending) == (33.0, 77)
         # What was acknowledged before stays acknowledged.
         assert (consumer.num_pending, consumer.num_ack_pending) == (0, 0)
@@ -75,9 +75,9 @@ async def test_a_claimed_object_lives_as_long_as_its_message_and_then_goes(
                 # As long as the message is there, so is what it names.
                 assert await broker.decode(claim) == large
                 await anyio.sleep(0.05)
-            while (await broker.js.stream_info("OBJ_CLAIMS_ROLLOUTS")).state.messages:
+            while (await broker.stream_info("OBJ_CLAIMS_ROLLOUTS")).state.messages:
                 await anyio.sleep(0.05)
-        assert (await broker.js.stream_info("OBJ_CLAIMS_POLICY")).config.max_age in (0, None)
+        assert (await broker.stream_info("OBJ_CLAIMS_POLICY")).config.max_age in (0, None)
 
 
 async def test_a_claimed_object_outlives_every_message_of_its_stream() -> None:

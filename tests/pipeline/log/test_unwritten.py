@@ -46,6 +46,6 @@ async def test_events_that_the_store_wrote_raise_no_alarm(nats_config: NatsConfi
             await held.ack(confirmed=True)
         await watched.check(broker)
         with anyio.fail_after(60):
-            while (await broker.js.stream_info("ROLLOUTS")).state.messages:
+            while (await broker.stream_info("ROLLOUTS")).state.messages:
                 await anyio.sleep(0.05)
         assert await watched.check(broker) == []

@@ -176,13 +176,13 @@ async def test_a_stream_refuses_at_its_limit(nats_server: NatsServer) -> None:
             count += 1
         with pytest.raises(BrokerUnavailableError):
             await hasty.publish(large("one more", 200_000))
-        first = await broker.js.stream_info("ROLLOUTS")
+        first = await broker.stream_info("ROLLOUTS")
         assert first.state.first_seq == 1  # nothing that somebody may still have to read was dropped
         # What a limit below the present size would drop stays too.
         smaller = msgspec.structs.replace(config, max_bytes=1000)
         async with Broker.connect(smaller):
             pass
-        assert (await broker.js.stream_info("ROLLOUTS")).state.messages == first.state.messages
+        assert (await broker.stream_info("ROLLOUTS")).state.messages == first.state.messages
 
 
 async def test_a_log_without_room_for_one_event_is_an_alarm(nats_server: NatsServer) -> None:
@@ -203,7 +203,7 @@ async def test_dead_letters_never_stop_the_rest(nats_server: NatsServer) -> None
     async with Broker.connect(config) as broker:
         for i in range(30):
             await broker.publish_raw(f"dead.ROLLOUTS.c{i}", os.urandom(4000), {})
-        info = await broker.js.stream_info("DEAD")
+        info = await broker.stream_info("DEAD")
         assert 0 < info.state.messages < 30
         assert info.state.last_seq == 30
 

@@ -37,7 +37,7 @@ async def test_an_expired_trajectory_is_refused_by_every_gateway(nats_config: Na
         found[0].end()
         assert await there.open(opened("mine"), "") is not found[0]  # a retry at another gateway
         with anyio.fail_after(60):
-            while (await broker.js.stream_info("ROLLOUTS")).state.messages:
+            while (await broker.stream_info("ROLLOUTS")).state.messages:
                 await anyio.sleep(0.05)
         for name, trajectory in zip(names, found, strict=True):
             with pytest.raises(ApiError) as refused:
@@ -48,7 +48,7 @@ async def test_an_expired_trajectory_is_refused_by_every_gateway(nats_config: Na
         for registry in (here, there, Registry(broker, "test", TOKENS)):
             with pytest.raises(ApiError, match="expired"):
                 await registry.open(opened(dated), "")
-        assert (await broker.js.stream_info("ROLLOUTS")).state.messages == 0
+        assert (await broker.stream_info("ROLLOUTS")).state.messages == 0
         again = await here.open(opened("mine"), "")
         assert again is not found[0]
         again.begin()

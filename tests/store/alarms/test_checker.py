@@ -53,9 +53,9 @@ async def test_a_restart_raises_nothing_twice(broker: Broker, running_store: Sto
 
 async def test_a_log_near_its_limit_is_an_alarm(broker: Broker, running_store: StoreProcess) -> None:
     await broker.provision()
-    config = (await broker.js.stream_info("DEAD")).config
+    config = (await broker.stream_info("DEAD")).config
     await publish(broker, letters(20))
-    held = (await broker.js.stream_info("DEAD")).state.bytes
+    held = (await broker.stream_info("DEAD")).state.bytes
     config.max_bytes = held + held // 8
     await broker.js.update_stream(config)
     async with running_store(OFTEN):

@@ -303,5 +303,5 @@ async def test_a_group_whose_id_a_validation_group_has_trains_after_a_death(
 
 
 async def one_waits(broker: Broker) -> bool:
-    info = await broker.js.consumer_info("GROUPS", "trainer")
+    info = await broker.consumer_info(streams.consumer("trainer"))
     return info.num_ack_pending == 1 and not info.num_pending

@@ -26,7 +26,7 @@ async def publish_incomplete(broker: Broker, name: str, owner: str = "") -> None
 
 
 async def held_by_the_trainer(broker: Broker) -> int:
-    return int((await broker.js.consumer_info("GROUPS", "trainer")).num_ack_pending or 0)
+    return int((await broker.consumer_info(streams.consumer("trainer"))).num_ack_pending or 0)
 
 
 @pytest.mark.usefixtures("quick_redelivery")
