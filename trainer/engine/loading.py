@@ -83,12 +83,13 @@ def load(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
     """Load `base` (a folder or a name on the Hugging Face Hub) and add a fresh adapter.
 
     The adapter's initial weights depend on `config.seed` only. Raises `ConfigError` if the settings contradict each
-    other or the model, or if the model can't be loaded."""
+    other or the model, or if the model can't be loaded; errors of the device as PyTorch does."""
     check_trainer(config)
     try:
         return (_load_unsloth if config.engine == "unsloth" else _load_transformers)(base, config, device)
-    except (ImportError, KeyError, OSError, SafetensorError, ValueError) as error:
-        if isinstance(error, ConfigError):
+    except (ImportError, KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:
+        # Unsloth refuses a model by a RuntimeError. Those of the device, such as a full memory, can pass.
+        if isinstance(error, ConfigError | torch.OutOfMemoryError | torch.AcceleratorError):
             raise
         raise ConfigError(f"{base} can't be trained: {first_sentence(error)}") from error
 
@@ -270,10 +271,18 @@ def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loa
     from unsloth import FastLanguageModel
 
     # Beyond the model's own limit Unsloth would scale its positions, which the inference server does not.
-    own = AutoConfig.from_pretrained(base).get_text_config().max_position_embeddings
+    own = getattr(AutoConfig.from_pretrained(base).get_text_config(), "max_position_embeddings", None)
+    if own is None:
+        raise ConfigError(
+            f"{base} can't be trained with Unsloth: its config.json has no max_position_embeddings; set "
+            "trainer.engine to `transformers`"
+        )
     longest = min(own, config.unsloth.max_seq_length or own)
     model, _ = FastLanguageModel.from_pretrained(
         model_name=base,
+        # Else Unsloth takes a copy of its own for many names of the hub, which may differ from what is served: some are
+        # quantised. It also runs a table of names that it downloads.
+        use_exact_model_name=True,
         max_seq_length=longest,
         load_in_4bit=config.memory.quantization == "4bit",
         dtype=dtype_for(config, device),

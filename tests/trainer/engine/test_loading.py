@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig, Qwen3ForCausalLM
 
 from pipeline.config import (
     Config,
@@ -130,6 +130,7 @@ def test_unsloth_gets_the_settings_and_padded_batches(
     engine = Engine(tiny_base, config, tmp_path)
     asked = FastLanguageModel.asked
     assert (asked["load_in_4bit"], asked["r"], asked["random_state"]) == (True, 4, 9)
+    assert asked["use_exact_model_name"]  # a copy of Unsloth's own is not the model that is served
     seen: list[MicroBatch] = []
     original = engine.passes._backward
 
@@ -141,6 +142,38 @@ def test_unsloth_gets_the_settings_and_padded_batches(
     sequences, groups = tree_of_conversations()
     engine.step(engine.initial_state(), [Example(s, 1.0) for s in sequences], groups)
     assert all(b.layout.ends_RL is None for b in seen)
+
+
+def test_what_unsloth_refuses_is_an_error_of_the_settings_and_a_full_gpu_is_not(
+    tiny_base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(FastLanguageModel):
+        error: Exception
+
+        @classmethod
+        def from_pretrained(cls, **asked: Any) -> tuple[Any, None]:
+            raise cls.error
+
+    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=Refusing))
+    config = TrainerConfig(engine="unsloth", dtype="float32")
+    for error in (RuntimeError("Unsloth: both failed. More"), NotImplementedError("Unsloth: not this")):
+        Refusing.error = error
+        with pytest.raises(ConfigError, match=r"can't be trained: Unsloth: (both failed|not this)$"):
+            loading.load(tiny_base, config, CPU)
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    Refusing.error = full
+    with pytest.raises(torch.OutOfMemoryError) as passed:  # memory may be free at the next start
+        loading.load(tiny_base, config, CPU)
+    assert passed.value is full
+
+
+def test_unsloth_needs_to_know_the_models_longest_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=FastLanguageModel))
+    MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"max_position_embeddings.*trainer\.engine.*transformers"):
+        loading.load(str(tmp_path), TrainerConfig(engine="unsloth"), CPU)
 
 
 def gradients(engine: Engine) -> dict[str, torch.Tensor]:
