@@ -125,7 +125,7 @@ class Bisection:
 @dataclass(frozen=True)
 class Limits:
     """When versions are told apart: `alpha` for all comparisons together, rewards cut to `low` and `high`, and the most
-    rounds, of as many runs as there are tasks, that a version plays."""
+    rounds, of as many runs as there are tasks, in which a version is compared with the threshold."""
 
     alpha: float = 0.05
     low: float = 0.0
@@ -148,7 +148,8 @@ class _Runs:
     async def shares(self, version: str) -> list[float]:
         """Play as many runs as there are tasks. Raises `UndecidedError` if none has a reward."""
         # Drawn, not in turn: the test needs values whose mean does not depend on those before. In the order of the
-        # tasks, the easy ones could decide before the hard ones play.
+        # tasks, the easy ones could decide before the hard ones play. A task that is drawn twice gives two values:
+        # `play` tells tasks apart by their number.
         drawn = self._draws.choices(self._tasks, k=len(self._tasks))
         report = await play(self._client, [version], drawn, self._rollout, record=False, **self._options)
         rewards = [task.values[REWARD] for task in report.entrants[0].tasks if REWARD in task.values]
@@ -226,6 +227,7 @@ async def bisect(
 
 
 def _step(version: str) -> int:
+    """Return the step of a version as `models` lists it: `@` stands in no name of a model or branch."""
     return int(version.rpartition("@")[2])
 
 
@@ -243,7 +245,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--scenarios", required=True, metavar="MODULE:NAME|FILE", help="the tasks that were lost")
     add("--alpha", type=float, default=0.05, help="probability that any comparison is wrong (default: 0.05)")
     add("--range", type=float, nargs=2, default=(0.0, 1.0), metavar=("LOW", "HIGH"), help="of the reward")
-    add("--rounds", type=at_least_one, default=50, help="most runs of each task by one version (default: 50)")
+    add(
+        "--rounds",
+        type=at_least_one,
+        default=50,
+        help="most rounds in which one version is compared, each of as many runs as there are tasks (default: 50); "
+        f"before, each of the two versions plays at least {_FIRST} runs, from which the threshold is taken",
+    )
     add_gateway(parser)
     args = parser.parse_args(argv)
     with (
