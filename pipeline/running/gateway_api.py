@@ -23,11 +23,12 @@ _TIMEOUT_S = 90.0
 
 
 class GatewayError(Exception):
-    """The gateway does not answer, or refuses a request. `status` is that of its answer; 0 if there was none."""
+    """The gateway does not answer, or refuses a request. `status` is that of its answer, 0 if there was none; `code`
+    is the error's code in its body, empty if there is none."""
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    def __init__(self, message: str, status: int = 0, code: str = "") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code = status, code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,11 +95,10 @@ class GatewayApi:
                 f"the gateway at {self.url} does not answer ({type(error).__name__}): is `journeywork up` running?"
             ) from error
         if answer.is_error:
-            reason = (
-                body_of_answer.get("error", {}).get("message") if isinstance(body_of_answer, dict) else None
-            )
-            message = reason or f"the gateway answered {answer.status_code}"
+            details = body_of_answer.get("error") if isinstance(body_of_answer, dict) else None
+            details = details if isinstance(details, dict) else {}  # a proxy may answer with a text
+            message = details.get("message") or f"the gateway answered {answer.status_code}"
             if answer.status_code == 401:
                 message += f" Give an operator's key with --key or {KEY_VARIABLE}."
-            raise GatewayError(message, answer.status_code)
+            raise GatewayError(message, answer.status_code, details.get("code") or "")
         return dict(body_of_answer)

@@ -226,7 +226,7 @@ def _publish(gateway: GatewayApi, begun: _Begun, evidence: Evidence, by: str = "
     try:
         gateway.ask("POST", _path(parse_version(version)[0], "promote"), body)
     except GatewayError as error:
-        if error.status != 409:
+        if error.code != "request_exists":
             raise
         sys.stdout.write("another watcher has decided it already\n")
         return

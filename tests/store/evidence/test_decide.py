@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ import pytest
 from pipeline.config import save
 from pipeline.running.runs import SETTINGS
 from store.evidence import decide
-from store.evidence.comparison import Evidence
+from store.evidence.comparison import Evidence, Finding, Metric, Plan
 from store.reading import sql
 from tests.store.showing.dashboard.living import MODEL, Living, living
 
@@ -129,6 +133,48 @@ def test_a_second_watcher_decides_nothing(found: Living, capsys: pytest.CaptureF
     decide._publish(gateway, begun, msgspec.structs.replace(seen, verdict="promote", until=seen.until + 1))
     assert "another watcher" in capsys.readouterr().out
     assert decision(found) == first
+
+
+@contextmanager
+def refusing(code: str) -> Iterator[str]:
+    """Give the address of a server that answers each request with a 409 and this code."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.dumps({"error": {"message": "no", "code": code}}).encode()
+            self.send_response(409)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_only_a_decision_with_the_same_id_is_another_watcher_s(capsys: pytest.CaptureFixture[str]) -> None:
+    finding = Finding(
+        sql="reward", candidate_runs=1, control_runs=1, candidate_mean=1.0, control_mean=0.0, pairs=1,
+        difference=1.0, low=0.5, high=1.0,
+    )  # fmt: skip
+    evidence = Evidence(
+        plan=Plan(metric=Metric(sql="reward")), candidate=CANDIDATE, control=CONTROL, percent=50, since=0,
+        until=1, findings=(finding,), verdict="promote",
+    )  # fmt: skip
+    begun = decide._Begun(evidence, "compare-1")
+    with refusing("request_exists") as url:
+        decide._publish(decide.GatewayApi(url), begun, evidence)
+    assert "another watcher" in capsys.readouterr().out
+    with refusing("no_decision") as url, pytest.raises(decide.GatewayError, match="no"):
+        decide._publish(decide.GatewayApi(url), begun, evidence)
 
 
 @pytest.mark.slow
