@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import ConfigError
-from store.evidence import comparison
+from pipeline.config import Config, ConfigError
+from store.evidence import comparison, decide
 from store.evidence.comparison import Evidence, Guard, Metric, Plan, gather
 
 _TABLES = """
@@ -133,3 +133,25 @@ def test_a_metric_that_makes_another_statement_is_refused(
     _fill(connection, [], [])
     with pytest.raises(ConfigError, match="each is one expression over a run"):
         gather(connection, "p", msgspec.structs.replace(_BEGUN, plan=Plan(metric=Metric(sql=sql))), _END)
+
+
+def test_a_decision_that_differs_is_shown_as_it_was_recorded_and_as_it_is_now(
+    connection: duckdb.DuckDBPyConnection, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fill(connection, [(2, 5), (1, 4)], [(6, 0, "solved", 1.0)])
+    recorded = gather(connection, "p", _BEGUN, _END)
+    _fill(connection, [(1, 4)], [])  # one of the runs was erased
+    connection.execute(
+        'CREATE TEMP TABLE policy_promoted (project TEXT, model TEXT, evidence TEXT, other TEXT, "at" INT)'
+    )
+    text = msgspec.json.encode(recorded).decode()
+    connection.execute(
+        "INSERT INTO policy_promoted VALUES ('p', 'm', ?, '', 1), ('p', 'm', '{}', 'm@1', 0)", [text]
+    )
+    monkeypatch.setattr(decide, "run_settings", lambda *_, **__: Config(project="p"))
+    monkeypatch.setattr(decide.sql, "connect", lambda _: connection)
+    assert decide.main(["check"]) == 1
+    begun = msgspec.json.decode(text, type=Evidence)
+    now = msgspec.json.encode(gather(connection, "p", begun, _END)).decode()
+    assert f"DIFFERENT: recorded {text}, now {now}\n1 decisions, 1 different" in capsys.readouterr().out
+    connection.execute("DROP TABLE policy_promoted")
