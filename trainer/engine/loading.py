@@ -267,6 +267,12 @@ def _leaf(name: str) -> str:
 
 
 def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
+    """Load with Unsloth, which places the model itself: `device` only decides the dtype, and what `auto` means for
+    checkpointing. `check_trainer` has refused quantisation other than `4bit`, and adapters on experts.
+
+    `_load_transformers` checks more. Unsloth does not return which tensors the weights lacked, and has checkpointing of
+    its own for every model that it loads. It takes `trainer.lora.targets` as they are: what vLLM can serve is not
+    looked up, so they should not name a router."""
     # Imported only here, because the import patches transformers and PEFT for the whole process.
     from unsloth import FastLanguageModel
 
@@ -278,6 +284,9 @@ def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loa
             "trainer.engine to `transformers`"
         )
     longest = min(own, config.unsloth.max_seq_length or own)
+    if longest < config.unsloth.max_seq_length:
+        log.warning("longer sequences than the model's own limit are not trained", base=base, limit=own)
+    checkpointing = wants_checkpointing(config, device)
     model, _ = FastLanguageModel.from_pretrained(
         model_name=base,
         # Else Unsloth takes a copy of its own for many names of the hub, which may differ from what is served: some are
@@ -294,10 +303,10 @@ def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loa
         lora_dropout=0,
         bias="none",
         target_modules=list(config.lora.targets or TARGETS),
-        use_gradient_checkpointing="unsloth" if wants_checkpointing(config, device) else False,
+        use_gradient_checkpointing="unsloth" if checkpointing else False,
         random_state=config.seed,
     )
     disable_randomness(model)
     return LoadedModel(
-        model, model.peft_config["default"], False, longest, wants_checkpointing(config, device)
+        model, model.peft_config["default"], accepts_masks=False, longest=longest, checkpointing=checkpointing
     )

@@ -234,8 +234,9 @@ def test_a_model_that_can_not_checkpoint_says_so(tmp_path: Path, monkeypatch: py
     ("served", "setting", "longest"), [(0, 0, 512), (17, 0, 17), (17, 18, 18), (0, 9999, 512)]
 )
 def test_unsloth_prepares_for_the_served_length_and_longer_sequences_are_dropped(
-    tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: int, setting: int, longest: int
-) -> None:
+    tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    served: int, setting: int, longest: int,
+) -> None:  # fmt: skip
     """Unsloth cuts longer rows off, and scales the positions of a model beyond its own limit."""
     from tests.trainer.kit import sequence
 
@@ -250,6 +251,7 @@ def test_unsloth_prepares_for_the_served_length_and_longer_sequences_are_dropped
     )  # fmt: skip
     engine = Engine(tiny_base, config.trainer_of(model), tmp_path)
     assert FastLanguageModel.asked["max_seq_length"] == longest
+    assert ("the model's own limit" in caplog.text) == (setting > longest)
     short, long = (sequence([5] * n, [n - 1]) for n in (longest, longest + 1))
     result = engine.step(engine.initial_state(), [Example(short, 1.0), Example(long, -1.0)], [0, 0])
     assert result.dropped == (long,)
