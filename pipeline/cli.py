@@ -260,6 +260,7 @@ def _provision(args: argparse.Namespace) -> None:
         raise ConfigError(
             "nats.url is not set: name the server. `journeywork up` provisions the server that it starts"
         )
+    log.configure("provision", "ERROR")  # an error is printed as one line
     nats = with_values(config.nats, {"provision": True})
 
     async def connect_and_provision() -> None:

@@ -51,9 +51,9 @@ from pipeline.gather import gather
 from pipeline.log.broker import Broker, BrokerError, HistoryGoneError, Recorded
 from pipeline.names import InvalidNameError, check_name
 from pipeline.running.runs import log_of, run_settings
-from pipeline.telemetry.logs import get_logger
+from pipeline.telemetry import logs
 
-log = get_logger("judge.commands.rejudge")
+log = logs.get_logger("judge.commands.rejudge")
 
 GroupEvent = GroupScored | GroupDiscarded
 
@@ -309,6 +309,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=0, help="only the newest N groups")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
+    logs.configure("rejudge", "WARNING")
     try:
         for name in filter(None, (args.branch, args.verdicts)):
             check_name(name)

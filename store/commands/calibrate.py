@@ -29,6 +29,7 @@ from pipeline.events import JudgeCalibrated
 from pipeline.files import write_whole
 from pipeline.log.broker import Broker
 from pipeline.running.runs import log_of, run_settings
+from pipeline.telemetry import logs
 from store.datasets.runs import select
 from store.reading import sql
 from store.reading.commands import add_run, exit_status
@@ -154,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.out is None and args.anchors is None:
         parser.error("name --out, --anchors or both")
+    logs.configure("calibrate", "ERROR")  # an error is printed as one line
     return exit_status("calibrate", lambda: _run(args))
 
 

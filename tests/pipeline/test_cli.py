@@ -23,6 +23,7 @@ from pipeline.events import AlarmChanged, GroupDiscarded, GroupScored, PolicyPro
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running import status
 from pipeline.running.state import ProcessState, RunState, process_start, write_state
+from tests.conftest import free_port
 from tests.kits.events import checkpoint
 
 
@@ -62,6 +63,23 @@ def test_a_mistake_is_one_clear_line(
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())  # nothing was started
+
+
+@pytest.mark.parametrize(
+    "command", ["pipeline.cli provision", "judge.commands.rejudge --limit 1"], ids=["provision", "rejudge"]
+)
+def test_what_a_command_logs_without_a_log_says_why(command: str, tmp_path: Path) -> None:
+    """A logger that nobody has configured would print the events without their fields."""
+    nowhere = f"nats://127.0.0.1:{free_port()}"
+    settings = tmp_path / "config.toml"
+    settings.write_text(
+        f'run_dir = "{tmp_path}/run"\n[nats]\nurl = "{nowhere}"\nconnect_timeout_s = 1\n[judge]\nmodel = "a/b"\n'
+    )
+    argv = [sys.executable, "-m", *command.split(), "--config", str(settings)]
+    ended = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
+    *logged, said = ended.stderr.splitlines()
+    assert (ended.returncode, said.startswith("journeywork: no NATS server answers at")) == (1, True)
+    assert all(json.loads(line)["error"] for line in logged)
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,12 +136,12 @@ def test_a_second_watcher_decides_nothing(found: Living, capsys: pytest.CaptureF
 
 
 @contextmanager
-def refusing(code: str) -> Iterator[str]:
-    """Give the address of a server that answers each request with a 409 and this code."""
+def refusing(error: Any) -> Iterator[str]:
+    """Give the address of a server that answers each request with a 409 and this error."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = json.dumps({"error": {"message": "no", "code": code}}).encode()
+            body = json.dumps({"error": error}).encode()
             self.send_response(409)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
@@ -170,11 +170,13 @@ def test_only_a_decision_with_the_same_id_is_another_watcher_s(capsys: pytest.Ca
         until=1, findings=(finding,), verdict="promote",
     )  # fmt: skip
     begun = decide._Begun(evidence, "compare-1")
-    with refusing("request_exists") as url:
+    with refusing({"message": "decided", "code": "request_exists"}) as url:
         decide._publish(decide.GatewayApi(url), begun, evidence)
     assert "another watcher" in capsys.readouterr().out
-    with refusing("no_decision") as url, pytest.raises(decide.GatewayError, match="no"):
-        decide._publish(decide.GatewayApi(url), begun, evidence)
+    # The second as of a proxy.
+    for error, says in (({"message": "no", "code": "no_decision"}, "no"), ("Conflict", "answered 409")):
+        with refusing(error) as url, pytest.raises(decide.GatewayError, match=says):
+            decide._publish(decide.GatewayApi(url), begun, evidence)
 
 
 @pytest.mark.slow
