@@ -38,6 +38,10 @@ _VALUE = re.compile(r'"(?:[^"\\]|\\.)*+"|-?[0-9][0-9.eE+-]*+')
 _Mask = tuple[str, str]
 """Pattern and replacement."""
 _LARGE_BYTES = 32 * 1024
+_LARGE_JSON = 256 * 1024
+"""Characters. The values of larger JSON in a text would take gigabytes one by one: the text is masked as a whole."""
+_LEVELS = 3
+"""JSON within JSON that is searched value by value: each further level may double the backslashes of what it holds."""
 
 
 class Masks:
@@ -150,29 +154,39 @@ class Masks:
         return masked != texts
 
     def _replaced(self, texts: list[str]) -> list[str]:
-        if _searched(texts, self._masks) != texts:
-            for mask in self._masks:
-                texts = _masked_by(mask, texts)
-        return texts
+        """Mask texts. JSON, such as the arguments of a tool call, stays valid JSON."""
+        masked = _searched(texts, self._masks)
+        places = [i for i, text in enumerate(texts) if masked[i] != text and _is_json(text)]
+        single = [texts[i] for i in places if len(texts[i]) <= _LARGE_JSON]
+        for mask in self._masks if single else ():
+            single = _masked_by(mask, single, _LEVELS)
+        by_value = iter(single)
+        for i in places:
+            masked[i] = next(by_value) if len(texts[i]) <= _LARGE_JSON else _as_json(masked[i])
+        return masked
 
 
-def _masked_by(mask: _Mask, texts: list[str]) -> list[str]:
-    """Mask texts. JSON, such as the arguments of a tool call, stays valid JSON. If the mask matches more than single
-    values of it, `_raw` has the masked text."""
+def _masked_by(mask: _Mask, texts: list[str], levels: int) -> list[str]:
+    """Mask texts, and in JSON the single values, of which JSON in texts is searched for `levels` further levels. If the
+    mask matches more than single values, `_raw` has the masked text."""
     masked = _searched(texts, [mask])
-    places = [i for i, text in enumerate(texts) if masked[i] != text and _is_json(text)]
+    places = [i for i, text in enumerate(texts) if levels and masked[i] != text and _is_json(text)]
     if not places:
         return masked
     written = list({value for i in places for value in _VALUE.findall(texts[i])})
     values = [str(msgspec.json.decode(value)) for value in written]
     new = {
         before: before if text == value else msgspec.json.encode(text).decode()
-        for before, value, text in zip(written, values, _masked_by(mask, values), strict=True)
+        for before, value, text in zip(written, values, _masked_by(mask, values, levels - 1), strict=True)
     }
     with_values = [_VALUE.sub(lambda match: new[match[0]], texts[i]) for i in places]
     for i, text in zip(places, _searched(with_values, [mask]), strict=True):
-        masked[i] = text if _is_json(text) else msgspec.json.encode({"_raw": masked[i]}).decode()
+        masked[i] = text if _is_json(text) else _as_json(masked[i])
     return masked
+
+
+def _as_json(masked: str) -> str:
+    return masked if _is_json(masked) else msgspec.json.encode({"_raw": masked}).decode()
 
 
 def _is_json(text: str) -> bool:

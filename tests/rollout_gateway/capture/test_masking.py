@@ -346,6 +346,24 @@ async def test_what_a_mask_matches_across_json_is_not_kept_by_another_mask() -> 
     assert msgspec.json.decode(recorded) == {"_raw": '{"n": 1, [password]}'}
 
 
+async def test_json_within_json_does_not_grow_by_masking() -> None:
+    """Each level that is written anew doubles the backslashes below it, which the attacker wrote in a shorter form."""
+    said = f'["{SECRET}"]'
+    for _ in range(15):
+        short = said.replace("\\", "\\u005c").replace('"', "\\u0022")
+        said = f'["{short}"]'
+    event = await masked(exchange({"k": said}, {}), MAIL)
+    assert SECRET.encode() not in event.request
+    assert len(event.request) < 2 * len(said)
+
+
+async def test_large_json_in_a_text_is_masked_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking, "_LARGE_JSON", 50)
+    for said in (f'["{SECRET}","{"x" * 50}"]', f'["\\u0022{ESCAPED}","{"x" * 50}"]'):
+        recorded = msgspec.json.decode((await masked(exchange({"k": said}, {}), GREEDY)).request)["k"]
+        assert (SECRET in recorded, list(msgspec.json.decode(recorded))) == (False, ["_raw"])
+
+
 async def test_what_stands_behind_an_escaped_line_break_is_masked() -> None:
     number = MaskConfig(name="number", pattern=r"\b[0-9]{3}-[0-9]{4}\b")
     for escape in ("\\n", "\\t", "\\\\n"):
