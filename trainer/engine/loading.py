@@ -290,7 +290,7 @@ def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loa
     model, _ = FastLanguageModel.from_pretrained(
         model_name=base,
         # Else Unsloth takes a copy of its own for many names of the hub, which may differ from what is served: some are
-        # quantised. It also runs a table of names that it downloads.
+        # quantised. For names that it does not know it asks GitHub for a newer table of them.
         use_exact_model_name=True,
         max_seq_length=longest,
         load_in_4bit=config.memory.quantization == "4bit",
