@@ -19,9 +19,9 @@ class KeyConfig(Section, frozen=True, kw_only=True):
     """`agent`: model calls and its own trajectories. `feedback`: feedback on any trajectory of the project, and nothing
     else. `operator`: every trajectory, decisions about versions, and metrics."""
     calls_per_minute: Natural = 0
-    """Calls per minute with the key, and with the keys of trajectories that it opened. Completing a group, or ranking
-    runs, counts as a call for each run; each MiB that the calls of a run add to the log counts as a further one. 0: no
-    limit. Each gateway process counts by itself."""
+    """Calls per minute with the key, and with the keys of trajectories that it opened. Completing a group or
+    a run made of others' calls, or ranking runs, counts as a call for each run that is looked at; each MiB that the
+    calls of a run add to the log counts as a further one. 0: no limit. Each gateway process counts by itself."""
     models: tuple[str, ...] = ()
     """Models that the key may call and open trajectories for. Empty: all."""
     calls_only: bool = False

@@ -10,8 +10,10 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio.to_thread
@@ -25,6 +27,8 @@ from rollout_gateway.http.errors import ApiError, invalid_key
 log = get_logger("rollout_gateway.access.api_keys")
 
 _FILE_CHECK_S = 1.0
+_REPEATABLE = 64
+"""Paid requests about several runs of which a key's name may repeat each once for a single call."""
 _FileVersion = tuple[int, ...] | None
 """Modification time, size and inode of the file of keys. `None` if there is no file."""
 
@@ -78,6 +82,8 @@ class _Account:
     refilled_at: float
     models: frozenset[str]
     expires_at: float
+    paid: deque[int] = field(default_factory=lambda: deque(maxlen=_REPEATABLE))
+    """Requests about several runs that were paid for and not repeated since, the newest last."""
 
     def spend(self, name: str, calls: int = 1, counted: int = 0) -> None:
         """Count so many calls, of which `counted` were counted before. Raises a 429 `ApiError` if none is left. One is
@@ -136,12 +142,28 @@ class ApiKeys:
         self._accounts[access.owner, access.feedback_only].spend(access.owner)
         return access
 
-    def charge_members(self, access: Access, members: int) -> None:
-        """Count a request of a key, which `authenticate` counted as one call, as a call for each run that it is about.
-        Raises a 429 `ApiError` if requests that were checked at the same time left none."""
-        account = self._accounts.get((access.owner, access.feedback_only))
-        if account is not None:
-            account.spend(access.owner, max(1, members), counted=1)
+    @contextmanager
+    def charging(self, access: Access, request: int, runs: int) -> Iterator[list[str]]:
+        """Count a request of a key, which `authenticate` counted as one call, as a call for each of so many `runs`. The
+        block appends the runs that it looks at; if it raises, those that it left out are given back. `request` tells
+        equal requests: one that was paid for may come again for a single call, since its answer may have been lost,
+        but once only, since it costs the gateway as much. Raises a 429 `ApiError` if requests that were checked at the
+        same time left no call."""
+        which, looked_at = (access.owner, access.feedback_only), list[str]()
+        account = self._accounts.get(which)
+        if account is None or runs < 2:
+            yield looked_at
+        elif request in account.paid:
+            account.paid.remove(request)
+            yield looked_at
+        else:
+            account.spend(access.owner, runs, counted=1)
+            try:
+                yield looked_at
+                account.paid.append(request)
+            finally:
+                # The file of keys may have been read meanwhile.
+                self._accounts.get(which, account).left += runs - max(1, len(looked_at))
 
     def count_calls(self, owner: str, calls: int) -> None:
         """Count further calls of the keys named `owner`, for a call that was let in. The next ones wait for them."""
@@ -217,5 +239,5 @@ class ApiKeys:
         for which, account in accounts.items():
             before = self._accounts.get(which)
             if before is not None and before.per_minute == account.per_minute:
-                account.left, account.refilled_at = before.left, before.refilled_at
+                account.left, account.refilled_at, account.paid = before.left, before.refilled_at, before.paid
         self._keys, self._accounts = keys, accounts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import parse_qsl
@@ -33,6 +34,10 @@ class ControlRequest:
         """The body as `kind`; an empty body is an empty object. Raises a 400 `ApiError` that says what is wrong with
         it."""
         return read_body(self.http.body or b"{}", kind)
+
+    def charging(self, runs: int) -> AbstractContextManager[list[str]]:
+        """Count the request as so many calls of its key (`ApiKeys.charging`)."""
+        return self.gateway.api_keys.charging(self.access, hash((self.http.target, self.http.body)), runs)
 
 
 @dataclass(eq=False, slots=True)

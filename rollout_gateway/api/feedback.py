@@ -22,7 +22,7 @@ from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.api.schemas import AnswerFeedback, Feedback, RunFeedback
 from rollout_gateway.capture.answer_ids import trajectory_of
-from rollout_gateway.http.errors import ApiError, unknown_trajectory
+from rollout_gateway.http.errors import ApiError, check_shared, unknown_trajectory
 from rollout_gateway.serving.idempotency import check_same, publish_once
 
 _LONG_TEXT = 4096
@@ -86,7 +86,6 @@ async def on_answers(request: ControlRequest) -> dict[str, Any]:
             raise _unknown_answer(body.answer)
         grade = _grade(body, request.gateway.config.gateway.max_reward)
         return await _give(request, body, [_by_answer(body, trajectory, grade, body.answer)])
-    request.gateway.api_keys.charge_members(request.access, len(body.ranking))
     return await _give(request, body, _ranked(body))
 
 
@@ -138,12 +137,7 @@ def _ranked(body: AnswerFeedback) -> list[_Target]:
     last = len(body.ranking) - 1
     if not last:
         raise ApiError(400, "invalid_body", "A `ranking` has two members or more.", param="ranking")
-    if (size := len(body.text.encode()) * len(body.ranking)) > _RANKING_BYTES:
-        message = (
-            f"Each of the {len(body.ranking)} members of the `ranking` gets the `text`, {size:,} bytes: at most "
-            f"{_RANKING_BYTES:,} are taken. Send a shorter text, or send it as feedback on one run."
-        )
-        raise ApiError(413, "body_too_large", message, param="text")
+    check_shared("text", body.text, len(body.ranking), _RANKING_BYTES)
     targets = []
     for place, name in enumerate(body.ranking):
         trajectory, grade = trajectory_of(name), _Grade("number", 1 - place / last, body.text)
@@ -161,7 +155,11 @@ async def _give(request: ControlRequest, body: Feedback, targets: list[_Target])
     key = body.key or new_id("f")
     check_name(body.name)
     await gateway.registry.log.check_end()
-    checked = [await _checked_signal(request, body, key, target) for target in targets]
+    checked = []
+    with request.charging(len(targets)) as looked_at:
+        for target in targets:
+            looked_at.append(target.trajectory)
+            checked.append(await _checked_signal(request, body, key, target))
     if body.key and len(targets) > 1:
         for event, _ in checked:
             recorded = await gateway.broker.read_last(SignalGiven, **keys_of(event))

@@ -19,16 +19,11 @@ from rollout_gateway.api.demonstrations import (
 )
 from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.api.schemas import GroupCompletion, GroupMember
-from rollout_gateway.api.trajectories import check_batch, check_completion, complete_checked
-from rollout_gateway.http.errors import ApiError, unknown_trajectory
+from rollout_gateway.api.trajectories import check_batch, check_completion, complete_checked, runs_named
+from rollout_gateway.http.errors import ApiError, check_shared, unknown_trajectory
 
 _TASK_BYTES = 16 * 1024 * 1024
 """Bytes that the task of one request may take on the log: each member's opening has it."""
-
-
-def wrong_group(trajectory: str, opened: TrajectoryOpened, group: str) -> ApiError:
-    message = f"Trajectory {trajectory!r} belongs to group {opened.group!r}, not {group!r}."
-    return ApiError(400, "wrong_group", message)
 
 
 async def complete_group(request: ControlRequest) -> dict[str, Any]:
@@ -36,39 +31,37 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
     member with `exchanges`, a `demonstration` or a `batch` that is not open is opened first.
 
     All members are checked, and demonstrations rendered, before the first one is changed. If a later one fails
-    nevertheless, the same request completes the rest."""
+    nevertheless, the same request completes the rest, and costs a single call."""
     gateway, access, (group,) = request.gateway, request.access, request.values
     body = request.read(GroupCompletion)
-    gateway.api_keys.charge_members(access, len(body.trajectories))
-    if (size := len(body.task.encode()) * len(body.trajectories)) > _TASK_BYTES:
-        message = (
-            f"Each of the {len(body.trajectories)} trajectories gets the `task`, {size:,} bytes together: at most "
-            f"{_TASK_BYTES:,} are taken. Send a shorter task, or fewer trajectories in a request."
-        )
-        raise ApiError(413, "body_too_large", message, param="task")
+    check_shared("task", body.task, len(body.trajectories), _TASK_BYTES)
     ids = [member.id for member in body.trajectories]
     if repeated := next((name for i, name in enumerate(ids) if name in ids[:i]), None):
         message = f"Trajectory {repeated!r} is named twice. Name each trajectory once."
         raise ApiError(400, "invalid_body", message, param="trajectories")
-    for member in body.trajectories:
-        try:
-            await check_completion(gateway, member, access)
-        except ApiError as error:
-            error.message = f"Trajectory {member.id!r}: {error.message}"
-            raise
-        opened = await gateway.registry.opening(member.id)
-        if member.demonstration is not None:
-            check_demonstration(member, access)
-        if opened is None and _may_be_opened(member):
-            check_name(group)
-            if body.model not in gateway.models_of(access):
-                raise gateway.unknown_model(body.model, access)
-            await gateway.registry.check_references(member.id, body.model, member.exchanges)
-        elif opened is None or not access.owns(opened.owner):
-            raise unknown_trajectory(member.id)
-        elif opened.group != group:
-            raise wrong_group(member.id, opened, group)
-        check_batch(member, group)
+    with request.charging(sum(map(runs_named, body.trajectories))) as looked_at:
+        for member in body.trajectories:
+            try:
+                await check_completion(gateway, member, access, looked_at)
+            except ApiError as error:
+                error.message = f"Trajectory {member.id!r}: {error.message}"
+                raise
+            if not member.exchanges:
+                looked_at.append(member.id)
+            opened = await gateway.registry.opening(member.id)
+            if member.demonstration is not None:
+                check_demonstration(member, access)
+            if opened is None and _may_be_opened(member):
+                check_name(group)
+                if body.model not in gateway.models_of(access):
+                    raise gateway.unknown_model(body.model, access)
+                await gateway.registry.check_references(member.id, body.model, member.exchanges)
+            elif opened is None or not access.owns(opened.owner):
+                raise unknown_trajectory(member.id)
+            elif opened.group != group:
+                message = f"Trajectory {member.id!r} belongs to group {opened.group!r}, not {group!r}."
+                raise ApiError(400, "wrong_group", message)
+            check_batch(member, group)
     turns: dict[str, list[DemonstratedTurn]] = {}
     for member in body.trajectories:
         if member.demonstration is not None:

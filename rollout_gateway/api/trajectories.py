@@ -70,7 +70,8 @@ def _check_model(gateway: Gateway, opening: Opening, access: Access) -> None:
 async def complete(request: ControlRequest) -> dict[str, Any]:
     """Complete a trajectory. The same request again gets the same answer."""
     gateway, (trajectory,), completion = request.gateway, request.values, request.read(Completion)
-    await check_completion(gateway, completion, request.access)
+    with request.charging(runs_named(completion)) as looked_at:
+        await check_completion(gateway, completion, request.access, looked_at)
     opened = await gateway.registry.opening(trajectory)
     if opened is not None:
         check_batch(completion, opened.group)
@@ -84,10 +85,16 @@ async def complete_checked(gateway: Gateway, trajectory: str, completion: Comple
     return {"id": trajectory, **{name: getattr(event, name) for name in names}}
 
 
-async def check_completion(gateway: Gateway, completion: Completion, access: Access) -> None:
-    """Raises an `ApiError`. 400: a reward is out of range, or a reward or metric has a name that tables and labels
-    can't hold. 403: a trajectory's own key sets `exchanges` or `batch`, or another key than an operator's sets a
-    batch's `settings`. 404: `exchanges` name a trajectory of another key."""
+def runs_named(completion: Completion) -> int:
+    """How many runs a completion makes the gateway look at."""
+    return len({reference.trajectory for reference in completion.exchanges}) or 1
+
+
+async def check_completion(gateway: Gateway, completion: Completion, access: Access, seen: list[str]) -> None:
+    """Append the trajectories that `exchanges` name to `seen`, up to the first wrong one. Raises an `ApiError`.
+    400: a reward is out of range, or a reward or metric has a name that tables and labels can't hold. 403: a
+    trajectory's own key sets `exchanges` or `batch`, or another key than an operator's sets a batch's `settings`. 404:
+    `exchanges` name a trajectory of another key."""
     _check_rewards(completion, gateway.config.gateway.max_reward)
     for field, numbers in (("rewards", completion.rewards), ("metrics", completion.metrics)):
         for name in numbers:
@@ -104,6 +111,7 @@ async def check_completion(gateway: Gateway, completion: Completion, access: Acc
             check_name(name)
         _check_settings(gateway, batch, access)
     for trajectory in {reference.trajectory for reference in completion.exchanges}:
+        seen.append(trajectory)
         await gateway.registry.opening_for(trajectory, access)
 
 

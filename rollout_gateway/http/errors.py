@@ -45,6 +45,16 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
 
+def check_shared(field: str, text: str, runs: int, most: int) -> None:
+    """Raise a 413 `ApiError` if a text that each of so many runs gets takes more than `most` bytes together."""
+    if (size := len(text.encode()) * runs) > most:
+        message = (
+            f"Each of the {runs} runs gets the `{field}`, {size:,} bytes together: at most {most:,} are taken. Send a "
+            "shorter one, or name fewer runs in a request."
+        )
+        raise ApiError(413, "body_too_large", message, param=field)
+
+
 def unknown_model(model: str, known: Sequence[str], param: str = "model") -> ApiError:
     message = f"The model {model!r} does not exist. Available models: {', '.join(known)}."
     return ApiError(404, "model_not_found", message, param=param)

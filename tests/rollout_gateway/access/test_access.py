@@ -255,20 +255,82 @@ def test_calls_of_a_run_count_as_its_keys_calls(start_front: StartGateway) -> No
 
 
 def test_a_request_about_many_runs_counts_as_so_many_calls(start_front: StartGateway) -> None:
-    """The requests do not succeed: what is counted is what they ask for."""
     slow = {"calls_per_minute": 3}
-    keys = (key_config("a", **slow), key_config("b", **slow), key_config("f", role="feedback", **slow))
+    keys = (key_config("a", **slow), key_config("f", role="feedback", **slow))
     gateway = start_front(keys=keys)
-    group = {"trajectories": [{"id": str(n)} for n in range(64)]}
-    ranking = {"ranking": [str(n) for n in range(64)]}
     for key, path, body in (
-        ("a", "/v1/groups/g/complete", group), ("b", "/v1/feedback", ranking), ("f", "/v1/feedback", ranking)
+        ("a", "/v1/groups/g/complete", group_of(64)),
+        ("f", "/v1/feedback", ranking_of(64)),
+    ):
+        assert Caller(gateway, key).status("POST", path, body) in (200, 201)
+        assert_owes_60_calls(Caller(gateway, key))
+
+
+def test_a_refused_request_costs_the_runs_that_it_looked_at(start_front: StartGateway) -> None:
+    slow = {"calls_per_minute": 5}
+    keys = (key_config("a", **slow), key_config("f", role="feedback", **slow), key_config("b", **slow))
+    gateway = start_front(keys=(*keys, key_config("o", role="operator")))
+    Caller(gateway, "b").open(id="made")
+    unknown = {"trajectories": [{"id": str(n)} for n in range(64)]}
+    made = {"exchanges": [{"trajectory": str(n), "reply": "r"} for n in range(64)]}
+    for key, path, bodies in (
+        ("a", "/v1/groups/g/complete", {
+            404: unknown, 400: {"trajectories": [{"id": "a"}] * 64}, 413: {**group_of(64), "task": "t" * 300_000},
+        }),
+        ("f", "/v1/feedback", {404: ranking_of(64), 400: {"ranking": ["a"] * 64}}),
+        ("b", "/v1/trajectories/made/complete", {404: made}),
     ):  # fmt: skip
-        caller = Caller(gateway, key)
-        assert caller.status("POST", path, body) == 404
-        refused = caller.ask("POST", path, body)
-        assert refused.status_code == 429
-        assert int(refused.headers["retry-after"]) > 1000, "61 calls more than there were, at 20 s each"
+        for status, body in bodies.items():
+            assert Caller(gateway, key).status("POST", path, body) == status
+        assert Caller(gateway, key).status("POST", path, bodies[404]) == 404, "each cost a single call"
+    # A member is looked at, and the next one ends the request.
+    half = {**group_of(64), "trajectories": group_of(32)["trajectories"] + unknown["trajectories"][32:]}
+    assert Caller(gateway, "a").status("POST", "/v1/groups/g/complete", half) == 404
+    assert (
+        0 < int(Caller(gateway, "a").ask("GET", "/v1/models").headers["retry-after"]) < 64 / 5 * 60 / 2 + 60
+    )
+
+
+def test_a_run_made_of_many_runs_counts_as_so_many_calls(start_front: StartGateway) -> None:
+    keys = (
+        key_config("o", role="operator"),
+        *(key_config(k, role="operator", calls_per_minute=3) for k in ("a", "b")),
+    )
+    gateway = start_front(keys=keys)
+    assert Caller(gateway, "o").status("POST", "/v1/groups/g/complete", group_of(64)) == 200
+    Caller(gateway, "o").open(id="made")
+    made = {"exchanges": [{"trajectory": str(n), "reply": "r"} for n in range(64)]}
+    for key, path, body in (
+        ("a", "/v1/trajectories/made/complete", made),
+        ("b", "/v1/groups/h/complete", {"trajectories": [{"id": "other", **made}], "model": "tictactoe"}),
+    ):
+        refused = Caller(gateway, key).ask("POST", path, body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "wrong_reference")
+        assert_owes_60_calls(Caller(gateway, key))
+
+
+def test_a_group_is_completed_again_for_a_single_call(start_front: StartGateway) -> None:
+    gateway = start_front(keys=(key_config("a", calls_per_minute=100),))
+    for path, body in (*[("/v1/groups/g/complete", group_of(40))] * 2, ("/v1/feedback", ranking_of(40))):
+        assert Caller(gateway, "a").status("POST", path, body) in (200, 201)
+    assert Caller(gateway, "a").status("GET", "/v1/models") == 200
+
+
+def group_of(size: int) -> dict[str, Any]:
+    """A group of runs that completing it opens."""
+    member = {"reward": 1, "batch": {"id": "b", "groups": ["g"]}}
+    return {"trajectories": [{"id": str(n), **member} for n in range(size)], "model": "tictactoe"}
+
+
+def ranking_of(size: int) -> dict[str, Any]:
+    return {"ranking": [str(n) for n in range(size)]}
+
+
+def assert_owes_60_calls(caller: Caller) -> None:
+    """The caller's key may make 3 calls a minute, and spent 64."""
+    refused = caller.ask("GET", "/v1/models")
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) > 1000, "61 calls more than there were, at 20 s each"
 
 
 async def test_a_decision_is_by_the_key_that_made_it(start_front: StartGateway, broker: Broker) -> None:
