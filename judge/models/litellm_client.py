@@ -94,19 +94,23 @@ class LiteLlmClient:
         if self._config.request.max_tokens:
             parameters["max_tokens"] = self._config.request.max_tokens
         own = resolve_params(self._config, name, same_provider=same_provider)
-        if name == self._config.model and not {"api_key", "api_base"} & {*parameters, *own}:
-            self._require_key(name)
+        if "api_key" not in {*parameters, *own} and (missing := self._missing_key(name)):
+            if {"api_base", "base_url"} & own.keys():  # litellm's two names of an address
+                parameters["api_key"] = "none"
+            elif name == self._config.model:
+                unset = f"{name} needs a key: set {' or '.join(missing)} in the environment of the judge"
+                raise ConfigError(f"judge.model: {unset}, or {advice_on_key(self._config)}")
         if "max_completion_tokens" in own:
             parameters.pop("max_tokens", None)
         return {"model_name": name, "litellm_params": {**parameters, **own}}
 
-    def _require_key(self, name: str) -> None:
+    def _missing_key(self, name: str) -> list[str]:
+        """Return the variables that would hold the key without which litellm sends no call; empty if one is set."""
         provider = self._provider(name)
-        missing = self._litellm.validate_environment(name)["missing_keys"]
         others = any(variable.startswith(f"{provider.upper()}_") for variable in os.environ)
-        if provider in _WITHOUT_KEY_REFUSED and missing and not others:
-            unset = f"set {' or '.join(missing)} in the environment of the judge"
-            raise ConfigError(f"judge.model: {name} needs a key: {unset}, or {advice_on_key(self._config)}")
+        if others or provider not in _WITHOUT_KEY_REFUSED:
+            return []
+        return list(self._litellm.validate_environment(name)["missing_keys"])
 
     async def send(self, messages: Messages, parameters: dict[str, Any]) -> ModelReply:
         began, model = time.monotonic(), self._config.model

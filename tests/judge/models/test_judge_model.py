@@ -221,6 +221,22 @@ async def test_a_provider_s_missing_key_is_told_before_the_first_call(
     await open_model(JudgeConfig(model=model))
 
 
+@pytest.mark.parametrize("address", ["api_base", "base_url"])
+async def test_a_server_that_parameters_name_is_called_without_a_key(
+    address: str, open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`base_url` was refused for want of a key, and with `api_base` OpenAI's client refused each call."""
+    for name in [n for n in os.environ if n.startswith("OPENAI_")]:
+        monkeypatch.delenv(name)
+    async with ScoringServer(lambda _: "fine", keep=True).run() as server:
+        fields = {"request.retries": 0, "request.params": {address: server.url}}
+        config = with_values(JudgeConfig(model="openai/scorer"), fields)
+        assert (await (await open_model(config))(HELLO, None)).text == "fine"
+        monkeypatch.setenv("OPENAI_API_KEY", "k-1")
+        assert (await (await open_model(config))(HELLO, None)).text == "fine"
+    assert [headers["authorization"] for headers in server.headers] == ["Bearer none", "Bearer k-1"]
+
+
 @pytest.mark.usefixtures("client")
 async def test_concurrent_calls_are_limited(open_model: Open) -> None:
     def answer(request: dict[str, Any]) -> Answer:
