@@ -12,7 +12,8 @@ one of them, it holds the newer event of each set, and the command can tell.
 If a judge model is set, it is asked even if agents gave rewards. Feedback that came late counts, under rewards of kind
 `feedback`. Groups that the judge discarded as unscored, too small or over budget are scored too if this judge can. A
 group that is on the branch already is skipped, so the command can be stopped and run again. A group that the log no
-longer holds is recorded as discarded.
+longer holds is recorded as discarded, and on another branch than `main` one that this judge can't score, so that no
+batch there waits for it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,15 @@ from judge.scoring import (
 )
 from judge.teacher import open_teacher
 from pipeline.config import Config, ConfigError
-from pipeline.events import GroupDiscarded, GroupScored, SignalGiven, TrajectoryCompleted, now_us
+from pipeline.events import (
+    GroupDiscarded,
+    GroupScored,
+    SignalGiven,
+    TrainingBatch,
+    TrajectoryCompleted,
+    now_us,
+)
+from pipeline.events.group import DiscardReason
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, BrokerError, HistoryGoneError, Recorded
 from pipeline.names import InvalidNameError, check_name
@@ -114,11 +123,8 @@ class Rejudge:
         microseconds since 1970; `judge.concurrency` at once."""
         project = self._config.project
         history = await self._broker.read(GroupScored, project=project)
-        done = {
-            _key(r.event)
-            for r in history
-            if (r.event.branch, r.event.judge) == (self.report.branch, self.report.judge)
-        }
+        made = self.report.branch, self.report.judge
+        done = {_key(r.event) for r in history if (r.event.branch, r.event.judge) == made}
         scored = {
             _key(r.event): r
             for r in history
@@ -154,7 +160,9 @@ class Rejudge:
                 await self._rescue(recorded.seq, event)
         except HistoryGoneError as error:
             self.report.gone += 1
-            await self._publish_gone(event, str(error))
+            await self._publish_discard(event, "history_gone", str(error))
+        except UnscoredError as error:
+            await self._fail(event, "unscored", str(error))
 
     async def _rescue(self, seq: int, event: GroupDiscarded) -> None:
         """Score a group that was discarded at `seq`, if this judge can, and publish it.
@@ -166,45 +174,36 @@ class Rejudge:
         members = sorted((Arrival(r.event, r.seq) for r in completions), key=lambda arrival: arrival.seq)
         group = Group(key, tuple(members), signals=await self._signals(event))
         result = await score_closed(group, self._config.judge, self.report.judge, self._composer, self._teach)
-        if isinstance(result, GroupDiscarded):
-            self.report.failed += result.reason == "unscored"
-            log.info("still not scored", group=event.group, reason=result.reason, detail=result.detail[:300])
-            return
-        await self._publish(seq, result)
-        self.report.rescued += 1
+        if isinstance(result, GroupScored):
+            await self._publish(seq, result)
+            self.report.rescued += 1
+        else:
+            await self._fail(event, result.reason, result.detail)
 
     async def _score(self, seq: int, event: GroupScored) -> None:
-        """Score a group again. Raises `HistoryGoneError`."""
+        """Score a group again. Raises `HistoryGoneError` or `UnscoredError`."""
         trained = [m for m in event.members if m.outcome != "no_result"]
         ends = [await self._completed(event, m.trajectory, m.completed_seq) for m in trained]
         members = {r.event.trajectory: r.event for r in ends}
         scorable = [m for m in members.values() if m.outcome == "scored"]
-        try:
-            signals = await self._signals(event)
-            rewards = await self._composer(scorable, signals) if self._composer else agent_rewards(scorable)
-            rewards = replace(rewards, taught={m.trajectory: m.teacher for m in event.members if m.teacher})
-            rewards = await with_lessons(rewards, scorable, signals, self._config.judge, self._teach)
-            needed = 1 if event.split == "val" else self._config.judge.min_size
-            if len(rewards.final) < needed:
-                raise UnscoredError(
-                    rewards.missing or f"{len(rewards.final)} have a reward, {needed} are needed"
-                )
-        except UnscoredError as error:
-            self.report.failed += 1
-            log.error("not rejudged", group=event.group, reason=str(error)[:300])
-            return
+        signals = await self._signals(event)
+        rewards = await self._composer(scorable, signals) if self._composer else agent_rewards(scorable)
+        rewards = replace(rewards, taught={m.trajectory: m.teacher for m in event.members if m.teacher})
+        rewards = await with_lessons(rewards, scorable, signals, self._config.judge, self._teach)
+        needed = 1 if event.split == "val" else self._config.judge.min_size
+        # The trainer gets every group of a batch, as from the judge.
+        if len(rewards.final) < needed and self._batch_of(event) is None:
+            raise UnscoredError(rewards.missing or f"{len(rewards.final)} have a reward, {needed} are needed")
         rejudged = tuple(
             make_member(members[m.trajectory], m.completed_seq, rewards) if m.trajectory in members else m
             for m in event.members
         )
         new = {"members": rejudged, "verdicts": rewards.verdicts}
         await self._publish(seq, msgspec.structs.replace(event, at=now_us(), **new))
-        before = {
-            m.trajectory: m.reward
-            for m in event.members
-            if m.outcome == "scored" and m.trajectory in rewards.final
-        }
-        self.report.pairs.append((before, {t: rewards.final[t] for t in before}))
+        judged = [m for m in event.members if m.outcome == "scored" and m.trajectory in rewards.final]
+        before = {m.trajectory: m.reward for m in judged}
+        if before:
+            self.report.pairs.append((before, {t: rewards.final[t] for t in before}))
 
     async def _signals(self, event: GroupEvent) -> tuple[SignalGiven, ...]:
         """Return everything that was said about the group's runs, also after it was scored."""
@@ -212,37 +211,44 @@ class Rejudge:
         said = [r.event for r in await self._broker.read(SignalGiven, **names)]
         return tuple(counting(said, self._config.judge))
 
-    async def _completed(
-        self, event: GroupEvent, trajectory: str, seq: int = 0
-    ) -> Recorded[TrajectoryCompleted]:
-        """Return the completion of a trajectory of the group, which was recorded at `seq` (0: unknown). Raises
+    async def _completed(self, event: GroupEvent, run: str, seq: int = 0) -> Recorded[TrajectoryCompleted]:
+        """Return the completion of a run of the group, which was recorded at `seq` (0: unknown). Raises
         `HistoryGoneError` if the log does not hold it."""
         with suppress(HistoryGoneError):  # then it is looked for by its subject
             at = await self._broker.read_at(TrajectoryCompleted, seq) if seq else None
-            if at is not None and at.event.trajectory == trajectory:
+            if at is not None and at.event.trajectory == run:
                 return at
         # After a power cut the sequence may be that of another event. The subject is the trajectory's own.
         completed = await self._broker.read_last(
-            TrajectoryCompleted, project=event.project, model=event.model, group_key=event.group, trajectory=trajectory
+            TrajectoryCompleted, project=event.project, model=event.model, group_key=event.group, trajectory=run
         )  # fmt: skip
         if completed is None:
-            raise HistoryGoneError(f"the end of trajectory {trajectory}")
+            raise HistoryGoneError(f"the end of trajectory {run}")
         return completed
 
+    def _batch_of(self, event: GroupScored) -> TrainingBatch | None:
+        """Return the group's batch on the branch. On main, the batch that it was requested for was trained."""
+        if event.batch is None or self.report.branch == "main":
+            return None
+        return event.batch.on_branch({group for model, group in self._together if model == event.model})
+
     async def _publish(self, seq: int, event: GroupScored) -> None:
-        # On main, the batch that it was requested for was trained.
-        batch = None if self.report.branch == "main" else event.batch
-        if batch is not None:
-            batch = batch.on_branch({group for model, group in self._together if model == event.model})
         await self._broker.publish(
             msgspec.structs.replace(
                 event, branch=self.report.branch, judge=self.report.judge, closed_by="replay", offline=True,
-                origin=f"{self._source}/{seq}", batch=batch,
+                origin=f"{self._source}/{seq}", batch=self._batch_of(event),
             )
         )  # fmt: skip
         self.report.rejudged += 1
 
-    async def _publish_gone(self, event: GroupEvent, detail: str) -> None:
+    async def _fail(self, event: GroupEvent, reason: DiscardReason, detail: str) -> None:
+        self.report.failed += reason == "unscored"
+        tell = log.error if reason == "unscored" else log.info
+        tell("not rejudged", group=event.group, reason=reason, detail=detail[:300])
+        if self.report.branch != "main":  # there, the group's earlier verdicts stay in use
+            await self._publish_discard(event, reason, detail)
+
+    async def _publish_discard(self, event: GroupEvent, reason: DiscardReason, detail: str) -> None:
         runs = (
             tuple(m.trajectory for m in event.members)
             if isinstance(event, GroupScored)
@@ -251,7 +257,7 @@ class Rejudge:
         await self._broker.publish(
             GroupDiscarded(
                 project=event.project, model=event.model, group=event.group, split=event.split, by="rejudge",
-                trajectories=runs, reason="history_gone", detail=detail, branch=self.report.branch, owner=event.owner,
+                trajectories=runs, reason=reason, detail=detail, branch=self.report.branch, owner=event.owner,
                 judge=self.report.judge,
             )
         )  # fmt: skip
@@ -300,12 +306,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         default="",
         help="name of the verdicts, under which a group trains once; default: the judge's hash",
     )
-    parser.add_argument(
-        "--since", type=_microseconds, default=0, help="only groups scored then or later, ISO 8601"
-    )
-    parser.add_argument(
-        "--until", type=_microseconds, default=sys.maxsize, help="only groups scored before that"
-    )
+    parser.add_argument("--since", type=_microseconds, default=0, help="only groups from then on, ISO 8601")
+    parser.add_argument("--until", type=_microseconds, default=sys.maxsize, help="only groups before that")
     parser.add_argument("--limit", type=int, default=0, help="only the newest N groups")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
@@ -16,6 +17,7 @@ from judge.group_log import GroupEnd, GroupLog
 from judge.groups import GroupKey
 from judge.rewards.compose import ConfiguredComposer, open_composer_on_log
 from judge.ruler.transcripts import load_transcript
+from judge.scoring import GroupRewards, UnscoredError, agent_rewards
 from pipeline import config as configuration
 from pipeline import crash
 from pipeline.config import Config, ConfigError, JudgeConfig, NatsConfig, RewardConfig
@@ -23,6 +25,7 @@ from pipeline.events import Grader, GroupScored, SignalGiven, TrainingBatch, Tra
 from pipeline.log.broker import Broker
 from tests.judge.kit import Model, completed, exchange, groups, judging, ruler
 from tests.kits.scoring_server import Scorer
+from trainer.queues import ModelQueue
 
 pytestmark = pytest.mark.anyio
 
@@ -175,6 +178,57 @@ async def test_the_batch_of_a_rejudged_group_names_only_what_is_judged_again_wit
     judged = [g for g in await groups(broker, 6) if g.branch == "b"]
     named = {g.group: g.batch.groups for g in judged if g.batch is not None}
     assert named == {"g0": ("g0", "g1"), "g1": ("g0", "g1"), "g2": ("g2",)}
+
+
+async def test_a_batch_on_a_branch_does_not_wait_for_groups_that_no_judge_could_score(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
+    """The trainer waited `trainer.batch_timeout_s` for them, then discarded the others. `small` is named by the batch,
+    and its runs name none."""
+    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=2, min_size=2))
+    batch = TrainingBatch(id="b", groups=("good", "failing", "few", "none", "small"))
+    rewards: dict[str, tuple[float | None, ...]] = {
+        "good": (0.0, 1.0), "failing": (0.0, 1.0), "few": (0.0, None), "none": (None, None),
+        "small": (None, None),
+    }  # fmt: skip
+    async with judging(broker, config):
+        for group, of_runs in rewards.items():
+            for i, reward in enumerate(of_runs):
+                named = None if group == "small" else batch
+                await broker.publish(completed(f"{group}-{i}", group, reward=reward, batch=named))
+        await groups(broker, 4)
+        await groups(broker, 1, "discarded")
+
+    class Composer:
+        at_once, paused = 1, 0
+
+        async def __call__(
+            self, members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven] = ()
+        ) -> GroupRewards:
+            if members[0].group == "failing":
+                raise UnscoredError("no answer")
+            return agent_rewards(members)
+
+    report = await Rejudge(broker, config, Composer(), branch="b").run()
+    assert (report.rejudged, report.failed) == (3, 1)
+    assert report.as_dict()["agreement_with_before"]["groups"] == 2
+    scored = {g.group: g for g in await groups(broker, 7) if g.branch == "b"}
+    assert {m.trajectory: m.outcome for m in scored["few"].members} == {"few-0": "scored", "few-1": "masked"}
+    found = [g for g in await groups(broker, 3, "discarded") if g.by == "rejudge"]
+    assert {(g.group, g.reason, g.branch, g.judge) for g in found} == {
+        ("failing", "unscored", "b", report.judge), ("small", "too_small", "b", report.judge)
+    }  # fmt: skip
+    queue = ModelQueue(learner=None, histories=None)  # type: ignore[arg-type]
+    await queue.begin_requested(scored["good"], broker, "trainer")
+    (requested,) = queue.requested.values()
+    assert requested.settled == set(batch.groups) - set(scored)
+
+    # A group of main trains under the verdicts that it has.
+    on_main = await Rejudge(broker, config, Composer(), branch="main", verdicts="again").run()
+    assert (on_main.rejudged, on_main.failed) == (1, 3)
+    await groups(broker, 3, "discarded")
+    again = await Rejudge(broker, config, None, branch="b").run()  # failed ones are tried again
+    assert (again.rejudged, again.skipped) == (1, 3)
 
 
 async def test_groups_whose_history_is_gone_are_recorded_as_discarded(
