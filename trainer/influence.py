@@ -157,9 +157,9 @@ def _add_earlier(
     batch: Sequence[TrainingGroup], scored: Sequence[Recorded[GroupScored]], discount: float
 ) -> None:
     """Give the groups the earlier runs of their tasks in `scored`: what the log still holds of the branch."""
-    earlier = EarlierRuns()
+    earlier = EarlierRuns(discount)
     for r in scored:
-        earlier.add(r.event, trainable_members(r.event), r.seq, discount)
+        earlier.add(r.event, trainable_members(r.event), r.seq)
     for group in batch:
         group.earlier = earlier.before(group.event, group.place.seq)
 

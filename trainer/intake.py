@@ -33,6 +33,9 @@ log = get_logger("trainer")
 _CONSUMED_KEPT = 10_000
 """With more places of consumed groups in memory, those that the server has acknowledged are dropped."""
 
+_DISCOUNTS_KEPT = 4
+"""A model's earlier runs are kept for so many discounts. Batches may ask for any number, and each costs memory."""
+
 
 class Intake:
     """Takes in the groups of the models in `queues`. `broker` must outlive it."""
@@ -82,8 +85,8 @@ class Intake:
                 floor = await self._ack_floor()
                 self.consumed.forget(floor)
                 for queue in self.queues.values():
-                    if queue.earlier_runs is not None:
-                        queue.earlier_runs.forget(floor)
+                    for earlier_runs in queue.earlier_runs.values():
+                        earlier_runs.forget(floor)
 
     async def until_redelivered(self, timeout_s: float) -> None:
         """Wait until the server delivered again what a trainer before this one held, at most `timeout_s` seconds. The
@@ -122,10 +125,10 @@ class Intake:
             if waiting.event.group == event.group and waiting.event.subject() == event.subject():
                 # The same group: delivered again, or scored again after the log lost its first event.
                 waiting.place, waiting.delivery = place, delivery
-                await self._compare_with_earlier(queue, waiting)
+                await self._attach_earlier_runs(queue, waiting)
                 return
         await queue.begin_requested(event, self._broker, self.consumer.name)
-        await self._compare_with_earlier(queue, group)
+        await self._attach_earlier_runs(queue, group)
         refusal = await self.consumed.refuse_repeated(event, self._broker)
         if refusal is None:
             if place.seq > self._validated_to:
@@ -137,24 +140,28 @@ class Intake:
         queue.add(group)
         self.changed.set()
 
-    async def _compare_with_earlier(self, queue: ModelQueue, group: TrainingGroup) -> None:
-        """Give a group the earlier runs of its task, if its step compares it with them. They are read from the log when
-        the first group asks for them; groups that are delivered later are added."""
-        event, seq = group.event, group.place.seq
-        discount = queue.settings.loss.turn_discount
-        asked = queue.settings_of(event.batch).loss.baseline == "task"
-        if queue.earlier_runs is None and asked:
-            queue.earlier_runs = EarlierRuns()
+    async def _attach_earlier_runs(self, queue: ModelQueue, group: TrainingGroup) -> None:
+        """Set `group.earlier`, if its step compares runs with the earlier runs of their task.
+
+        The queue's earlier runs are read from the log when the first group asks for those of its discount. Every group
+        is added to them, because later ones may be compared with it; one that is delivered again changes nothing."""
+        event, seq, kept = group.event, group.place.seq, queue.earlier_runs
+        loss = queue.settings_of(event.batch).loss
+        asked, discount = loss.baseline == "task", loss.turn_discount
+        if asked and discount not in kept:
+            if len(kept) == _DISCOUNTS_KEPT:
+                del kept[next(iter(kept))]
+            kept[discount] = EarlierRuns(discount)
             for recorded in await self._broker.read(
                 GroupScored, project=event.project, model=event.model, branch=event.branch,
+                # A group that is not acknowledged may come again: begin a window before the oldest of them.
                 start_seq=max(min(await self._ack_floor() + 1, seq) - WINDOW, 1),
             ):  # fmt: skip
-                members = trainable_members(recorded.event)
-                queue.earlier_runs.add(recorded.event, members, recorded.seq, discount)
-        if queue.earlier_runs is not None:
-            queue.earlier_runs.add(event, group.members, seq, discount)
-        if queue.earlier_runs is not None and asked:
-            group.earlier = queue.earlier_runs.before(event, seq)
+                kept[discount].add(recorded.event, trainable_members(recorded.event), recorded.seq)
+        for earlier_runs in kept.values():
+            earlier_runs.add(event, group.members, seq)
+        if asked:
+            group.earlier = kept[discount].before(event, seq)
 
     async def _ack_floor(self) -> int:
         """The sequence up to which the server knows every acknowledgement."""

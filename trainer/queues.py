@@ -57,8 +57,9 @@ class ModelQueue:
     """The groups of the step that is being filled, computed or committed."""
     request: TrainingBatch | None = None
     """The request that `batch` is for; `None` for a step of any groups."""
-    earlier_runs: EarlierRuns | None = None
-    """`None` until a group is compared with them (`trainer.loss.baseline`)."""
+    earlier_runs: dict[float, EarlierRuns] = field(default_factory=dict)
+    """By `loss.turn_discount`, which a requested batch may choose: those of the discounts with which a group was
+    compared with them (`trainer.loss.baseline`)."""
 
     @property
     def step(self) -> int:

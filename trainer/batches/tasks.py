@@ -49,18 +49,19 @@ class _Scored(NamedTuple):
 
 
 class EarlierRuns:
-    """The returns of a model's runs on the log, by task."""
+    """The returns of a model's runs on the log, with the discount `trainer.loss.turn_discount`, by task."""
 
-    def __init__(self) -> None:
+    def __init__(self, discount: float) -> None:
+        self._discount = discount
         self._groups: dict[tuple[str, str], list[_Scored]] = {}
 
-    def add(self, event: GroupScored, members: Sequence[Member], seq: int, discount: float) -> None:
+    def add(self, event: GroupScored, members: Sequence[Member], seq: int) -> None:
         """Add `members`, the runs that train of a group that was scored at `seq`. Adding it again changes nothing."""
         scored = self._groups.setdefault(_task(event), [])
         at = bisect_left(scored, seq, key=lambda entry: entry.seq)
         if at == len(scored) or scored[at].seq != seq:
             # Their events alone say how many calls they have.
-            returns = group_returns(members, (), discount, by_call=differ(members, discount))
+            returns = group_returns(members, (), self._discount, by_call=differ(members, self._discount))
             insort(scored, _Scored(seq, event.group, _runs(returns)), key=lambda entry: entry.seq)
 
     def before(self, event: GroupScored, seq: int) -> Earlier:

@@ -45,15 +45,15 @@ def test_the_batch_is_the_baseline_of_runs_without_a_group() -> None:
 
 def test_earlier_runs_of_the_task_are_the_baseline_and_the_own_run_is_left_out() -> None:
     """A function of the log before the group's event: other tasks, later groups and older verdicts do not count."""
-    runs = EarlierRuns()
+    runs = EarlierRuns(1.0)
     log = [
         group("a", [1.0], task="t"), group("b", [0.2], task="other"), group("c", [0.5, 0.0], task="t"),
         group("a", [0.4], task="t", judge="second"), group("d", [0.9, 0.1, 0.3], task="t"), group("e", [7.0], task="t"),
         group("f", [0.6], owner="key"), group("g", [0.8], owner="key"), group("h", [0.25], owner="another"),
     ]  # fmt: skip
     for seq, scored in enumerate(log, 1):
-        runs.add(scored, trainable_members(scored), seq, 1.0)
-        runs.add(scored, trainable_members(scored), seq, 1.0)  # it is delivered again
+        runs.add(scored, trainable_members(scored), seq)
+        runs.add(scored, trainable_members(scored), seq)  # it is delivered again
     batch = [made(log[i]) for i in (4, 3, 7, 8)]
     for trained, seq in zip(batch, (5, 4, 8, 9), strict=True):
         trained.earlier = runs.before(trained.event, seq)
@@ -71,11 +71,11 @@ def test_earlier_runs_of_the_task_are_the_baseline_and_the_own_run_is_left_out()
 
 
 def test_earlier_runs_with_rewards_of_calls_are_compared_at_the_same_position() -> None:
-    runs = EarlierRuns()
+    runs = EarlierRuns(1.0)
     first = with_members(group("a", [1.0], task="t", exchanges=2), call_rewards={0: {"0": 0.5}})
     second = group("b", [0.25], task="t")
     for seq, scored in enumerate((first, second), 1):
-        runs.add(scored, scored.members, seq, 1.0)
+        runs.add(scored, scored.members, seq)
     own = [np.array([0.7, 0.2, 0.1]), np.array([0.3])]
     means = task_baselines(own, runs.before(group("c", [], task="t"), 3), np.zeros(3))
     earlier = np.array([1.5 + 0.25, 1.0 + 0.25, 1.0 + 0.25])

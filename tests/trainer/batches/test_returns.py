@@ -105,8 +105,8 @@ def differences(gamma: float, baseline: str) -> dict[str, list[float]]:
 
 def batch_of(gamma: float) -> list[TrainingGroup]:
     earlier, batch = made("earlier", EARLIER), [made("g", RUNS), made("h", OTHERS)]
-    runs = EarlierRuns()
-    runs.add(earlier.event, earlier.members, 1, gamma)
+    runs = EarlierRuns(gamma)
+    runs.add(earlier.event, earlier.members, 1)
     for group in batch:
         group.earlier = runs.before(group.event, 2)
     return batch

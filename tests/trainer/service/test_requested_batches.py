@@ -74,14 +74,32 @@ async def test_a_batch_of_another_key_with_the_same_id_is_another_batch(training
     assert (event.groups, event.metrics["learning_rate"]) == (("a0",), 0.125)
 
 
+_TASK: dict[str, object] = {"loss.baseline": "task", "loss.advantage_scaling": "none"}
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        pytest.param(
+            {
+                "alice": loss_settings({"loss_fn": "ppo", "epsilon": 0.1, "scale_rewards": False}),
+                "bob": loss_settings({"loss_fn": "cispo"}),
+            },
+            id="types of loss",
+        ),
+        pytest.param(
+            {
+                "alice": {**_TASK, "loss.turn_discount": 0.5},
+                "bob": {**_TASK, "loss.turn_discount": 0.25},
+            },
+            id="discounts of earlier runs",
+        ),
+    ],
+)
 async def test_two_callers_with_different_losses_each_get_their_own(
-    start_nats: Callable[[], NatsServer], tiny_base: str, tmp_path: Path
+    start_nats: Callable[[], NatsServer], tiny_base: str, tmp_path: Path, losses: dict[str, dict[str, object]]
 ) -> None:
     """Their steps are those of an installation with the loss of the one, and then with that of the other."""
-    losses = {
-        "alice": loss_settings({"loss_fn": "ppo", "epsilon": 0.1, "scale_rewards": False}),
-        "bob": loss_settings({"loss_fn": "cispo"}),
-    }
     trained: dict[str, list[CheckpointPublished]] = {}
     for way in ("asked", "set"):
         nats = NatsConfig(url=start_nats().url)
