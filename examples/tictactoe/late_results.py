@@ -17,9 +17,9 @@ import time
 from typing import Any
 
 import anyio
-import anyio.abc
 import anyio.to_thread
-import httpx
+
+from journeywork import AsyncJourneywork, JourneyworkError
 
 NAME = "result"
 """Name of the signal, and of the reward that it becomes."""
@@ -27,29 +27,32 @@ AT_ONCE = 16
 
 
 async def report(gateway: str, delay_s: float) -> dict[str, int]:
-    """Return how many results the gateway took and refused."""
+    """Post the result of each game from standard input when it is due. Return how many the gateway took and refused.
+
+    A gateway that is away or overloaded is asked again, for two minutes. Only the first refusal is printed: the others
+    mostly have the same cause."""
     counts = {"taken": 0, "refused": 0}
-    headers = {"Authorization": f"Bearer {os.environ.get('JOURNEYWORK_API_KEY', 'none')}"}
     limit = anyio.CapacityLimiter(AT_ONCE)
-    async with httpx.AsyncClient(base_url=gateway, headers=headers, timeout=60) as client:
+    async with AsyncJourneywork(gateway, api_key=os.environ.get("JOURNEYWORK_API_KEY", "none")) as client:
 
         async def say(game: dict[str, Any]) -> None:
             await anyio.sleep(max(game["ended"] + delay_s - time.time(), 0.0))
-            body = {
-                "answer": game["answer"],
-                "name": NAME,
-                "value": game["result"],
-                "about": "run",
-                "key": f"result/{game['answer']}",
-            }
-            async with limit:
-                reply = await client.post("/v1/feedback", json=body)
-            if not reply.is_success and not counts["refused"]:
-                print(f"refused: {reply.status_code} {reply.text}", file=sys.stderr, flush=True)
-            counts["taken" if reply.is_success else "refused"] += 1
+            answer, result = game["answer"], game["result"]
+            try:
+                async with limit:
+                    await client.feedback(
+                        answer, name=NAME, value=result, about="run", key=f"result/{answer}"
+                    )
+            except JourneyworkError as error:
+                if not counts["refused"]:
+                    print(f"refused: {error}", file=sys.stderr, flush=True)
+                counts["refused"] += 1
+            else:
+                counts["taken"] += 1
 
         async with anyio.create_task_group() as tasks:
-            while line := await anyio.to_thread.run_sync(sys.stdin.readline):
+            # A read can't be stopped: an error of a game must not wait for the next line.
+            while line := await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
                 tasks.start_soon(say, json.loads(line))
     return counts
 
