@@ -36,7 +36,7 @@ _ESCAPE = re.compile(r'(?<!\\)\\++(?:u((?!d[89a-f])[0-9a-f]{4})|(["/])|[bfnrt])'
 _VALUE = re.compile(r'"(?:[^"\\]|\\.)*+"|-?[0-9][0-9.eE+-]*+')
 """A text or number in valid JSON."""
 _Mask = tuple[str, str]
-"""Pattern and replacement."""
+"""Pattern and replacement, in which a backslash is written twice: RE2 reads `\\1` as a group of the match."""
 _LARGE_BYTES = 32 * 1024
 _LARGE_JSON = 256 * 1024
 """Characters. The values of larger JSON in a text would take gigabytes one by one: the text is masked as a whole."""
@@ -49,7 +49,7 @@ class Masks:
 
     def __init__(self, masks: Sequence[MaskConfig] = ()) -> None:
         """Raises `ConfigError` for a pattern that RE2 does not know."""
-        self._masks = [(mask.pattern, f"[{mask.name}]") for mask in masks]
+        self._masks = [(mask.pattern, "[" + mask.name.replace("\\", r"\\") + "]") for mask in masks]
         for mask in masks:
             try:
                 _replaced([""], [(mask.pattern, "")])

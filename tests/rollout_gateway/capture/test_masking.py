@@ -375,3 +375,9 @@ async def test_what_one_mask_removed_does_not_come_back_by_another() -> None:
     pin = MaskConfig(name="pin", pattern=r"\b[0-9]{4}\b")
     event = await masked(exchange({"k": f"1234\\u0041 {ESCAPED}"}, {}), pin, MAIL)
     assert msgspec.json.decode(event.request) == {"k": "[pin]A [mail]"}
+
+
+@pytest.mark.parametrize("name", [r"\0", r"a\9", "a\\", 'a"b'])
+async def test_the_name_of_a_mask_is_recorded_as_it_is(name: str) -> None:
+    event = await masked(exchange({"k": f"my {SECRET}"}, {}), MaskConfig(name=name, pattern=MAIL.pattern))
+    assert msgspec.json.decode(event.request) == {"k": f"my [{name}]"}
