@@ -18,24 +18,31 @@ from pipeline.errors import ConfigError
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
+_OVERRIDE = re.compile(r'((?>"[^"]*"|[^=])*?)=(.*)', re.DOTALL)
+"""The name, in which an `=` in quotes belongs to a key, and the value."""
 _KEY = re.compile(r'(?:^|\.)(?:"([^"]*)"(?=\.|$)|([^.]*))')
 _AT = re.compile(r"(.*) - at `\$(.*)`", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
 def set_override(tree: dict[str, Any], root: type, text: str) -> None:
-    """Set the value of `text` (`section.key=value`) in `tree`, the raw settings of struct `root`. A key that holds a
-    dot is quoted: `section."a.b"=value`. Raises `ConfigError`."""
-    dotted, equals, value = text.partition("=")
-    if not equals:
+    """Set the value of `text` (`section.key=value`) in `tree`, the raw settings of struct `root`. Raises `ConfigError`.
+
+    A key that holds a dot or `=` is quoted: `section."a.b"=value`. In a list, a number is a place, at most one past its
+    end: `models.0.name=value`."""
+    override = _OVERRIDE.fullmatch(text)
+    if override is None:
         raise ConfigError(f"{text!r} is not a setting: write section.key=value")
-    keys = [quoted or bare for quoted, bare in _KEY.findall(dotted.strip())]
+    dotted, value = override[1].strip(), override[2].strip()
+    keys = [quoted or bare for quoted, bare in _KEY.findall(dotted)]
     if not all(keys):
         raise ConfigError(f"{text!r} is not a setting: write section.key=value, with a name before the '='")
     try:
-        _set(tree, keys, _parse(value.strip(), _type_at(root, keys)))
-    except (ValueError, AttributeError, TypeError) as error:
+        _set(tree, root, keys, _parse(value, _type_at(root, keys)))
+    except (AttributeError, TypeError) as error:
         raise ConfigError(f"{dotted!r} is not the name of a setting") from error
+    except ValueError as error:
+        raise ConfigError(f"{dotted}: {error}") from error
 
 
 def convert(tree: dict[str, Any], root: type[T], where: str = "") -> T:
@@ -76,22 +83,25 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def _set(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+def _set(tree: dict[str, Any], root: type, keys: list[str], value: Any) -> None:
+    """Raises `ValueError` for a place that a list does not have, and `AttributeError` or `TypeError` for a key below a
+    value that is neither a table nor a list."""
     node: Any = tree
-    for key, following in zip(keys, [*keys[1:], None], strict=True):
+    for depth, key in enumerate(keys, 1):
+        at: Any = key
         if isinstance(node, list):
-            index = int(key)
-            if index > len(node):
-                raise ValueError("a list has no gaps")
-            if index == len(node):
-                node.append({})
-            if following is None:
-                node[index] = value
-            node = node[index]
-        elif following is None:
-            node[key] = value
+            if not key.isdecimal() or int(key) > len(node):
+                raise ValueError(f"{key!r} is no place in this list: write a number from 0 to {len(node)}")
+            at = int(key)
+            node += [{}] if at == len(node) else []
+        if depth == len(keys):
+            node[at] = value
+        elif isinstance(node, list):
+            node = node[at]
         else:
-            node = node.setdefault(key, [] if following.isdigit() else {})
+            # A table may have numbers as names, such as those of tokens in `logit_bias`.
+            lists = any(typing.get_origin(kind) is tuple for kind in _choices(_type_at(root, keys[:depth])))
+            node = node.setdefault(at, [] if lists else {})
 
 
 def _choices(kind: Any) -> list[Any]:

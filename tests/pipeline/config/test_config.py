@@ -59,7 +59,10 @@ from pipeline.config.checks import check
             'models=[{name="m+b", base="b"}, {name="m", base="b"}]',
             "models.0.name: 'm+b' is also the name of branch 'b' of the model 'm'",
         ),
-        ("models.3.name=m", "'models.3.name' is not the name of a setting"),
+        ("models.3.name=m", "models.3.name: '3' is no place in this list: write a number from 0 to 0"),
+        ("judge.rewards.-1.name=x", "judge.rewards.-1.name: '-1' is no place in this list"),
+        ("trainer.seed=" + "1" * 5000, "trainer.seed: Exceeds the limit"),
+        ("trainer.seed.x.y=1", "settings: trainer.seed: expected `int`, got table"),
         (
             "trainer.sede=1",
             "there is no such setting; did you mean trainer.seed? docs/configuration.md lists",
@@ -110,6 +113,7 @@ def test_every_number_of_the_settings_is_bounded() -> None:
         ('vllm.env={"A": "b"}', {"A": "b"}),
         ('vllm.env={A = "b"}', {"A": "b"}),
         ('vllm.env."A.B"=1', {"A.B": "1"}),
+        ('vllm.env."A=B"="c=d"', {"A=B": "c=d"}),
     ],
 )
 def test_a_text_stays_one_where_the_setting_is_a_text(override: str, env: dict[str, str]) -> None:
@@ -122,6 +126,17 @@ def test_a_name_of_digits_is_a_name_and_any_value_is_read_as_toml() -> None:
     )
     assert (config.models[0].name, config.judge.request.params, config.nats.sync) == ("7", {"seed": 3}, 2.0)
     assert load(None, ['nats.url=["nats://a:1", "nats://b:1"]']).nats.servers == ("nats://a:1", "nats://b:1")
+
+
+def test_a_number_is_a_name_in_a_table_and_a_place_in_a_list(tmp_path: Path) -> None:
+    bias = "judge.request.params.logit_bias."
+    config = load(None, [f'{bias}"0"=1', f"{bias}2=3", "judge.request.params.50256.0=-100"])
+    assert config.judge.request.params == {"logit_bias": {"0": 1, "2": 3}, "50256": {"0": -100}}
+    assert load(None, ["vllm.args.0=--seed", "vllm.args.1=3"]).vllm.args == ("--seed", "3")
+    file = tmp_path / "j.toml"
+    file.write_text('[[models]]\nname = "m"\nbase = "b"\n')
+    with pytest.raises(ConfigError, match=r"models\.-1\.name: '-1' is no place .* from 0 to 1$"):
+        load(file, ["models.-1.name=n"])
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
