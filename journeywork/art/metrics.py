@@ -108,14 +108,26 @@ class MetricsBuilder:
         finally:
             self.add_metric(key, time.monotonic() - started)
 
-    def take(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Add costs and the metrics of a step, such as `time/step_wall_s`. Returns the others."""
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Add all metrics that the block adds or, if it raises, none: then its correction counts nothing twice."""
+        before = self._shared.steps.get(self._scope, {}).copy()
+        try:
+            yield
+        except BaseException:
+            self._shared.steps[self._scope] = before
+            raise
+
+    def split_off(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Add those of `metrics` that are summed: costs and those of a step, such as `time/step_wall_s`. Return the
+        others. Raises `ValueError` as `add_metric` does, and adds nothing then."""
         others = {}
-        for name, value in metrics.items():
-            if name.startswith(("costs/", "time/step_", "data/step_", "throughput/step_")):
-                self.add_metric(name, value)
-            else:
-                others[name] = value
+        with self.whole():
+            for name, value in metrics.items():
+                if name.startswith(("costs/", "time/step_", "data/step_", "throughput/step_")):
+                    self.add_metric(name, value)
+                else:
+                    others[name] = value
         return others
 
     # -- costs of calls ----------------------------------------------------------------------------------------------

@@ -200,17 +200,21 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
         builder = self.metrics_builder("train").for_cost_context(
             "eval" if split in ("val", "test") else split
         )
-        row = builder.take(metrics or {})
-        if split == "train" and metrics is not None:
-            self._add_step_metrics(builder, at)
+        items = list(trajectories or ())
+        groups = in_groups(items)
+        with builder.whole():
+            row = builder.split_off(metrics or {})
+            if trajectories is not None:
+                if split in SPLITS:
+                    counted = counts(groups, split)
+                    builder.split_off({n: v for n, v in counted.items() if n not in (metrics or {})})
+                row = summary(groups, builder.split_off) | row
+            if split == "train" and metrics is not None:
+                self._add_step_metrics(builder, at)
         if trajectories is not None:
-            items = list(trajectories)
-            groups = in_groups(items)
             self._folder.write_trajectories(groups, split, at)
             if split in SPLITS:
-                builder.take({n: v for n, v in counts(groups, split).items() if n not in (metrics or {})})
                 builder.add_data(scenario_ids=scenario_ids(groups))
-            row = summary(groups, builder.take) | row
             if self.trainable and self._backend is not None and split == "val":
                 await self._backend.log_validation(self, as_groups(items), split)
         if measured := await builder.flush():

@@ -80,10 +80,12 @@ def in_groups(items: Sequence[Any]) -> list[TrajectoryGroup]:
     return as_groups(items)
 
 
-def summary(groups: Sequence[TrajectoryGroup], take: Callable[[Any], dict[str, float]]) -> dict[str, float]:
+def summary(
+    groups: Sequence[TrajectoryGroup], split_off: Callable[[Any], dict[str, float]]
+) -> dict[str, float]:
     """Return the mean reward, its mean standard deviation within groups, the share of exceptions, and the means of all
-    metrics that `take` leaves: of trajectories over all trajectories, and as `group_<name>` of groups over the groups
-    that have trajectories."""
+    metrics that `split_off` returns: of trajectories over all trajectories, and as `group_<name>` of groups over the
+    groups that have trajectories."""
     values: dict[str, list[float]] = defaultdict(list)
     deviations: list[float] = []
     for group in groups:
@@ -93,7 +95,7 @@ def summary(groups: Sequence[TrajectoryGroup], take: Callable[[Any], dict[str, f
         values["reward"] += rewards
         values["exception_rate"] += [0.0] * len(rewards) + [1.0] * len(group.exceptions)
         for prefix, metrics in (("group_", group.metrics), *(("", t.metrics) for t in group.trajectories)):
-            for name, value in take(metrics).items():
+            for name, value in split_off(metrics).items():
                 if rewards:
                     values[prefix + name].append(float(value))
     means = {name: fmean(numbers) for name, numbers in values.items() if numbers}

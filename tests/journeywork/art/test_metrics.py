@@ -136,3 +136,26 @@ def test_a_safe_dump_does_not_serialize_the_config() -> None:
     dumped = model.safe_model_dump(mode="json")
     assert (dumped["name"], dumped["config"]) == ("a", None)
     assert model.config is not None
+
+
+def test_metrics_with_a_name_that_is_refused_are_not_added() -> None:
+    builder = MetricsBuilder("train")
+    builder.add_cost("a", 1)
+    for wrong in ({"time/step_wall_s": 1, "costs/all": 2}, {"costs/a": 1, "costs/a/b": 2}):
+        with pytest.raises(ValueError, match="costs/a"):
+            builder.split_off(wrong)
+    assert builder.split_off({"time/step_wall_s": 1, "loss": 2}) == {"loss": 2}
+    assert builder._shared.steps["train"] == {"costs/a": 1, "time/step_wall_s": 1}
+
+
+async def test_a_corrected_log_counts_nothing_twice(tmp_path: Path) -> None:
+    model: Any = art.TrainableModel(name="m", project="p", base_model="b", base_path=str(tmp_path))
+    wrong = [art.Trajectory(reward=1.0, metrics={"costs/search": 0.5, "costs/all": 2})]
+    with pytest.raises(ValueError, match="costs/all"):
+        await model.log(wrong, split="train", step=1, metrics={"costs/own": 1.0})
+    right = [art.Trajectory(reward=1.0, metrics={"costs/search": 0.5})]
+    await model.log(right, split="train", step=1, metrics={"costs/own": 1.0})
+    folder = tmp_path / "p" / "models" / "m"
+    (row,) = map(json.loads, (folder / "history.jsonl").read_text().splitlines())
+    assert (row["costs/own"], row["costs/search"], row["data/step_num_trajectories"]) == (1.0, 0.5, 1)
+    assert len([*folder.glob("trajectories/train/*")]) == 1
