@@ -117,7 +117,11 @@ class Puller:
                         await self._news.wait()
         taken = self.take_nowait(limit)
         if self._ahead and self._client.is_connected:
-            await self.request(size, expires_s)
+            try:
+                await self.request(size, expires_s)
+            except BaseException:  # also a cancellation: the caller gets nothing then
+                self.arrived.extendleft(reversed(taken))
+                raise
         return taken
 
     def take_nowait(self, limit: int = 2**31) -> list[Pulled]:

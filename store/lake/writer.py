@@ -9,6 +9,7 @@ consumer.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -53,8 +54,8 @@ class WriteBatch:
     """The events that one flush writes and acknowledges."""
 
     tags: dict[str, Rows] = field(default_factory=dict)
-    messages: dict[tuple[int, int], Pulled] = field(default_factory=dict)
-    """By (sequence, stream time), the newest delivery of the event."""
+    messages: dict[Place, Pulled] = field(default_factory=dict)
+    """The newest delivery of each event."""
     size: int = 0
     """Bytes of the encoded events."""
     began: float = 0.0
@@ -63,16 +64,13 @@ class WriteBatch:
     """How often the client had reconnected when its first message was received."""
 
 
-def position(message: Pulled) -> tuple[int, int]:
-    """Return the stream sequence and the stream time (microseconds) of a delivery."""
-    return parse_ack_subject(message.reply)[1]
-
-
 class Writer:
     """Commits the events that the durable consumer `spec` delivers to the tables of the lake."""
 
     def __init__(self, broker: Broker, lake: Lake, config: StoreConfig, spec: streams.ConsumerSpec) -> None:
         self._broker, self._lake, self._config, self.spec = broker, lake, config, spec
+        self._received: deque[Pulled] = deque()
+        """Deliveries that are in no batch yet. A cancellation leaves here what it kept from being added."""
         self._filling = WriteBatch()
         self._writing: WriteBatch | None = None
         self._slot = anyio.Semaphore(1)
@@ -100,7 +98,8 @@ class Writer:
                         # Its task was cancelled, perhaps before its last commit or acknowledgement.
                         await self._finish(self._writing)
                         self._writing = None
-                    await self._accept(puller.take_nowait())
+                    self._received += puller.take_nowait()
+                    await self._accept()
                     await self._finish(self._filling)
 
     def _waiting(self) -> list[str]:
@@ -125,39 +124,39 @@ class Writer:
         if batch.messages:
             wait_s = max(0.01, batch.began + wait_s - time.monotonic())
         try:
-            delivered = await puller.take(room, wait_s)
+            self._received += await puller.take(room, wait_s)
         except ConsumerGoneError as error:
             await require_consumer(self._broker, self.spec, error)
             await anyio.sleep(_RETRY_S)  # no event tells that the server is back
             return
-        await self._accept(delivered)
+        await self._accept()
 
-    async def _accept(self, delivered: Sequence[Pulled]) -> None:
-        """Add deliveries to the batch that is being filled."""
-        if not delivered:
-            return
+    async def _accept(self) -> None:
+        """Add what was received to the batch that is being filled."""
         batch = self._filling
-        if not batch.messages:
+        if self._received and not batch.messages:
             batch.began = time.monotonic()
             batch.reconnects = self._broker.client.stats["reconnects"]
-        for message in delivered:
-            place = position(message)
-            if self._writing is not None and place in self._writing.messages:
-                continue  # it is acknowledged with that batch
+        while self._received:
+            message = self._received[0]
+            place = parse_ack_subject(message.reply)[1]
             if place in batch.messages:
-                batch.messages[place] = message  # delivered again while it waits here
-            else:
+                # Delivered again while it waits here: the acknowledgement answers the newest delivery.
+                batch.messages[place] = message
+            elif self._writing is None or place not in self._writing.messages:
+                # Else it is acknowledged with that batch, whose replies may be on their way already.
                 await self._add(batch, place, message)
+            self._received.popleft()
 
-    async def _add(self, batch: WriteBatch, place: tuple[int, int], message: Pulled) -> None:
+    async def _add(self, batch: WriteBatch, place: Place, message: Pulled) -> None:
         """Decode a message and add it to the batch. A message that can't be decoded becomes a dead letter."""
         event = await self._broker.admit(message, self.spec)
         if event is None:
             return
         rows = batch.tags.setdefault(wire_name(event), Rows())
         rows.events.append(event)
-        rows.seqs.append(place[0])
-        rows.ats.append(place[1])
+        rows.seqs.append(place.seq)
+        rows.ats.append(place.at)
         rows.traces.append(message.header(b"traceparent"))
         message.data = b""  # frees memory: the event holds the content
         batch.messages[place] = message
@@ -190,7 +189,7 @@ class Writer:
         their sequences then, and an acknowledgement would count for those."""
         if not batch.messages or batch.reconnects == self._broker.client.stats["reconnects"]:
             return
-        newest = Place(*max(batch.messages))
+        newest = max(batch.messages)
         if not await self._broker.has_reached(self.spec.stream, newest):
             raise BrokerError(
                 f"the log lost its end: message {newest.seq} of {self.spec.stream} is gone. Start the store again: it "
@@ -235,7 +234,7 @@ class Writer:
         for i, reason in reversed(list(enumerate(reasons))):
             if not reason:
                 continue
-            message = batch.messages.pop((rows.seqs[i], rows.ats[i]))
+            message = batch.messages.pop(Place(rows.seqs[i], rows.ats[i]))
             message.data = await self._payload(rows.seqs[i], rows.events[i])
             await self._broker.dead_letter(message, self.spec, "unstorable", reason)
             for values in (rows.events, rows.seqs, rows.ats, rows.traces):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import anyio
@@ -10,9 +11,10 @@ import pytest
 
 from pipeline import streams
 from pipeline.config import NatsConfig
-from pipeline.events import DeadLettered, decode, encode, schema
+from pipeline.events import AnyEvent, DeadLettered, decode, encode, schema
 from pipeline.log import dead_letters as dead
 from pipeline.log.broker import Broker
+from pipeline.log.fast_client import Pulled
 from tests.pipeline.log.test_dead_letters import deliver_in_vain
 from tests.store.kit import (
     StoreProcess,
@@ -47,6 +49,28 @@ async def test_stopping_writes_what_was_taken(
                 await anyio.sleep(0.02)
         assert stored(tmp_path / "store", "rollout.exchange") == []
     await store_all(broker, running_store)
+    assert stored(tmp_path / "store", "rollout.exchange") == [1, 2, 3, 4, 5]
+
+
+async def test_stopping_while_an_event_is_read_writes_it_and_those_behind_it(
+    broker: Broker, running_store: StoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its content may be in the log's object store, which takes a while. The process is stopped then."""
+    admit, reading, calls = Broker.admit, anyio.Event(), itertools.count(1)
+
+    async def admit_slowly(self: Broker, message: Pulled, spec: streams.ConsumerSpec) -> AnyEvent | None:
+        if spec.name == "store-rollouts" and next(calls) == 2:
+            reading.set()
+            await anyio.sleep_forever()
+        return await admit(self, message, spec)
+
+    monkeypatch.setattr(Broker, "admit", admit_slowly)
+    await publish(broker, [exchange("t", seq) for seq in range(5)])
+    async with running_store(flush_s=60.0):
+        with anyio.fail_after(60):
+            await reading.wait()
+            while (await broker.consumer_info(streams.consumer("store-rollouts"))).num_ack_pending < 5:
+                await anyio.sleep(0.02)
     assert stored(tmp_path / "store", "rollout.exchange") == [1, 2, 3, 4, 5]
 
 
