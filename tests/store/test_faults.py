@@ -16,6 +16,7 @@ from pipeline import streams
 from pipeline.config import NatsConfig, StoreConfig
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker, BrokerError
+from pipeline.log.messages import Place
 from store.lake.lake import lake_in
 from store.lake.storage import write_parquet
 from store.lake.writer import WriteBatch, Writer
@@ -86,9 +87,9 @@ async def test_nothing_is_acknowledged_on_a_log_that_lost_its_end(broker: Broker
     writer = Writer(broker, lake_in(tmp_path), StoreConfig(), streams.consumer("store-rollouts"))
     at = first.place.at
     before_reconnect: dict[str, Any] = {"reconnects": broker.client.stats["reconnects"] - 1}
-    await writer._require_whole_log(WriteBatch(messages={(1, at): first}, **before_reconnect))
+    await writer._require_whole_log(WriteBatch(messages={Place(1, at): first}, **before_reconnect))
     with pytest.raises(BrokerError, match="lost its end: message 9 of ROLLOUTS"):
-        await writer._require_whole_log(WriteBatch(messages={(9, at): first}, **before_reconnect))
+        await writer._require_whole_log(WriteBatch(messages={Place(9, at): first}, **before_reconnect))
 
 
 async def test_a_server_that_dies_and_comes_back_costs_nothing(
