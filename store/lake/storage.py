@@ -35,7 +35,8 @@ ASIDE = "damaged"
 """Folder for damaged files, beside the tables."""
 _DUCKDB_S3 = "journeywork-s3"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-
+_UNREADABLE = (pa.ArrowException, OSError, ValueError)
+"""Errors of reading a file. A damaged name of a column is a `ValueError`: it is not UTF-8."""
 
 PASSING = tuple(os.strerror(number) for number in (errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 """Texts in DuckDB's errors that tell of no damage: the file could not be opened for a reason that can pass."""
@@ -46,7 +47,7 @@ class StoreError(Exception):
 
 
 class DamagedFileError(StoreError):
-    """A file is missing or can't be read. `path` names it."""
+    """A file of a table is damaged or, where a table needs it, missing. `path` names it."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(
@@ -90,14 +91,16 @@ class Storage(ABC):
         """Return whether anything was ever written here."""
         return bool(self.files.get_file_info(fs.FileSelector(self.root, allow_not_found=True)))
 
-    def read(self, tag: str, name: str, names: list[str] | None = None) -> pa.Table:
-        """Return a file's rows, with the columns `names` or all. Raises `FileNotFoundError`, `DamagedFileError`."""
+    def read(self, tag: str, name: str, only: list[str] | None = None) -> pa.Table:
+        """Return a file's rows, with all columns or `only` these, without those that the file lacks.
+
+        Raises `FileNotFoundError`, `DamagedFileError`, and other errors of the system as they are."""
         try:
             with self.files.open_input_file(self.key(tag, name)) as file:
-                return pq.ParquetFile(file).read(columns=names)
+                return pq.ParquetFile(file).read(columns=only)
         except FileNotFoundError:
             raise
-        except (pa.ArrowException, OSError) as error:
+        except _UNREADABLE as error:
             if not self._is_damage(error, self.key(tag, name)):
                 raise
             raise DamagedFileError(f"{self.uri(tag)}/{name}", str(error)) from error
@@ -237,7 +240,7 @@ class S3Storage(Storage):
             return False
         try:
             pq.ParquetFile(pa.BufferReader(content)).read()
-        except (pa.ArrowException, OSError):
+        except _UNREADABLE:
             return True
         return False
 

@@ -235,6 +235,20 @@ def test_content_that_can_t_be_decompressed_is_damage(lake: Lake) -> None:
         lake.storage.read(TAG, name)
 
 
+def test_a_damaged_name_of_a_column_is_damage(lake: Lake) -> None:
+    lake.table(TAG).append(rows(1))
+    name = lake.names(TAG)[0]
+    key = lake.storage.key(TAG, name)
+    assert lake.storage.read(TAG, name, ["log_seq", "no such column"]).column_names == ["log_seq"]
+    with lake.storage.files.open_input_file(key) as whole:
+        content = whole.read()
+    with lake.storage.files.open_output_stream(key) as stream:
+        stream.write(content.replace(b"log_seq", b"log\xffseq"))
+    for only in (None, ["log_at"]):
+        with pytest.raises(DamagedFileError, match=f"^{lake}/{TAG}/{name} is damaged"):
+            lake.storage.read(TAG, name, only)
+
+
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
