@@ -35,7 +35,9 @@ from pipeline.telemetry import logs
 
 log = logs.get_logger("pipeline.running.supervisor")
 
-BACKOFF_FIRST_S, BACKOFF_MAX_S, HEALTHY_AFTER_S = 0.25, 30.0, 60.0
+BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 30.0
+BACKOFF_RESETS_AFTER_S = 60.0
+"""Time that a process ran after which its next backoff begins anew."""
 GIVE_UP_AFTER = 5
 """Failed starts in a row after which a process that never worked ends the installation."""
 PROBE_EVERY_S = 0.1
@@ -115,7 +117,7 @@ class Supervisor:
         self._write_state()
         async with anyio.create_task_group() as tg:
             for watched in self.watched.values():
-                tg.start_soon(self._keep, watched)
+                tg.start_soon(self._keep_running, watched)
 
             async def announce() -> None:
                 for watched in self.watched.values():
@@ -134,7 +136,11 @@ class Supervisor:
 
     # -- one process ---------------------------------------------------------------------------------------------
 
-    async def _keep(self, watched: Watched) -> None:
+    async def _keep_running(self, watched: Watched) -> None:
+        """Run a process until it is to stop, again after a backoff when it ended.
+
+        Raises `SupervisorError` if it was never ready: after `GIVE_UP_AFTER` starts, or after one that ends with 2, the
+        status for settings that can't be used (`exit_on_error`). One that was ready is always restarted."""
         backoff, failures = Backoff(BACKOFF_FIRST_S, BACKOFF_MAX_S), 0
         for name in watched.spec.needs:
             await self.watched[name].ready.wait()
@@ -142,7 +148,7 @@ class Supervisor:
             began = time.monotonic()
             try:
                 code = await self._run_once(watched)
-            except OSError as error:  # a full disk: it is tried again, like a start that fails
+            except OSError as error:  # such as a full disk, or no file with a secret: a start that fails
                 log.error("process not started", process=watched.spec.name, error=str(error))
                 code = 1
             if watched.stopping.is_set():
@@ -151,7 +157,7 @@ class Supervisor:
             failures = 0 if watched.ever_ready else failures + 1
             if failures >= GIVE_UP_AFTER or (code == 2 and not watched.ever_ready):
                 raise SupervisorError(self._obituary(watched, code))
-            if time.monotonic() - began > HEALTHY_AFTER_S:
+            if time.monotonic() - began > BACKOFF_RESETS_AFTER_S:
                 backoff.reset()
             self._change(watched, "backoff")
             await backoff.wait()
@@ -175,8 +181,10 @@ class Supervisor:
                 spec.argv, env=env, sink=sink, handles=self._inherit, reports=not spec.probe
             )
         watched.process, watched.pid = process, process.pid
-        self._change(watched, "starting")
         try:
+            if watched.stopping.is_set():
+                return -signal.SIGKILL  # `_stop` did not wait for it, as it was being launched
+            self._change(watched, "starting")
             async with anyio.create_task_group() as tg:
                 tg.start_soon(self._watch, watched, read_end)
                 code = await process.wait()
@@ -232,7 +240,7 @@ class Supervisor:
             await anyio.sleep(TRIM_EVERY_S)
 
     async def _end(self, watched: Watched, reason: str) -> None:
-        """Kill a process that hangs; `_keep` starts it again."""
+        """Kill a process that hangs; `_keep_running` starts it again."""
         process = watched.process
         if process is None or watched.stopping.is_set():
             return

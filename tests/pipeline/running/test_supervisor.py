@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -17,7 +18,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.config import Config, ConfigError, load, with_values
-from pipeline.running import ports
+from pipeline.running import child, ports
 from pipeline.running.plan import (
     ONE_PROCESS,
     ProcessSpec,
@@ -27,7 +28,7 @@ from pipeline.running.plan import (
 )
 from pipeline.running.supervisor import Supervisor, SupervisorError
 from tests.conftest import free_port
-from tests.pipeline.running.supervised import runs, supervised
+from tests.pipeline.running.supervised import Changes, runs, supervised
 
 pytestmark = pytest.mark.anyio
 
@@ -62,6 +63,32 @@ async def test_it_reports_ready_restarts_what_was_killed_and_stops_in_order(tmp_
         await changes.until(lambda: judge.restarts == 1 and judge.state == "ready")
     assert "stopped in order" in (tmp_path / "logs" / "gateway.log").read_text()
     assert {s["state"] for s in state(tmp_path)["services"].values()} == {"stopped"}  # type: ignore[attr-defined]
+
+
+async def test_a_process_that_is_being_launched_when_it_is_to_stop_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launching, go_on, launch = anyio.Event(), anyio.Event(), child.launch
+
+    async def slowly(*args: Any, **options: Any) -> Any:
+        launching.set()
+        await go_on.wait()
+        return await launch(*args, **options)
+
+    monkeypatch.setattr(child, "launch", slowly)
+    changes = Changes()
+    supervisor = Supervisor(config(tmp_path), [service("judge")], on_change=changes)
+    (tmp_path / "logs").mkdir()
+    watched = supervisor.watched["judge"]
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(supervisor._keep_running, watched)
+            await launching.wait()
+            await supervisor._stop(watched)
+            go_on.set()
+    assert [state for state, _ in changes.seen] == ["stopping", "stopped"]
+    assert watched.pid
+    assert not runs(watched.pid)
 
 
 @pytest.mark.parametrize("host", ["::1", "fd00::1"])
