@@ -9,6 +9,8 @@ the pattern is.
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -33,6 +35,10 @@ _PERSON = (("user",), ("safety_identifier",), ("metadata", "user_id"), ("metadat
 """Where a call names the person whose run it is; `journeywork erase` looks there."""
 _ESCAPE = re.compile(r'(?<!\\)\\++(?:u((?!d[89a-f])[0-9a-f]{4})|(["/])|[bfnrt])', re.IGNORECASE)
 """A character in JSON in a text, such as the arguments of a tool call. It looks at each run of backslashes once."""
+_STRICT_ESCAPE = re.compile(
+    r'\\(?:["\\/bfnrt]|u(?:(?![dD][89a-fA-F])[0-9a-fA-F]{4}|[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))'
+)
+"""A character in a text of JSON, as JSON defines it. Half of a surrogate pair is none."""
 _VALUE = re.compile(r'"(?:[^"\\]|\\.)*+"|-?[0-9][0-9.eE+-]*+')
 """A text or number in valid JSON."""
 _Mask = tuple[str, str]
@@ -52,7 +58,7 @@ class Masks:
         self._masks = [(mask.pattern, "[" + mask.name.replace("\\", r"\\") + "]") for mask in masks]
         for mask in masks:
             try:
-                _replaced([""], [(mask.pattern, "")])
+                _masked_raw([""], [(mask.pattern, "")])
             except ValueError as error:  # pyarrow's is one
                 raise ConfigError(
                     f"gateway.masks: the pattern of {mask.name!r} can't be used: {error}"
@@ -111,7 +117,7 @@ class Masks:
                         self._check_person({name: document[0]}, _PERSON[-1])
                     if self._changed(document, numbers=name != "response"):
                         changed[name] = msgspec.json.encode(document[0])
-                    elif name == "request" and self._replaced([text := raw.decode()]) != [text]:
+                    elif name == "request" and self._mask_texts([text := raw.decode()]) != [text]:
                         # Of a key that is there twice, the decoded request has the last value, which is the one that
                         # the server reads.
                         rewritten[name] = msgspec.json.encode(document[0])
@@ -144,7 +150,7 @@ class Masks:
             else:
                 places += [(container, at) for at, value in enumerate(container) if isinstance(value, kinds)]
         texts = [str(container[key]) for container, key in places] + [key for _, key in objects]
-        masked = self._replaced(texts)
+        masked = self._mask_texts(texts)
         for (container, key), text, new in zip(places, texts, masked, strict=False):
             if new != text:
                 container[key] = new
@@ -153,23 +159,23 @@ class Masks:
                 container[new] = container.pop(key)
         return masked != texts
 
-    def _replaced(self, texts: list[str]) -> list[str]:
+    def _mask_texts(self, texts: list[str]) -> list[str]:
         """Mask texts. JSON, such as the arguments of a tool call, stays valid JSON."""
-        masked = _searched(texts, self._masks)
+        masked = _masked_also_escaped(texts, self._masks)
         places = [i for i, text in enumerate(texts) if masked[i] != text and _is_json(text)]
         single = [texts[i] for i in places if len(texts[i]) <= _LARGE_JSON]
         for mask in self._masks if single else ():
-            single = _masked_by(mask, single, _LEVELS)
+            single = _masked_by_value(mask, single, _LEVELS)
         by_value = iter(single)
         for i in places:
             masked[i] = next(by_value) if len(texts[i]) <= _LARGE_JSON else _as_json(masked[i])
         return masked
 
 
-def _masked_by(mask: _Mask, texts: list[str], levels: int) -> list[str]:
+def _masked_by_value(mask: _Mask, texts: list[str], levels: int) -> list[str]:
     """Mask texts, and in JSON the single values, of which JSON in texts is searched for `levels` further levels. If the
     mask matches more than single values, `_raw` has the masked text."""
-    masked = _searched(texts, [mask])
+    masked = _masked_also_escaped(texts, [mask])
     places = [i for i, text in enumerate(texts) if levels and masked[i] != text and _is_json(text)]
     if not places:
         return masked
@@ -177,10 +183,12 @@ def _masked_by(mask: _Mask, texts: list[str], levels: int) -> list[str]:
     values = [str(msgspec.json.decode(value)) for value in written]
     new = {
         before: before if text == value else msgspec.json.encode(text).decode()
-        for before, value, text in zip(written, values, _masked_by(mask, values, levels - 1), strict=True)
+        for before, value, text in zip(
+            written, values, _masked_by_value(mask, values, levels - 1), strict=True
+        )
     }
     with_values = [_VALUE.sub(lambda match: new[match[0]], texts[i]) for i in places]
-    for i, text in zip(places, _searched(with_values, [mask]), strict=True):
+    for i, text in zip(places, _masked_also_escaped(with_values, [mask]), strict=True):
         masked[i] = text if _is_json(text) else _as_json(masked[i])
     return masked
 
@@ -197,18 +205,24 @@ def _is_json(text: str) -> bool:
         return False
 
 
-def _searched(texts: list[str], masks: Sequence[_Mask]) -> list[str]:
-    """Return the texts with what the masks match replaced, also where it is written with escapes of JSON."""
-    masked = _replaced(texts, masks)
-    escaped = [(i, plain) for i, text in enumerate(masked) if (plain := _unescaped(text)) != text]
-    plains = [plain for _, plain in escaped]
-    for (i, plain), new in zip(escaped, _replaced(plains, masks), strict=True):
-        if new != plain:
-            masked[i] = new
+def _masked_also_escaped(texts: list[str], masks: Sequence[_Mask]) -> list[str]:
+    """Mask texts as they are, then with escapes of JSON decoded once, twice and so on, then without any. A text that
+    matches in such a form comes back in that form, so it may be JSON no more."""
+    masked = _masked_raw(texts, masks)
+    forms = list(masked)
+    for unescape in (*[_decoded] * (_LEVELS + 1), _unescaped):
+        before = masked if unescape is _unescaped else forms
+        plains = {i: plain for i, form in enumerate(before) if (plain := unescape(form)) != form}
+        for i, new in zip(plains, _masked_raw(list(plains.values()), masks), strict=True):
+            forms[i] = new
+            if new != plains[i]:
+                masked[i] = new
     return masked
 
 
-def _replaced(texts: list[str], masks: Sequence[_Mask]) -> list[str]:
+def _masked_raw(texts: list[str], masks: Sequence[_Mask]) -> list[str]:
+    if not texts:
+        return []
     import pyarrow as pa  # a gateway without masks does not load it
     from pyarrow import compute
 
@@ -218,9 +232,21 @@ def _replaced(texts: list[str], masks: Sequence[_Mask]) -> list[str]:
     return [str(text) for text in column.to_pylist()]
 
 
+def _decoded(text: str) -> str:
+    """Return a text with its escapes of JSON decoded once, as the value of JSON that holds the text."""
+    if "\\" not in text:
+        return text
+    return _STRICT_ESCAPE.sub(lambda match: _character(match[0]), text)
+
+
+@functools.lru_cache(maxsize=65536)
+def _character(escape: str) -> str:
+    return str(json.loads(f'"{escape}"'))
+
+
 def _unescaped(text: str) -> str:
-    """Return a text in which escapes of JSON are the characters that they stand for, and those of line breaks, tabs and
-    the like are spaces."""
+    """Return a text in which escapes of JSON, however often they are escaped, are the characters that they stand for.
+    Those of line breaks, tabs and the like are spaces."""
     if "\\" not in text:
         return text
     return _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else match[2] or " ", text)

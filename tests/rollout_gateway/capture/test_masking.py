@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -381,3 +382,45 @@ async def test_what_one_mask_removed_does_not_come_back_by_another() -> None:
 async def test_the_name_of_a_mask_is_recorded_as_it_is(name: str) -> None:
     event = await masked(exchange({"k": f"my {SECRET}"}, {}), MaskConfig(name=name, pattern=MAIL.pattern))
     assert msgspec.json.decode(event.request) == {"k": f"my [{name}]"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "secret"),
+    [
+        (r"CORP\\\w+", r"CORP\alice"),
+        (r"CORP\\\w+", r"CORP\bob"),
+        (r"\\\\files\\\w+", r"\\files\nina"),
+        (r"KEY-----\n\w+", "KEY-----\nc2VjcmV0"),
+        ("\U0001f600 [a-z]+", "\U0001f600 dora"),
+    ],
+)
+@pytest.mark.parametrize("field", ["request", "response"])
+async def test_a_pattern_matches_what_json_in_a_text_writes_with_escapes(
+    pattern: str, secret: str, field: str
+) -> None:
+    said = json.dumps({"user": secret, "n": 1})
+    outer = json.dumps({"in": said})
+    broken = [said[:-1], outer[:-1], f"{said[:-1]} {json.dumps(SECRET).replace('@', ESCAPED[8:14])}"]
+    texts = {"arguments": said, "nested": outer, "text": secret, secret: 1, "broken": broken}
+    event = msgspec.structs.replace(exchange({}, {}), **{field: msgspec.json.encode(texts)})
+    event = await masked(event, MaskConfig(name="x", pattern=pattern), MAIL)
+    recorded = getattr(event, field)
+    assert event.prompt_ids == b""
+    for word in ("alice", "bob", "ob", "nina", "ina", "c2VjcmV0", "dora", "jane"):
+        assert word.encode() not in recorded.replace(b"broken", b"")
+    recorded = msgspec.json.decode(recorded)
+    assert json.loads(recorded["arguments"]) == {"user": "[x]", "n": 1}
+    assert json.loads(json.loads(recorded["nested"])["in"]) == {"user": "[x]", "n": 1}
+
+
+@pytest.mark.timeout(60)
+async def test_escapes_of_escapes_take_linear_time() -> None:
+    mask = MaskConfig(name="x", pattern=r"CORP\\\w+")
+    for said in (
+        "\\" * 500_000,
+        "\\u005c" + "u005c" * 100_000,
+        r"\ud800" * 100_000,
+        r"\n.\q" * 100_000,
+        r"\ud83d\Ude00",
+    ):
+        assert (await masked(exchange({"k": said}, {}), mask)).prompt_ids
