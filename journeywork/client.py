@@ -212,7 +212,7 @@ class AsyncJourneywork:
             try:
                 reply = await self._send(method, path, body, timeout_s)
             except httpx.TransportError as error:
-                last_problem = backoff.unreachable(self.url, transport_problem(error))
+                last_problem = backoff.report_unreachable(self.url, transport_problem(error))
             else:
                 if reply.status_code not in RETRIED_STATUSES:
                     return read(reply)

@@ -50,18 +50,20 @@ class Backoff:
         self._began = time.monotonic()
         self._end = self._began + wait_s
 
-    def unreachable(self, url: str, problem: str) -> str:
-        """Return `problem` with the gateway's URL and what to check. It is logged at the first failure, because the URL
-        may be wrong, and after some seconds without the gateway."""
+    def report_unreachable(self, url: str, problem: str) -> str:
+        """Return `problem` with the gateway's URL and what to check. It is logged at this process's first failure,
+        because the URL may be wrong, and after some seconds without the gateway; not at the end of the time, when an
+        error tells it."""
         now = time.monotonic()
         told = (
             f"the gateway {url} can't be reached ({problem}): check this address, and that the gateway runs"
         )
-        if url not in self._warned or (
+        due = url not in self._warned or (
             now - self._began >= _WARN_AFTER_S and now - self._warned[url] >= _WARN_EVERY_S
-        ):
+        )
+        if due and now < self._end:
             self._warned[url] = now
-            _log.warning("%s; trying for %.0f s more", told, max(0.0, self._end - now))
+            _log.warning("%s; trying for %.0f s more", told, self._end - now)
         return told
 
     def wait_for_training(self, reply: httpx.Response) -> None:

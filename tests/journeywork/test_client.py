@@ -124,6 +124,20 @@ async def test_an_unreachable_gateway_is_told_while_the_client_waits(
     assert len(caplog.messages) == 1 + 3
 
 
+def test_a_client_that_does_not_wait_says_only_once_that_it_can_t_reach_the_gateway(
+    pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("connection refused")
+
+    with (
+        blocking(refuse, 0, "http://not-waited-for") as jw,
+        pytest.raises(GatewayUnavailableError, match="http://not-waited-for can't be reached"),
+    ):
+        jw.policies()
+    assert not caplog.messages
+
+
 async def test_retry_after_is_honoured_and_the_last_problem_is_told(pauses: list[float]) -> None:
     def overloaded(_: httpx.Request) -> httpx.Response:
         return httpx.Response(503, text="x" * 1000, headers={"retry-after": "7"})
