@@ -169,8 +169,10 @@ async def with_lessons(
     config: JudgeConfig,
     teach: Teach | None,
 ) -> GroupRewards:
-    """Add to `rewards` what signals and a teacher from outside say about `members`. If nothing grades the group, those
-    with a hint or an answer of the teacher have the reward 0: these alone may train them."""
+    """Add to `rewards` what signals and a teacher from outside say about `members`.
+
+    A *lesson* is a hint or an answer of the teacher. If the group has no reward and `judge.rewards` is empty, members
+    with a lesson get the reward 0: else they would be masked, and the lesson could not train."""
     said = feedback_on(members, signals, config, rewards.components, rewards.feedback)
     rewards = replace(rewards, feedback=said)
     if teach is not None:

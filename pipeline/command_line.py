@@ -23,7 +23,8 @@ def command_parser(name: str, text: str | None) -> argparse.ArgumentParser:
 
 
 def add_overrides(parser: argparse.ArgumentParser, help_text: str = "any setting; may be repeated") -> None:
-    """Add `--set section.key=value`, which becomes `overrides`."""
+    """Add `--set section.key=value`. The parsed arguments hold its texts as the list `overrides`
+    (`pipeline.config.load`)."""
     parser.add_argument(
         "--set", action="append", default=[], metavar="section.key=value", dest="overrides", help=help_text
     )

@@ -59,7 +59,7 @@ def _prepare(config: Config, keys: Path) -> Config:
         digest = hashlib.sha256(operator.read_bytes().strip()).hexdigest()
         key = KeyConfig(sha256=digest, name="operator", role="operator")
         config = with_values(config, {"gateway.keys": (key,)})
-    config = pace(signing.with_public_key(config))
+    config = pace(signing.trusting_own_key(config))
     save(config, config.path("config.toml"))
     return config
 

@@ -112,7 +112,7 @@ class Supervisor:
         Cancellation kills them at once. Raises `SupervisorError` (in a group) if a process never becomes ready."""
         make_private(self._run_dir)
         self._logs.mkdir(parents=True, exist_ok=True)
-        self.config = signing.with_public_key(self.config)
+        self.config = signing.trusting_own_key(self.config)
         save(self.config, self.config.path("config.toml"))
         self._write_state()
         async with anyio.create_task_group() as tg:

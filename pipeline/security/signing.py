@@ -20,8 +20,10 @@ from pipeline.security import nkey
 _DOMAIN = b"journeywork.checkpoint.1\n"
 
 
-def _defaults() -> dict[str, Any]:
-    """Return the default value of each field whose default is always the same."""
+def _constant_defaults() -> dict[str, Any]:
+    """Return the default of each field that has the same one each time, which that of `at` is not.
+
+    Such a default must never change: signatures of events that leave it out would no longer match."""
     defaults: dict[str, Any] = {}
     for field in msgspec.structs.fields(CheckpointPublished):
         if field.default is not msgspec.NODEFAULT:
@@ -31,7 +33,7 @@ def _defaults() -> dict[str, Any]:
     return defaults
 
 
-_DEFAULTS = _defaults()
+_DEFAULTS = _constant_defaults()
 
 
 def signed_bytes(event: CheckpointPublished) -> bytes:
@@ -98,9 +100,11 @@ class Trust:
         return ""
 
 
-def with_public_key(config: Config) -> Config:
-    """Return `config` with the public key of `signing.seed` among `signing.keys`. Create the seed's file if it does
-    not exist."""
+def trusting_own_key(config: Config) -> Config:
+    """Return `config` with the public key of `signing.seed` among `signing.keys`, so that an installation trusts the
+    checkpoints of its own trainer without an entry by hand. Unchanged if no seed is set.
+
+    Creates the seed's file if it does not exist. Raises `ConfigError`."""
     signing = config.signing
     if not signing.seed:
         return config

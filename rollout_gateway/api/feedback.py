@@ -23,7 +23,7 @@ from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.api.schemas import AnswerFeedback, Feedback, RunFeedback
 from rollout_gateway.capture.answer_ids import trajectory_of
 from rollout_gateway.http.errors import ApiError, check_shared, unknown_trajectory
-from rollout_gateway.serving.idempotency import check_same, publish_once
+from rollout_gateway.serving.idempotency import publish_once, refuse_different
 
 _LONG_TEXT = 4096
 """Characters of a text above which the texts of its key on the run are counted."""
@@ -164,7 +164,7 @@ async def _give(request: ControlRequest, body: Feedback, targets: list[_Target])
         for event, _ in checked:
             recorded = await gateway.broker.read_last(SignalGiven, **keys_of(event))
             if recorded is not None:
-                check_same(event, recorded.event, "key", key)
+                refuse_different(event, recorded.event, "key", key)
     signals = []
     for event, answer in checked:
         ack = await publish_once(gateway.broker, event, "key", key)

@@ -15,17 +15,18 @@ async def publish_once(broker: Broker, event: Event, param: str, value: str = ""
     """Publish `event`, unless it was recorded before. Return its acknowledgement.
 
     `param`: the field of the request that holds the idempotency id, which is `value` or the event's field of that
-    name. Raises a 409 `ApiError` if the log holds a
-    different event with this id; `event` was not recorded then. Events that differ only in `at` count as equal."""
+    name. Raises a 409 `ApiError` if the log holds a different event with this id; `event` was not recorded then. Events
+    that differ only in `at` count as equal."""
     ack = await broker.publish(event)
     if not ack.duplicate:
         return ack
-    check_same(event, (await broker.read_at(type(event), ack.seq)).event, param, value)
+    refuse_different(event, (await broker.read_at(type(event), ack.seq)).event, param, value)
     return ack
 
 
-def check_same(event: Event, stored: Event, param: str, value: str = "") -> None:
-    """Raise a 409 `ApiError` if two events with one idempotency id differ in more than `at`."""
+def refuse_different(event: Event, stored: Event, param: str, value: str = "") -> None:
+    """Raise a 409 `ApiError` if `event`, which the caller has not recorded, differs from the `stored` one of the same
+    idempotency id in more than `at`. `param`, `value`: as in `publish_once`."""
     if msgspec.structs.replace(event, at=stored.at) != stored:
         message = (
             f"Nothing was recorded: an earlier request with other contents used the same `{param}`, "

@@ -18,7 +18,7 @@ from pipeline.events import PolicyPromoted, standing_decisions
 from pipeline.log.broker import Broker
 from pipeline.names import MAX_NAME, check_name, new_id, parse_version
 from rollout_gateway.http.errors import ApiError, retired_version, unknown_model
-from rollout_gateway.serving.idempotency import check_same
+from rollout_gateway.serving.idempotency import refuse_different
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet, least_loaded
 from rollout_gateway.serving.routing import VersionRouter
@@ -110,13 +110,13 @@ class Promotion:
 
     async def _publish(self, event: PolicyPromoted, last: int | None) -> bool:
         """Publish a decision. Return false if that is to come after message `last` of the log, and another decision was
-        made since, here or at another gateway. Raises `ApiError` as `check_same` does."""
+        made since, here or at another gateway. Raises `ApiError` as `refuse_different` does."""
         ack = await self._broker.publish(event, after=last, message_id=event.message_id())
         if ack.duplicate:
             stored = (await self._broker.read_at(PolicyPromoted, ack.seq)).event
             if stored.request != event.request:
                 return False
-            check_same(event, stored, "request")
+            refuse_different(event, stored, "request")
         else:
             # Apply it here at once; other gateways read it from the log.
             self._policies.models[event.model].decide(event, ack.seq)

@@ -206,7 +206,7 @@ def settings(nats: NatsConfig, base: str, folder: Path) -> Config:
     `server_users`."""
     keys = folder / "keys"
     nats = msgspec.structs.replace(nats, users=str(keys), provision=False)
-    return signing.with_public_key(Config(
+    return signing.trusting_own_key(Config(
         project="p", run_dir=str(folder), nats=nats, models=(ModelConfig(name="tiny", base=base),),
         signing=SigningConfig(seed=str(keys / "checkpoints.nk")),
         vllm=VllmConfig(max_loras=10),
