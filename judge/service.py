@@ -57,8 +57,9 @@ _READS = 32
 _SCORING = 256
 """Number of groups that a process scores concurrently if they need no judge model."""
 _MAX_SCORING = 1024
-"""Maximum number of groups in memory, including those whose judge model does not answer. Other groups stay on the
-log."""
+"""About the most groups in memory, including those whose judge model does not answer; other groups stay on the log.
+It can be exceeded by some hundreds: completions and timers are taken for the same room, and for each group as many
+deliveries as it has runs, which may be of as many groups."""
 _WRONG_EVENT_DELAY_S = 1.0
 """Delay before an event that does not belong on its subject is delivered again. After `max_deliver` times it becomes a
 dead letter."""
@@ -89,7 +90,7 @@ async def serve(config: Config, ready: Ready) -> None:
         Broker.connect(config.nats, name="judge") as broker,
         open_composer_on_log(config, broker) as composer,
         open_teacher(config, broker) as teacher,
-        broker.consume("judge") as completions,
+        broker.consume("judge") as arrivals,
         broker.consume("judge-timers") as timers,
     ):
         file = config.judge.anchors.file
@@ -103,7 +104,7 @@ async def serve(config: Config, ready: Ready) -> None:
                 tg.start_soon(monitor.run)
             ready()
             teach = teacher.teach if teacher is not None else None
-            await Judge(broker, config, composer, judge_id, teach).run(completions, timers)
+            await Judge(broker, config, composer, judge_id, teach).run(arrivals, timers)
 
 
 class Judge:
@@ -128,20 +129,22 @@ class Judge:
         self._scoring: dict[GroupKey, list[Delivery]] = {}
         """The groups being scored, with the deliveries that closed them (several after a redelivery)."""
         self._tasks: anyio.abc.TaskGroup
+        """Exists only while `run` runs."""
         self._scoring_ended = anyio.Event()
         """Set, and replaced by a new event, when the scoring of a group ends and leaves room for another."""
 
-    async def run(self, completions: Consumption, timers: Consumption) -> None:
-        """Consume until cancelled. An exception ends the process; unacknowledged deliveries are redelivered."""
+    async def run(self, arrivals: Consumption, timers: Consumption) -> None:
+        """Consume until cancelled; `arrivals` are completions and signals. An exception ends the process;
+        unacknowledged deliveries are redelivered."""
         async with anyio.create_task_group() as self._tasks:
-            self._tasks.start_soon(self._take, completions, self._config.group_size, self._on_completions)
+            self._tasks.start_soon(self._take, arrivals, self._config.group_size, self._on_arrivals)
             self._tasks.start_soon(self._take, timers, 1, self._on_timers)
 
     async def _take(
         self, messages: Consumption, per_group: int, handle: Callable[[list[Delivery]], Awaitable[None]]
     ) -> None:
-        """Pass deliveries to `handle` in batches while more groups can be scored. `per_group`: the number of deliveries
-        that a group has."""
+        """Pass deliveries to `handle` in batches while more groups can be scored. `per_group`: about how many
+        deliveries a group has. It only decides how many are taken at once."""
         while True:
             while (room := self._room()) <= 0:
                 with anyio.move_on_after(_WAIT_S):
@@ -158,7 +161,7 @@ class Judge:
         room = min(at_once - (scoring - paused), _MAX_SCORING - scoring)
         return room if room >= at_once // 4 else 0
 
-    async def _on_completions(self, batch: list[Delivery]) -> None:
+    async def _on_arrivals(self, batch: list[Delivery]) -> None:
         by_group: dict[GroupKey, list[Delivery]] = defaultdict(list)
         for delivery in batch:
             event = delivery.event
@@ -167,34 +170,32 @@ class Judge:
             else:
                 await delivery.give_back(_WRONG_EVENT_DELAY_S)
 
-        await gather(self._on_arrivals, list(by_group.items()), _READS)
+        await gather(self._on_arrivals_of, list(by_group.items()), _READS)
 
-    async def _on_arrivals(self, arrived: tuple[GroupKey, list[Delivery]]) -> None:
+    async def _on_arrivals_of(self, arrived: tuple[GroupKey, list[Delivery]]) -> None:
         """Handle completions and signals of one group: score the group if one of them made it ready; acknowledge the
         others."""
-        with handling(arrived[1]):
-            await self._on_completions_of(*arrived)
-
-    async def _on_completions_of(self, key: GroupKey, deliveries: list[Delivery]) -> None:
-        deliveries.sort(key=lambda delivery: delivery.seq)
-        while (state := await self._log.read(key, deliveries[-1].place)) is None:
-            await deliveries.pop().ack()  # the log has deleted it since
-            if not deliveries:
-                return
-        if late := [state.late[d.seq] for d in deliveries if d.seq in state.late]:
-            await self._log.record_late(late, (await self._log.end_of(key)).trajectories)
-        first = next((d.place for d in deliveries if d.seq == state.first), None)
-        if first is not None and not state.closed_at:
-            await self._log.set_deadline(key, first)
-        for delivery in deliveries:
-            if delivery.seq == state.ready_at:
-                self._begin_scoring(state.group, delivery)
-            elif state.ready_at and delivery.seq > state.ready_at and isinstance(delivery.event, SignalGiven):
-                await self._on_later_signal(key, delivery)
-            else:
-                if delivery.seq == state.closed_at and not state.ready_at:
-                    await self._log.set_feedback_deadline(key, delivery.place.at)
-                await delivery.ack()
+        key, deliveries = arrived
+        with handling(deliveries):
+            deliveries.sort(key=lambda delivery: delivery.seq)
+            while (state := await self._log.read(key, deliveries[-1].place)) is None:
+                await deliveries.pop().ack()  # the log has deleted it since
+                if not deliveries:
+                    return
+            if late := [state.late[d.seq] for d in deliveries if d.seq in state.late]:
+                await self._log.record_late(late, (await self._log.end_of(key)).trajectories)
+            first = next((d.place for d in deliveries if d.seq == state.first), None)
+            if first is not None and not state.closed_at:
+                await self._log.set_deadline(key, first)
+            for delivery in deliveries:
+                if delivery.seq == state.ready_at:
+                    self._begin_scoring(state.group, delivery)
+                elif 0 < state.ready_at < delivery.seq and isinstance(delivery.event, SignalGiven):
+                    await self._on_later_signal(key, delivery)
+                else:
+                    if delivery.seq == state.closed_at and not state.ready_at:
+                        await self._log.set_feedback_deadline(key, delivery.place.at)
+                    await delivery.ack()
 
     async def _on_later_signal(self, key: GroupKey, delivery: Delivery) -> None:
         """Score a group that was discarded for want of a reward, if this signal may give it one."""

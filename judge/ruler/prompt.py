@@ -113,11 +113,16 @@ class Prompt:
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON schema of the answer as a `response_format`."""
-        score = {"type": "number", "description": self.scale.words}
+        scale = self.scale
+        if scale.whole:
+            score = {"type": "integer", "enum": list(range(int(scale.low), int(scale.high) + 1))}
+        else:
+            # The range is only described: Anthropic refuses a schema with `minimum`. `parse` checks it.
+            score = {"type": "number", "description": scale.words}
         properties: dict[str, Any] = {
             "id": {"type": "string", "enum": list(self.names)},
             "explanation": {"type": "string"},
-            self.score_key: {"type": "integer", "enum": [-1, 0, 1]} if self.scale.whole else score,
+            self.score_key: score,
         }
         return list_schema(
             "scores", properties | ({self.hint_key: {"type": "string"}} if self.hint_key else {})

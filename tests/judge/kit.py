@@ -136,11 +136,11 @@ async def judging(broker: Broker, config: Config, judge_hash: str = "j") -> Asyn
 @asynccontextmanager
 async def _running(judge: Judge, broker: Broker) -> AsyncIterator[None]:
     async with (
-        broker.consume("judge") as completions,
+        broker.consume("judge") as arrivals,
         broker.consume("judge-timers") as timers,
         anyio.create_task_group() as tg,
     ):
-        tg.start_soon(judge.run, completions, timers)
+        tg.start_soon(judge.run, arrivals, timers)
         yield
         tg.cancel_scope.cancel()
 

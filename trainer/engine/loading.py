@@ -136,13 +136,15 @@ def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -
 
 
 def _quantization(config: TrainerConfig, dtype: torch.dtype) -> Any:
-    """Return transformers' settings for `trainer.memory.quantization`; `None` without it. The output layer, whose
-    weights may be those of the embeddings, is not quantised. Raises `ImportError`."""
+    """Return transformers' settings for `trainer.memory.quantization`; `None` for `none`.
+
+    transformers leaves the output layer, whose weights may be those of the embeddings, as it is. Raises `ImportError`
+    if torchao is needed and not installed."""
     if config.memory.quantization == "none":
         return None
     if config.memory.quantization == "4bit":
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    from torchao.quantization import Float8WeightOnlyConfig
+    from torchao.quantization import Float8WeightOnlyConfig  # for `fp8`
 
     return TorchAoConfig(Float8WeightOnlyConfig())
 

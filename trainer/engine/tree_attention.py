@@ -45,26 +45,30 @@ class Row:
 
 
 def planned(mask_R1LL: torch.Tensor, ends_RL: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Return the mask of a layout, with a plan of its segments if they save time.
+    """Return the mask of a layout, with a plan of its rows as its attribute `plan` if segments save time.
 
-    `ends_RL` is the layout's. `causal`: nothing is hidden but what it says, such as by a sliding window."""
-    plan = [_row(mask[0], ends, causal) for mask, ends in zip(mask_R1LL, ends_RL.tolist(), strict=True)]
+    `ends_RL` is the layout's. `causal`: nothing is hidden but what `ends_RL` hides, for example by a sliding window."""
+    plan = [_plan_row(mask[0], ends, causal) for mask, ends in zip(mask_R1LL, ends_RL.tolist(), strict=True)]
     calls = sum(len(row.segments) for row in plan)
     if mask_R1LL.numel() - sum(map(pairs, ends_RL.tolist())) > calls * _PAIRS_A_CALL:
-        mask_R1LL.segments = plan
+        mask_R1LL.plan = plan
     return mask_R1LL
 
 
-def _row(mask_LL: torch.Tensor, ends: Sequence[int], causal: bool) -> Row:
-    row = []
+def _plan_row(mask_LL: torch.Tensor, ends: Sequence[int], causal: bool) -> Row:
+    """Return which earlier segments each segment of a row sees, and its mask if it needs one.
+
+    `ends[k]`: the column from which column k is seen no more. A key that is hidden within its own segment, as padding
+    is, needs a mask."""
+    found = []
     pieces = segments(ends)
     for start, stop, seen in pieces:
         mask = None
         if len(seen) > 1 or not causal or min(ends[start:stop]) < stop:
             columns = [mask_LL[start:stop, slice(*pieces[j][:2])] for j in seen]
             mask = torch.cat(columns, dim=1)[None, None]
-        row.append(Segment(seen, mask))
-    return Row([stop - start for start, stop, _ in pieces], row)
+        found.append(Segment(seen, mask))
+    return Row([stop - start for start, stop, _ in pieces], found)
 
 
 def tree_attention(
@@ -76,7 +80,7 @@ def tree_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return what transformers' attention by scaled dot products returns, [R, L, H, D], and `None`."""
-    plan: list[Row] | None = getattr(attention_mask, "segments", None)
+    plan: list[Row] | None = getattr(attention_mask, "plan", None)
     if plan is None:
         attended: tuple[torch.Tensor, None] = _SDPA(
             module, query_RHLD, key_RHLD, value_RHLD, attention_mask, **options

@@ -38,7 +38,7 @@ class Curves:
         """Write a row for each event since the newest row of the file, and send it to the trackers, until cancelled.
         Then wait up to `CLOSING_S` for the trackers. Raises `OSError` if the folder can't be written, and
         `LogShrankError` if the log lost the event that was read last."""
-        history = await anyio.to_thread.run_sync(self._open)
+        history = await anyio.to_thread.run_sync(self._open_file_and_senders)
         newest = history.newest
         followed: list[type[CheckpointPublished | PolicyEvaluated]] = [CheckpointPublished, PolicyEvaluated]
         # From the newest row's time, or from sequence 1. `add` drops an event that the file holds.
@@ -68,7 +68,9 @@ class Curves:
         for sender in self._senders:
             sender.join(until)
 
-    def _open(self) -> MetricsFile:
+    def _open_file_and_senders(self) -> MetricsFile:
+        """Read the file of the rows, and start a sender for each tracker, a thread that `_close` stops. Each gets the
+        rows that the file holds. Waits for the disk."""
         folder = self._config.path(FOLDER)
         history = MetricsFile(folder)
         runs = runs_of(self._config, folder)

@@ -63,7 +63,7 @@ def test_segments_give_what_the_dense_mask_gives(
     expected = attended(layout, dense, weights)
     monkeypatch.setattr(tree_attention, "_PAIRS_A_CALL", -(2**30))
     mask = planned(dense.clone(), layout.ends_RL, causal=span == FULL)
-    assert hasattr(mask, "segments")
+    assert hasattr(mask, "plan")
     for mine, theirs in zip(attended(layout, mask, weights), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
@@ -91,7 +91,7 @@ def test_a_plan_is_made_where_it_saves_pairs() -> None:
         mask = layout.dense_mask()
         assert mask is not None
         assert layout.ends_RL is not None
-        plan = getattr(planned(mask, layout.ends_RL, causal=True), "segments", None)
+        plan = getattr(planned(mask, layout.ends_RL, causal=True), "plan", None)
         assert (plan is not None) == saves
         if plan is not None:
             (row,) = plan
