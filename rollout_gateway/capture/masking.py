@@ -39,6 +39,8 @@ _STRICT_ESCAPE = re.compile(
     r'\\(?:["\\/bfnrt]|u(?:(?![dD][89a-fA-F])[0-9a-fA-F]{4}|[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))'
 )
 """A character in a text of JSON, as JSON defines it. Half of a surrogate pair is none."""
+_LETTER = re.compile(r"(?<!\\)(?:\\|\\{2}|\\{4}|\\{8})u((?![dD][89a-fA-F])[0-9a-fA-F]{4})")
+"""A character that JSON, or JSON within it, writes by its number. Other runs of backslashes hold some of the text."""
 _VALUE = re.compile(r'"(?:[^"\\]|\\.)*+"|-?[0-9][0-9.eE+-]*+')
 """A text or number in valid JSON."""
 _Mask = tuple[str, str]
@@ -206,13 +208,16 @@ def _is_json(text: str) -> bool:
 
 
 def _masked_also_escaped(texts: list[str], masks: Sequence[_Mask]) -> list[str]:
-    """Mask texts as they are, then with escapes of JSON decoded once, twice and so on, then without any. A text that
-    matches in such a form comes back in that form, so it may be JSON no more."""
-    masked = _masked_raw(texts, masks)
-    forms = list(masked)
-    for unescape in (*[_decoded] * (_LEVELS + 1), _unescaped):
-        before = masked if unescape is _unescaped else forms
-        plains = {i: plain for i, form in enumerate(before) if (plain := unescape(form)) != form}
+    """Mask texts with escaped letters decoded, of which a match would else leave the part before an escape; then as
+    they are, then with escapes of JSON decoded once, twice and so on, then without any. A text that matches in such a
+    form comes back in that form, so it may be JSON no more."""
+    masked, forms = list(texts), list(texts)
+    ways: tuple[Callable[[str], str], ...] = (_with_letters, str, *[_decoded] * (_LEVELS + 1), _unescaped)
+    for unescape in ways:
+        before = forms if unescape is _decoded else masked
+        plains = {
+            i: new for i, form in enumerate(before) if (new := unescape(form)) != form or unescape is str
+        }
         for i, new in zip(plains, _masked_raw(list(plains.values()), masks), strict=True):
             forms[i] = new
             if new != plains[i]:
@@ -230,6 +235,13 @@ def _masked_raw(texts: list[str], masks: Sequence[_Mask]) -> list[str]:
     for pattern, replacement in masks:
         column = compute.replace_substring_regex(column, pattern=pattern, replacement=replacement)
     return [str(text) for text in column.to_pylist()]
+
+
+def _with_letters(text: str) -> str:
+    """Return a text with `\\uXXXX` decoded where it is a letter or a digit. JSON stays valid."""
+    if "\\" not in text:
+        return text
+    return _LETTER.sub(lambda match: new if (new := chr(int(match[1], 16))).isalnum() else match[0], text)
 
 
 def _decoded(text: str) -> str:

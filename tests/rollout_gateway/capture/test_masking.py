@@ -424,3 +424,12 @@ async def test_escapes_of_escapes_take_linear_time() -> None:
         r"\ud83d\Ude00",
     ):
         assert (await masked(exchange({"k": said}, {}), mask)).prompt_ids
+
+
+async def test_an_address_with_escaped_letters_is_masked_whole_in_text_that_is_no_json() -> None:
+    said = json.dumps({"to": "j\u00fcrgen.m\u00fcller@example.com", "at": "C:\\new"})
+    texts = [f"Result: {said}", said[:-1], json.dumps({"in": said})[:-1]]
+    event = await masked(exchange({"k": texts}, {}), MAIL)
+    for text in msgspec.json.decode(event.request)["k"]:
+        assert "[mail]" in text
+        assert "rgen" not in text
