@@ -147,13 +147,14 @@ def _table(file: Path, kind: Kind) -> pa.Table:
     """The columns of a data set that are trained."""
     try:
         table = pq.read_table(file)
-    except OSError as error:
+        names = set(table.column_names)
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise TrainerError(
             f"{file} can't be read: name a folder that `journeywork dataset` wrote ({error})"
         ) from error
-    columns = next((c for c in _COLUMNS[kind] if c <= set(table.column_names)), None)
+    columns = next((c for c in _COLUMNS[kind] if c <= names), None)
     if columns is None:
-        lacking = _COLUMNS[kind][0] - set(table.column_names)
+        lacking = _COLUMNS[kind][0] - names
         raise TrainerError(
             f"{file} has no column {min(lacking)!r}: write it with `journeywork dataset --as {kind}`"
         )

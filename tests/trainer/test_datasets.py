@@ -176,6 +176,16 @@ def test_sft_without_a_reply_to_train_is_an_error(
         trained_text(messages, max_length)
 
 
+def test_a_damaged_data_set_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "completion": ["b"]}), file)
+    whole = file.read_bytes()
+    for damaged in (whole[:-8], whole.replace(b"prompt", b"pro\xffpt"), b"text"):
+        file.write_bytes(damaged)
+        with pytest.raises(TrainerError, match=f"^{file} can't be read"):
+            datasets._table(file, "sft")
+
+
 @pytest.mark.parametrize(
     ("row", "context", "trained"),
     [
