@@ -22,7 +22,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.config import Config
+from pipeline.config import Config, ConfigError
 from pipeline.files import read_json, write_once
 from pipeline.lake_files import S3
 from pipeline.names import new_id
@@ -273,12 +273,16 @@ def _data_sets(folder: Path, runs: set[str]) -> Iterator[_DataSet]:
 
 
 def _names(file: Path) -> set[str]:
-    rows: pa.Table = pq.read_table(file)
+    """Return the names of the runs in a data set. Raises `ConfigError` if it can't be read: it may hold any."""
     names: set[str] = set()
-    for name in ("run", "runs"):
-        if name in rows.column_names:
-            for value in rows[name].to_pylist():
-                names.update([value] if isinstance(value, str) else value or ())
+    try:
+        rows: pa.Table = pq.read_table(file)
+        for name in ("run", "runs"):
+            if name in rows.column_names:
+                for value in rows[name].to_pylist():
+                    names.update([value] if isinstance(value, str) else value or ())
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ConfigError(f"{file} can't be read ({error}): mend, write again or delete it") from error
     return names
 
 

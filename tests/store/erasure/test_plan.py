@@ -108,3 +108,11 @@ def test_a_step_on_a_data_set_with_the_person_s_runs(tmp_path: Path) -> None:
     assert (plan.learned, plan.clean) == (["m@3", "m@4"], {"m": "m@2"})
     assert plan.outside == {"m@2": unknown}
     assert plan.folders == [str(tmp_path / "exports" / "hers")]
+
+
+@pytest.mark.parametrize("content", [b"text", b"PAR1"])
+def test_a_damaged_data_set_may_hold_the_person_s_runs_and_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("made by journeywork dataset")
+    (tmp_path / "train.parquet").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/train.parquet can't be read"):
+        plan_of(tmp_path, [trained(1)])
