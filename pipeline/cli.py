@@ -225,7 +225,7 @@ def _hold_up(config: Config, services: Sequence[str], supervisor: Supervisor, si
     log.configure("supervisor", config.log_level, sink)
     try:
         anyio.run(_supervise, config, services, supervisor)
-    except* (SupervisorError, BrokerError) as group:
+    except* (ConfigError, SupervisorError, BrokerError) as group:
         raise SupervisorError("\n".join(_messages(group))) from None
     finally:
         log.configure("supervisor", config.log_level)

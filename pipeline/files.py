@@ -63,11 +63,18 @@ def try_lock(file: int | IO[Any], how: int = fcntl.LOCK_EX) -> bool:
 
 def write_once(path: Path, make: Callable[[], bytes]) -> None:
     """Write the result of `make`, a secret, to `path` with mode 0600, unless the file exists. Of several processes at
-    once one writes; afterwards the file is on the disk, whole."""
+    once one writes; afterwards the file is on the disk, whole.
+
+    Raises `ConfigError` if the file exists and holds nothing but white space, as after `touch` or from an empty mount:
+    the secret would be the empty one, which everyone knows."""
     if path.exists():
-        # Another process may have linked it just now, and not have synced the folder yet. One that this process may not
-        # list is no other process's work, but an operator's.
+        # What this process may not read or list is no other process's work, but an operator's.
         with suppress(PermissionError):
+            if not path.read_bytes().strip():
+                raise ConfigError(
+                    f"the secret {path} is empty: delete it, and it is made anew, or write the secret to it"
+                )
+            # Another process may have linked it just now, and not have synced the folder yet.
             sync(path.parent)
         return
     _make_folder(path.parent, True, mode=0o700)

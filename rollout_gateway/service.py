@@ -59,7 +59,7 @@ def key_secret(config: Config) -> bytes:
     """The secret of trajectory tokens: from the environment variable that the settings name, else from a file in the
     run directory.
 
-    Raises `ConfigError` if the variable is too short."""
+    Raises `ConfigError` if the variable is too short, or the file empty."""
     name = config.gateway.key_secret_env
     if name:
         value = os.environ.get(name, "")

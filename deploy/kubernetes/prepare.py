@@ -49,7 +49,7 @@ def make(overlay: Path) -> None:
     }  # fmt: skip
     config = prepare(with_values(settings, {name: str(path) for name, path in here.items()}))
     write_once(keys / "trajectories.secret", lambda: secrets.token_urlsafe(32).encode())
-    write_once(folder / "keys.toml", lambda: b"")
+    (folder / "keys.toml").touch(0o600)
     in_pods = {name: attrgetter(name)(settings) for name in here}
     save(with_values(config, in_pods), folder / "pods.toml")
     files = {

@@ -318,7 +318,7 @@ def _check_models(config: Config) -> None:
         check_base(model.base, f"models.{i}.base")
 
 
-def pace(config: Config) -> Config:
+def resolve_max_groups_ahead(config: Config) -> Config:
     """Return `config` with a number for `gateway.max_groups_ahead`, if it is `auto`: as many groups as the trainer
     trains before the newest of them is stale. No limit if `trainer.max_steps` ends the training, because groups stay
     untrained then."""
@@ -367,7 +367,7 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         config = with_values(config, {"vllm.urls": (f"http://127.0.0.1:{port}",), "vllm.port": port})
     config = with_values(config, {"gateway.port": config.gateway.port or free_port()})
     if "trainer" in services:
-        config = pace(config)
+        config = resolve_max_groups_ahead(config)
     if "ui" in services and config.ui.enabled:
         config = with_values(config, {"ui.port": _dashboard_port(config)})
     # Without a trainer here and without keys of one elsewhere, nothing is served but what a later trainer here signs.

@@ -21,15 +21,15 @@ from pipeline.command_line import add_overrides, command_parser, exit_on_error
 from pipeline.config import Config, ConfigError, KeyConfig, load, save, with_values
 from pipeline.files import write_once
 from pipeline.running import run_lock
-from pipeline.running.plan import pace
+from pipeline.running.plan import resolve_max_groups_ahead
 from pipeline.security import nkey, signing, users
 
 
 def prepare(config: Config) -> Config:
     """Make the secrets of `config`'s run directory, write its `config.toml`, and return what that holds.
 
-    Raises `ConfigError` where the settings do not say under which addresses the servers are reached, and where
-    `journeywork up` runs in the run directory."""
+    Raises `ConfigError` where the settings do not say under which addresses the servers are reached, where the file of
+    a secret is empty, and where `journeywork up` runs in the run directory."""
     if not config.nats.url or not config.vllm.urls:
         raise ConfigError("nats.url and vllm.urls: set both: the prepared processes find each other by them")
     run_dir = Path(config.run_dir)
@@ -42,6 +42,11 @@ def prepare(config: Config) -> Config:
 
 
 def _prepare(config: Config, keys: Path) -> Config:
+    """Make the secrets that are missing, by default in the folder `keys`. Put their paths, the operator's digest
+    and the trainer's public key into the settings, save these as `config.toml` and return them.
+
+    `signing.trusting_own_key` makes the signing key, whose path is set here. The services get one NATS user each, and
+    only the operator's may create streams: `journeywork provision` does so, hence `nats.provision` is off for them."""
     keys.mkdir(exist_ok=True, mode=0o700)
     nats = config.nats
     if not (nats.users or nats.nkey_seed):
@@ -59,7 +64,7 @@ def _prepare(config: Config, keys: Path) -> Config:
         digest = hashlib.sha256(operator.read_bytes().strip()).hexdigest()
         key = KeyConfig(sha256=digest, name="operator", role="operator")
         config = with_values(config, {"gateway.keys": (key,)})
-    config = pace(signing.trusting_own_key(config))
+    config = resolve_max_groups_ahead(signing.trusting_own_key(config))
     save(config, config.path("config.toml"))
     return config
 

@@ -5,6 +5,7 @@ It holds an array of tables with the settings of `gateway.keys`, hashes only.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import tomllib
@@ -17,6 +18,8 @@ import msgspec
 from pipeline.config import ConfigError, KeyConfig
 
 _SHA256 = re.compile(r"[0-9A-Fa-f]{64}")
+_OF_NOTHING = hashlib.sha256().hexdigest()
+"""With this digest, a request without a key would have a key's permissions."""
 
 
 class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,11 +36,16 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
 
 
 def checked(keys: Iterable[KeyConfig]) -> tuple[KeyConfig, ...]:
-    """Return `keys`. Raises `ConfigError` for one whose hash or date is none."""
+    """Return `keys`. Raises `ConfigError` for one whose hash or date is none, and for the hash of an
+    empty key."""
     for key in keys:
         expires_at(key)
         if not _SHA256.fullmatch(key.sha256):
             raise ConfigError(f"key {name_of(key)!r}: sha256 must be 64 hexadecimal digits")
+        if key.sha256.lower() == _OF_NOTHING:
+            raise ConfigError(
+                f"key {name_of(key)!r}: sha256 is the digest of an empty key; make one, and use its digest"
+            )
     return tuple(keys)
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from pipeline.cli import _parser
 from pipeline.config import load, with_values
-from pipeline.running.plan import make_plan, pace
+from pipeline.running.plan import make_plan, resolve_max_groups_ahead
 from tests.deploy.kit import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -92,7 +92,7 @@ def test_slurm_starts_the_services_on_the_first_node_and_the_trainer_on_the_othe
     assert config.trainer.processes == 8
     assert config.gateway.keys[0].role == "operator"
     as_auto = with_values(config, {"gateway.max_groups_ahead": "auto"})
-    assert config.gateway.max_groups_ahead == pace(as_auto).gateway.max_groups_ahead
+    assert config.gateway.max_groups_ahead == resolve_max_groups_ahead(as_auto).gateway.max_groups_ahead
     (up,) = [_parser().parse_args(argv) for argv in ours if argv[0] == "up"]
     assert "trainer" not in up.services.split(",")
     again = (slurm / "run" / "operator.key").read_text()

@@ -61,6 +61,18 @@ def test_what_the_settings_name_stays(tmp_path: Path) -> None:
     assert {p.name for p in (tmp_path / "keys").iterdir()} == {"vllm.key", "checkpoints.nk"}
 
 
+@pytest.mark.parametrize("content", ["", " \n"])
+@pytest.mark.parametrize("name", ["operator.key", "vllm.key", "checkpoints.nk"])
+def test_an_empty_file_is_no_secret(tmp_path: Path, name: str, content: str) -> None:
+    """The digest of an empty operator's key would make every request without a key an operator's."""
+    path = tmp_path / "keys" / name
+    path.parent.mkdir()
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=rf"{name} is empty: delete it"):
+        prepare(load(COMPOSE, [f"run_dir={tmp_path}"]))
+    assert not (tmp_path / "config.toml").exists()
+
+
 def test_settings_without_addresses_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nats.url and vllm.urls: set both"):
         prepare(load(None, [f"run_dir={tmp_path}"]))

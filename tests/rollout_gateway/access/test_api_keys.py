@@ -42,6 +42,18 @@ def test_without_keys_only_loopback_is_served(tmp_path: Path) -> None:
     ApiKeys(GatewayConfig(host="0.0.0.0"), file=file)
 
 
+def test_the_digest_of_an_empty_key_is_refused(tmp_path: Path) -> None:
+    """A request without a key would have that key's permissions."""
+    digest = hashlib.sha256(b"").hexdigest()
+    for written in (digest, digest.upper()):
+        with pytest.raises(ConfigError, match="key 'k': sha256 is the digest of an empty key"):
+            ApiKeys(GatewayConfig(keys=(KeyConfig(sha256=written, name="k", role="operator"),)))
+    file = tmp_path / "keys.toml"
+    file.write_text(f'[[keys]]\nsha256 = "{digest}"\nname = "k"\n')
+    with pytest.raises(ConfigError, match="empty key"):
+        ApiKeys(GatewayConfig(), file=file)
+
+
 def test_a_rate_is_kept_by_a_key_and_by_the_runs_it_opened() -> None:
     keys = (key_config("slow", calls_per_minute=3), key_config("free"))
     api_keys = ApiKeys(GatewayConfig(keys=keys))
