@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import nullcontext
@@ -55,7 +56,8 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
     step that is trained, and is left out if it became older.
 
     It ends after `max_steps` steps, with the scenarios, or when `discard_queue_multiplier * min_batch_size` groups
-    since the last step had equal rewards. A trainer that is made anew goes on with the next scenario (`resume`)."""
+    since the last step had equal rewards; the others since then are a last step. A trainer that is made anew
+    goes on with the next scenario (`resume`)."""
 
     def __init__(
         self,
@@ -122,11 +124,12 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
         """Set unless a step is trained whose version the next groups have to begin with."""
 
     async def train(self, *, handle_signals: bool = True) -> None:
-        """Play, train and evaluate until the end. With `handle_signals`, SIGINT and SIGTERM end it after a last
-        step.
+        """Play, train and evaluate until the end. With `handle_signals`, SIGINT and SIGTERM end it as `request_stop`
+        does. Only the main thread can receive signals, so `handle_signals` has no effect in another.
 
-        An exception of a rollout is logged, and its scenario left out. Raises what `backend.train` raises, and
-        `RuntimeError` for a group of which every rollout failed."""
+        What `rollout_fn` raises is logged, and its scenario left out. A group that it returns with exceptions only
+        ends the training with `RuntimeError`. Raises what `backend.train` raises."""
+        receives = handle_signals and threading.current_thread() is threading.main_thread()
         self._step = await self.model.get_step()
         state = (self.model.read_state() or {}).get(PIPELINE_STATE_KEY, {}) if self.resume else {}
         self._evaluated = int(state.get("last_eval_step", self._step))
@@ -134,9 +137,7 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
             pass
         put, played = anyio.create_memory_object_stream[TrajectoryGroup](self._room)
         due, evaluations = anyio.create_memory_object_stream[int](float("inf"))
-        stops = (
-            anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) if handle_signals else nullcontext(None)
-        )
+        stops = anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) if receives else nullcontext(None)
         with plain_errors(Exception), stops as signals:
             async with anyio.create_task_group() as evaluating, due:
                 evaluating.start_soon(self._evaluate, evaluations)
@@ -151,12 +152,13 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                     tg.cancel_scope.cancel()
 
     def request_stop(self) -> None:
-        """End after a last step, of the groups that were played."""
+        """End after one more step, of at most `max_batch_size` of the groups that were played. The other groups are
+        left out."""
         self._playing.cancel()
 
     async def _stop_at(self, signals: AsyncIterator[signal.Signals]) -> None:
         async for caught in signals:
-            log.warning("%s: ending after a last step, of the groups that were played", caught.name)
+            log.warning("%s: ending after one more step, of groups that were played", caught.name)
             self.request_stop()
 
     # -- playing -----------------------------------------------------------------------------------------------------
@@ -169,6 +171,8 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
         return None
 
     async def _play_all(self, put: MemoryObjectSendStream[TrajectoryGroup]) -> None:
+        """Play until the scenarios end or a stop is requested. Closes `put` then, and without further groups `_train`
+        ends too."""
         async with put:
             with self._playing:
                 async with anyio.create_task_group() as tg:
@@ -208,9 +212,9 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
             self._served.set()
             waited = time.monotonic()
             batch = await self._batch(played)
-            began = time.monotonic()
+            began, is_last = time.monotonic(), self._playing.cancel_called
             if not batch:
-                return
+                break
             if not self.max_steps_off_policy:
                 self._served = anyio.Event()
             result = await self.backend.train(self.model, batch, **self._options)
@@ -224,9 +228,7 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                 **result.metrics,
             }
             await self.model.log(batch, split="train", step=self._step, metrics=metrics)
-            if self._equal:
-                await self.model.log(self._equal[:_LOGGED], split="discarded", step=self._step)
-                self._equal.clear()
+            await self._log_equal()
             if self.eval_every_n_steps and self._step - self._evaluated >= self.eval_every_n_steps:
                 due.send_nowait(self._step)
                 self._evaluated = self._step
@@ -236,6 +238,14 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                 "last_eval_step": self._evaluated,
             }
             self.model.merge_state({PIPELINE_STATE_KEY: state})
+            if is_last:
+                break
+        await self._log_equal()
+
+    async def _log_equal(self) -> None:
+        if self._equal:
+            await self.model.log(self._equal[:_LOGGED], split="discarded", step=self._step)
+            self._equal.clear()
 
     async def _batch(self, played: MemoryObjectReceiveStream[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """Return the groups of a step. Empty or smaller than `min_batch_size` at the end."""
@@ -263,7 +273,8 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                         "learning rate, or raise discard_queue_multiplier",
                         len(self._equal),
                     )
-                    return []
+                    self.request_stop()
+                    break
         return batch
 
     # -- evaluation --------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ async def test_what_is_cancelled_in_a_rollout_or_an_evaluation_is_a_failure_of_i
     assert "the evaluation of step 0 failed" in caplog.text
 
 
-async def test_a_signal_ends_it_after_a_last_step(tmp_path: Path) -> None:
+async def test_a_signal_ends_it_after_one_more_step(tmp_path: Path) -> None:
     backend = Backend()
     model = await model_of(backend, tmp_path)
 
@@ -176,3 +176,43 @@ async def test_a_signal_ends_it_after_a_last_step(tmp_path: Path) -> None:
         model, backend, play, endless, None, num_rollout_workers=1, min_batch_size=1, max_batch_size=1
     ).train()
     assert backend.batches
+
+
+async def test_one_more_step_follows_a_stop(tmp_path: Path) -> None:
+    backend = Backend()
+    backend.go_on = anyio.Event()
+    model = await model_of(backend, tmp_path)
+    trainer = PipelineTrainer(
+        model, backend, group, ({} for _ in range(9)), None, num_rollout_workers=1, min_batch_size=1,
+        max_batch_size=2, queue_maxsize=9,
+    )  # fmt: skip
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(trainer.train)
+        await backend.began.wait()
+        await anyio.wait_all_tasks_blocked()
+        trainer.request_stop()
+        backend.go_on.set()
+    assert len(backend.batches) == 2, "the step that was under way, and one more"
+
+
+@pytest.mark.parametrize(("others", "trained"), [([{}], [1]), ([], [])])
+async def test_at_the_limit_of_equal_groups_the_others_are_trained_and_all_logged(
+    tmp_path: Path, others: list[dict[str, Any]], trained: list[int]
+) -> None:
+    backend, equal = Backend(), {"rewards": [1, 1]}
+    model = await model_of(backend, tmp_path)
+    await PipelineTrainer(
+        model, backend, group, [*others, equal, equal, {}], None, num_rollout_workers=1, min_batch_size=2,
+        discard_queue_multiplier=1,
+    ).train()  # fmt: skip
+    assert [len(batch) for batch in backend.batches] == trained
+    (logged,) = tmp_path.rglob("discarded/*.jsonl")
+    assert len(logged.read_text().splitlines()) == 2
+
+
+async def test_a_trainer_in_another_thread_receives_no_signals(tmp_path: Path) -> None:
+    backend = Backend()
+    model = await model_of(backend, tmp_path)
+    trainer = PipelineTrainer(model, backend, group, [{}], None, num_rollout_workers=1)
+    await anyio.to_thread.run_sync(lambda: anyio.run(trainer.train))
+    assert len(backend.batches) == 1
