@@ -86,7 +86,8 @@ class Backoff:
         Raises `GatewayUnavailableError` with `last_problem` if `wait_s` is over."""
         left = self._end - time.monotonic()
         if left <= 0:
-            raise GatewayUnavailableError(f"gave up after {self._wait_s:g} s; last problem: {last_problem}")
+            waited_s = round(time.monotonic() - self._began, 1)
+            raise GatewayUnavailableError(f"gave up after {waited_s:g} s; last problem: {last_problem}")
         pause, self._pause_s = self._pause_s, min(self._pause_s * 2, _LONGEST_PAUSE_S)
         return min(max(pause, retry_after_s), left)
 

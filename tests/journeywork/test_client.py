@@ -168,3 +168,15 @@ def test_a_group_waits_for_the_trainer_longer_than_for_a_gateway(pauses: list[fl
     with blocking(lambda _: answers.pop(0), 10) as jw:
         assert jw.policies() == []
     assert sum(pauses) > 40
+
+
+def test_the_time_that_it_waited_for_the_trainer_is_told_too(pauses: list[float]) -> None:
+    error = {"error": {"code": "groups_ahead", "message": "24 groups wait for training"}}
+    answers = [httpx.Response(429, json=error, headers={"retry-after": "9"}) for _ in range(2)]
+    answers += [httpx.Response(503) for _ in range(9)]
+    with (
+        blocking(lambda _: answers.pop(0), 10) as jw,
+        pytest.raises(GatewayUnavailableError, match=r"gave up after 19 s"),
+    ):
+        jw.policies()
+    assert sum(pauses) == pytest.approx(19)
