@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.write(json.dumps(plan) + "\n")
         return
     if args.json:
-        events = [report.event(position) for position in range(len(report.entrants))]
-        sys.stdout.write(json.dumps({"evaluation": report.id, "entrants": events}) + "\n")
+        bodies = [report.request_body(position) for position in range(len(report.entrants))]
+        sys.stdout.write(json.dumps({"evaluation": report.id, "entrants": bodies}) + "\n")
     else:
         recorded = "recorded on the log" if url and not args.no_record else "not recorded"
         sys.stdout.write(f"{text_report(report)}\n\n{report.id}: {recorded}\n")

@@ -81,7 +81,7 @@ async def play(
     report = EvaluationReport(evaluation, scenarios, rollout_name, tuple(results))
     if record and client is not None:
         for position in range(len(results)):
-            await client.record_evaluation(report.event(position))
+            await client.record_evaluation(report.request_body(position))
     return report
 
 

@@ -99,7 +99,7 @@ class EvaluationReport:
         pairs = self.pairs(position, measure)
         return paired_difference([a for _, a, _ in pairs], [b for _, _, b in pairs])
 
-    def event(self, position: int) -> dict[str, Any]:
+    def request_body(self, position: int) -> dict[str, Any]:
         """Return the results of an entrant as `POST /v1/evaluations` takes them."""
         result = self.entrants[position]
         return {

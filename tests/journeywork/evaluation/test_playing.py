@@ -167,9 +167,9 @@ async def test_an_external_entrant_plays_on_its_own_server_without_a_gateway(
     report = await play(None, [name], kit.held_out(), kit.play, progress=False)
     (result,) = report.entrants
     assert (result.runs, result.failed, len(result.runs_s)) == (3, 0, 3)
-    event = report.event(0)
-    assert (event["kind"], event["version"], event["calls"]) == ("external", "", 0)
-    assert all(task["trajectories"] == () and task["reward"] is not None for task in event["tasks"])
+    body = report.request_body(0)
+    assert (body["kind"], body["version"], body["calls"]) == ("external", "", 0)
+    assert all(task["trajectories"] == () and task["reward"] is not None for task in body["tasks"])
 
 
 async def test_a_missing_key_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
