@@ -116,7 +116,8 @@ def _unpack(data: bytes, path: Path) -> None:
     temporary = path.with_name(path.name + ".part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+    # `r:` refuses a compressed archive, which would be unpacked without a limit.
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
         archive.extractall(temporary, filter="data")
     for file in temporary.rglob("*"):  # the modes in the archive may let every user read
         file.chmod(0o700 if file.is_dir() else 0o600)

@@ -9,7 +9,8 @@
     .../<model>/attempts.json                              computations that began and did not end
 
 A checkpoint is written into a folder with a temporary name. Every file is fsynced, the manifest is written last,
-and a rename gives the folder its name. Folders with a temporary name are left by crashes and are deleted at start.
+and a rename gives the folder its name. A checkpoint that is deleted gets a temporary name first. Folders with a
+temporary name are left by crashes and are deleted at start.
 
 Errors: `CheckpointError`; the message says what to do.
 """
@@ -22,6 +23,7 @@ import io
 import os
 import shutil
 import tarfile
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -95,11 +97,11 @@ def adapter_archive(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(data: bytes) -> dict[str, bytes]:
-    """The files of an adapter tar by name. Raises `CheckpointError` where it is no tar, or holds anything but plain
-    files at its root."""
+    """The files of an adapter tar by name. Raises `CheckpointError` where it is no tar or a compressed one, or holds
+    anything but plain files at its root."""
     files: dict[str, bytes] = {}
     try:
-        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
             for info in tar:
                 content = tar.extractfile(info) if info.isreg() and "/" not in info.name else None
                 if content is None:
@@ -173,13 +175,21 @@ class Checkpoints:
             durable=True,
         )
         sync(temporary)
-        if target.exists():
-            shutil.rmtree(target)
         crash.point("trainer.before_rename")
+        replaced = self._set_aside(target)
         temporary.rename(target)
         crash.point("trainer.after_rename")
         sync(self.folder)
+        shutil.rmtree(replaced)
         return target
+
+    def _set_aside(self, folder: Path) -> Path:
+        """Give a step's folder, if there is one, a temporary name, which is returned: `prepare_folder` deletes it if a
+        crash comes before the caller does."""
+        aside = Path(tempfile.mkdtemp(dir=self.folder, prefix=".tmp-"))
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(aside)  # takes the place of the empty folder
+        return aside
 
     def read(self, step: int) -> tuple[Manifest, dict[str, bytes]]:
         """The manifest and the files of a step. Raises `CheckpointError` where a file is missing or differs from its
@@ -244,6 +254,8 @@ class Checkpoints:
 
     def prune(self, keep: int, also: frozenset[int] = frozenset()) -> None:
         """Delete all but the newest `keep` and the steps in `also`."""
-        for step in self.steps()[: -max(keep, 1)]:
-            if step not in also:
-                shutil.rmtree(self.path(step))
+        pruned = [step for step in self.steps()[: -max(keep, 1)] if step not in also]
+        asides = [self._set_aside(self.path(step)) for step in pruned]
+        sync(self.folder)  # after a power cut no folder has a step's name and half of its files
+        for aside in asides:
+            shutil.rmtree(aside)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,14 @@ async def test_an_adapter_whose_folder_was_changed_is_unpacked_again(broker: Bro
     assert await unpacked() == FILES
     with pytest.raises(AdapterError, match="SHA-256"):
         await files.ensure("m@2", digest, "0" * 64, names)
+
+
+async def test_a_compressed_archive_is_not_unpacked(broker: Broker, tmp_path: Path) -> None:
+    archive = gzip.compress(pack(FILES))
+    digest = hashlib.sha256(archive).hexdigest()
+    await broker.put_object(ADAPTERS_BUCKET, digest, archive)
+    with pytest.raises(tarfile.ReadError):
+        await AdapterFiles(tmp_path, broker).ensure("m@1", digest, digest, {})
 
 
 async def test_only_adapters_that_no_server_may_have_loaded_are_deleted(

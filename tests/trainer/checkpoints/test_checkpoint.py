@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -93,6 +95,31 @@ def test_pruning_keeps_the_newest_and_the_best(checkpoints: Checkpoints) -> None
     assert checkpoints.steps() == [6]
 
 
+@pytest.mark.parametrize("deletes", ["prune", "write"])
+def test_a_crash_while_a_checkpoint_is_deleted_leaves_no_part_of_it(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, deletes: str
+) -> None:
+    for step in (1, 2):
+        checkpoints.write(manifest(step, FILES), FILES)
+    original = shutil.rmtree
+
+    def dies(path: Path, **options: bool) -> None:
+        if path.is_dir() and any(path.iterdir()):
+            (path / "state.pt").unlink()
+            raise KeyboardInterrupt
+        original(path, **options)
+
+    with monkeypatch.context() as crashing:
+        crashing.setattr(shutil, "rmtree", dies)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.prune(1) if deletes == "prune" else checkpoints.write(manifest(1, FILES), FILES)
+    assert checkpoints.steps() == ([2] if deletes == "prune" else [1, 2])
+    for step in checkpoints.steps():
+        assert checkpoints.read(step)[1] == FILES
+    checkpoints.prepare_folder()
+    assert sorted(checkpoints.folder.iterdir()) == [checkpoints.path(step) for step in checkpoints.steps()]
+
+
 def test_an_adapters_tar_is_the_same_for_the_same_files() -> None:
     files = {"b": b"2", "a": b"1"}
     assert pack(files) == pack(dict(reversed(files.items())))
@@ -111,6 +138,14 @@ def test_a_tar_with_anything_else_is_refused() -> None:
         unpack(linked.getvalue())
     with pytest.raises(CheckpointError, match="can't be read"):
         unpack(pack({"a": b"1" * 2000})[:600])
+
+
+@pytest.mark.parametrize("kept", [1.0, 0.5])
+def test_a_compressed_archive_is_refused(kept: float) -> None:
+    """It may be small and need more memory than there is."""
+    packed = gzip.compress(pack(FILES))
+    with pytest.raises(CheckpointError, match="can't be read"):
+        unpack(packed[: int(len(packed) * kept)])
 
 
 def test_the_batch_id_depends_on_parent_groups_and_config() -> None:
