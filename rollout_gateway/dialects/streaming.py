@@ -80,6 +80,7 @@ class _Delta(msgspec.Struct):
 
 _error_decoder = msgspec.json.Decoder(StreamError, strict=False)
 _delta_decoder = msgspec.json.Decoder(_Delta)
+_TEXTS = ("content", "reasoning", "refusal")
 
 
 @dataclass(eq=False)
@@ -89,7 +90,7 @@ class _Choice:
     ids: bytearray = field(default_factory=bytearray)
     logprobs: bytearray = field(default_factory=bytearray)
     kept_logprobs: list[Raw] = field(default_factory=list)
-    pieces: list[Raw] = field(default_factory=list)
+    deltas: list[_Delta] = field(default_factory=list)
     finish: Fields | None = None
 
 
@@ -191,12 +192,12 @@ class StreamCapture:
         contents, logprobs, tokens = zip(*self._undecoded, strict=True)
         self._undecoded.clear()
         state = self._choices.setdefault(0, _Choice())
-        state.ids += array("i", map(int, tokens)).tobytes()
-        state.logprobs += array("f", map(float, logprobs)).tobytes()
         # What is between the quotation marks of JSON strings can be joined without decoding it.
         joined = b"".join([content[1:-1] for content in contents])
         if joined:
-            state.pieces.append(Raw(b'{"content":"%b"}' % joined))
+            state.deltas.append(_delta_decoder.decode(b'{"content":"%b"}' % joined))
+        state.ids += array("i", map(int, tokens)).tobytes()
+        state.logprobs += array("f", map(float, logprobs)).tobytes()
 
     def _decode(self, payload: bytes) -> bytes | None:
         """Read a chunk. Returns what the client gets of it, or `None` if it held only what the gateway asked for."""
@@ -219,9 +220,15 @@ class StreamCapture:
         return _encode({**fields, "choices": visible})
 
     def _take_choice(self, choice: Fields) -> bool:
-        """Read a chunk's choice and clean it. Returns whether anything is left for the client."""
+        """Read a chunk's choice and clean it. Returns whether anything is left for the client. Raises
+        `msgspec.DecodeError`."""
         index = int(bytes(choice["index"])) if "index" in choice else 0
         state = self._choices.setdefault(index, _Choice())
+        piece = choice.get("delta", _NULL)
+        empty = bytes(piece) in (b"null", b"{}")
+        if not empty:
+            # Before the tokens: if the delta is invalid, the record holds neither its text nor its tokens.
+            state.deltas.append(_delta_decoder.decode(piece))
         ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
         packed = pack_ids(ids)
         if packed:
@@ -231,10 +238,6 @@ class StreamCapture:
             state.logprobs += pack_logprobs(logprobs)[-len(packed) :]
         if self._params.wants_logprobs and logprobs is not None and not is_null(logprobs):
             state.kept_logprobs.append(logprobs)
-        piece = choice.get("delta", _NULL)
-        empty = bytes(piece) in (b"null", b"{}")
-        if not empty:
-            state.pieces.append(piece)
         clean_choice(choice, self._params)
         if not is_null(choice.get("finish_reason")):
             self._finished += 1
@@ -260,7 +263,7 @@ class StreamCapture:
         finish = state.finish or {"finish_reason": _NULL}
         fields: Fields = {
             "index": Raw(str(index).encode()),
-            "message": _join(state.pieces),
+            "message": _join_deltas(state.deltas),
             "logprobs": _join_logprobs(state.kept_logprobs) if state.kept_logprobs else _NULL,
             **{k: v for k, v in finish.items() if k != "index"},
         }
@@ -274,23 +277,25 @@ def _listed(packed: bytes) -> Raw:
     return Raw(_encode(memoryview(packed).cast("i").tolist()))
 
 
-def _join(pieces: list[Raw]) -> Raw:
-    """Join the deltas of a stream to the message of a whole choice."""
-    role = "assistant"
-    texts: dict[str, str] = {"content": "", "reasoning": "", "refusal": ""}
+def _join_deltas(deltas: list[_Delta]) -> Raw:
+    """Join the deltas of a stream to the message of a whole choice, as vLLM writes it: `content` is `None` if there are
+    tool calls and no text.
+
+    Texts, a function's name and its arguments come in parts. The id of a tool call comes whole, in one delta or again
+    in each."""
     tools: dict[int, dict[str, Any]] = {}
-    for raw in pieces:
-        delta = _delta_decoder.decode(raw)
-        role = delta.role or role
-        for name in texts:
-            texts[name] += getattr(delta, name) or ""
-        for call in delta.tool_calls or ():
-            empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-            tool = tools.setdefault(call.index, empty)
-            tool["id"] = call.id or tool["id"]
-            if call.function is not None:
-                tool["function"]["name"] += call.function.name or ""
-                tool["function"]["arguments"] += call.function.arguments or ""
+    arguments: dict[int, list[str]] = {}
+    for call in (call for delta in deltas for call in delta.tool_calls or ()):
+        tool = tools.setdefault(call.index, {"id": "", "type": "function", "function": {"name": ""}})
+        tool["id"] = call.id or tool["id"]
+        function = call.function or _FunctionDelta()
+        tool["function"]["name"] += function.name or ""
+        # Joined at the end: in a dictionary, `+=` copies the whole text each time.
+        arguments.setdefault(call.index, []).append(function.arguments or "")
+    for index, tool in tools.items():
+        tool["function"]["arguments"] = "".join(arguments[index])
+    role = next((delta.role for delta in reversed(deltas) if delta.role), "assistant")
+    texts = {name: "".join([getattr(delta, name) or "" for delta in deltas]) for name in _TEXTS}
     content = texts.pop("content")
     message: dict[str, Any] = {"role": role, "content": content if content or not tools else None}
     message |= {name: text for name, text in texts.items() if text}

@@ -147,3 +147,47 @@ def test_a_frame_whose_size_is_wrong_is_left_to_the_parser() -> None:
     size, _, rest = good.partition(b"\r\n")
     assert capture.take_framed(b"%x\r\n%b" % (int(size, 16) + 1, rest)) == (0, b"")
     assert capture.take_framed(good)[0] == len(good)
+
+
+def test_an_invalid_delta_ends_the_stream_and_leaves_what_came_before() -> None:
+    """The handler then records the reply as far as it came."""
+    capture = StreamCapture(read_chat(b'{"model":"m","messages":[],"stream":true}'))
+    first, second, *_ = stream("a", "b").split(b"\n\n")
+    capture.take(first + b"\n\n" + second + b"\n\n")
+    odd = chunk("b", 1)
+    odd["choices"][0]["delta"]["content"] = ["b"]
+    with pytest.raises(msgspec.DecodeError, match="content"):
+        capture.take(b"data: " + json.dumps(odd).encode() + b"\n\n")
+    answer = capture.answer()
+    (choice,) = answer.choices
+    assert msgspec.json.decode(answer.client_body())["choices"][0]["message"]["content"] == "a"
+    assert len(choice.ids) == len(choice.logprobs) == 4
+
+
+def test_deltas_of_all_kinds_are_joined() -> None:
+    capture = StreamCapture(read_chat(b'{"model":"m","messages":[],"stream":true}'))
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": ""},
+        {"reasoning": "so "},
+        {"reasoning": "so", "content": None},
+        {"content": "Look"},
+        {"content": "."},
+        {"tool_calls": [{"index": 1, "id": "t-1", "function": {"name": "se", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "id": "t-0", "function": {"name": "stop"}}, {"index": 1}]},
+        {"tool_calls": [{"index": 1, "id": None, "function": {"name": "ek", "arguments": '{"a"'}}]},
+        {"tool_calls": [{"index": 1, "function": {"arguments": ":1}"}}], "refusal": "no"},
+    ]
+    for delta in deltas:
+        event = {**HEAD, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        capture.take(b"data: " + json.dumps(event).encode() + b"\n\n")
+    message = msgspec.json.decode(capture.answer().client_body())["choices"][0]["message"]
+    assert message == {
+        "role": "assistant",
+        "content": "Look.",
+        "reasoning": "so so",
+        "refusal": "no",
+        "tool_calls": [
+            {"id": "t-0", "type": "function", "function": {"name": "stop", "arguments": ""}},
+            {"id": "t-1", "type": "function", "function": {"name": "seek", "arguments": '{"a":1}'}},
+        ],
+    }
