@@ -32,11 +32,13 @@ class HintUnusableError(ValueError):
 
 
 @contextlib.contextmanager
-def _readable() -> Iterator[None]:
-    """Agents write requests: whatever is in one must not end the trainer."""
+def _refusing_unreadable() -> Iterator[None]:
+    """Raise `HintUnusableError` in place of the errors that a malformed request causes: agents write requests, and none
+    may end the trainer."""
     try:
         yield
     except (
+        ArithmeticError,
         AttributeError,
         LookupError,
         RecursionError,
@@ -60,7 +62,7 @@ def is_better(run: Member, other: Member) -> bool:
     return run.reward > other.reward + REWARD_TOLERANCE
 
 
-@_readable()
+@_refusing_unreadable()
 def transcript(exchanges: Sequence[ExchangeRecorded]) -> str:
     """A run as text: its reply if it made one call, else what followed the messages of its first call, each message
     under its role. Where a later call does not go on from the first, only the last reply is known to belong to it.
@@ -89,7 +91,7 @@ class HintedPrompts:
         templates = {"text": self.config.hint_template, "correction": self.config.correction_template}
         return "".join(templates[hint.kind].replace("{hint}", hint.text) for hint in hints)
 
-    @_readable()
+    @_refusing_unreadable()
     def render(self, exchange: ExchangeRecorded, text: str) -> npt.NDArray[np.int32]:
         """The token ids of the call's prompt with `text` at the end of its last user message.
 
@@ -110,7 +112,7 @@ class HintedPrompts:
             prompt = self._tokenizer.apply_chat_template(
                 messages, tools=body.get("tools") or None, tokenize=False, **_template_arguments(body)
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (ArithmeticError, jinja2.TemplateError, TypeError, ValueError) as error:
             raise HintUnusableError(
                 f"the model's chat template refuses the call's messages: {error}"
             ) from error

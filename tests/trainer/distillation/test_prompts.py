@@ -96,6 +96,15 @@ def test_the_template_reads_what_the_inference_server_gives_it(
     assert rendered(prompts, "b2", messages=[USER], **body) == read + "|"
 
 
+@pytest.mark.parametrize("template", ["{{ 1 // n }}", "{{ 2.0 ** (10000 + n) }}"])
+def test_a_template_that_can_t_compute_with_a_request_refuses_it(
+    prompts: HintedPrompts, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(prompts._tokenizer, "chat_template", template)
+    with pytest.raises(HintUnusableError, match="template refuses"):
+        rendered(prompts, "b2", messages=[USER], chat_template_kwargs={"n": 0})
+
+
 def test_hints_and_corrections_have_templates_of_their_own(prompts: HintedPrompts) -> None:
     hints = [Hint(call=0, text="the {hint}"), Hint(call=0, text="b2", kind="correction")]
     assert prompts.text_of(hints) == "\nthe {hint} [b2]"
