@@ -7,6 +7,8 @@ id, so which version a run gets depends on nothing else.
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import Annotated, Literal
 
 import duckdb
@@ -63,15 +65,19 @@ class Metric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     high: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.low < self.high:
-            raise ConfigError(f"the range of {self.sql} is from {self.low:g} to {self.high:g}: low < high")
+        if not self.sql.strip():
+            raise ConfigError("a metric has no expression: give SQL over a run, such as reward")
+        if not -math.inf < self.low < self.high < math.inf:
+            raise ConfigError(
+                f"the range of {self.sql} is from {self.low:g} to {self.high:g}: low < high, both finite"
+            )
 
 
 class Guard(Metric, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A number that the candidate may not make worse by more than `margin`."""
 
     worse: Literal["higher", "lower"] = "higher"
-    margin: Annotated[float, Meta(ge=0)] = 0.0
+    margin: Annotated[float, Meta(ge=0, le=sys.float_info.max)] = 0.0
 
 
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

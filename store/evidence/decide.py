@@ -103,8 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _guard(text: str) -> Guard:
-    """Read a guard of the command line. Raises `ConfigError`."""
+def _parse_guard(text: str) -> Guard:
+    """Read a guard of the command line. It is cut at its last four colons, since SQL may hold colons. Raises
+    `ConfigError`."""
     form = (
         f"--guard {text!r} is not SQL:LOW:HIGH:higher|lower:MARGIN, such as sampled_tokens:0:2000:higher:100"
     )
@@ -123,12 +124,16 @@ def _begin(args: argparse.Namespace) -> int:
     low, high = args.range
     expression = f"{low + high} - ({args.metric})" if args.lower_is_better else args.metric
     plan = Plan(
-        metric=Metric(sql=expression, low=low, high=high), guards=tuple(map(_guard, args.guard)),
+        metric=Metric(sql=expression, low=low, high=high), guards=tuple(map(_parse_guard, args.guard)),
         alpha=args.alpha, max_pairs=args.max_pairs, approval=args.approval,
     )  # fmt: skip
     begun = Evidence(
         plan=plan, candidate=args.candidate, control=args.control, percent=args.percent, since=0, until=0
     )
+    try:
+        msgspec.json.decode(msgspec.json.encode(begun), type=Evidence)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the comparison can't be used: {error}") from error
     model = parse_version(args.candidate)[0]
     if parse_version(args.control)[0] != model or args.control == args.candidate:
         raise ConfigError(f"{args.candidate} and {args.control} must be two versions of one model")
@@ -154,9 +159,11 @@ def _watch(args: argparse.Namespace) -> int:
         begun = _in_force(gateway, args.model)
         evidence = _look(config, begun)
         _say(evidence)
-        if evidence.verdict == "promote" and evidence.plan.approval:
+        awaited = evidence.verdict == "promote" and evidence.plan.approval
+        if awaited:
             sys.stdout.write(f"it waits for `journeywork decide approve {args.model}`\n")
-        elif evidence.verdict != "continue":
+        sys.stdout.flush()  # a pipe would keep the lines of many looks
+        if not awaited and evidence.verdict != "continue":
             _publish(gateway, begun, evidence)
             return 0
         if args.once:

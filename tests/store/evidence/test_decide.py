@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,10 +17,10 @@ import httpx
 import msgspec
 import pytest
 
-from pipeline.config import save
+from pipeline.config import ConfigError, save
 from pipeline.running.runs import SETTINGS
 from store.evidence import decide
-from store.evidence.comparison import Evidence, Finding, Metric, Plan
+from store.evidence.comparison import Evidence, Finding, Guard, Metric, Plan
 from store.reading import sql
 from tests.store.showing.dashboard.living import MODEL, Living, living
 
@@ -179,6 +181,48 @@ def test_only_a_decision_with_the_same_id_is_another_watcher_s(capsys: pytest.Ca
             decide._publish(decide.GatewayApi(url), begun, evidence)
 
 
+@pytest.mark.parametrize(
+    "guard", ["x:0:inf:higher:1", "x:-inf:0:higher:1", "x:nan:0:higher:1", "x:0:1:higher:inf", "x:0:1:lower:nan",
+              " :0:1:higher:1"],
+)  # fmt: skip
+def test_a_guard_that_nothing_can_break_is_refused(guard: str) -> None:
+    with pytest.raises(ConfigError, match="is not SQL:LOW:HIGH"):
+        decide._parse_guard(guard)
+
+
+def test_the_sql_of_a_guard_may_hold_colons() -> None:
+    assert decide._parse_guard("a::INT:0:1:lower:0.5") == Guard(
+        sql="a::INT", low=0, high=1, worse="lower", margin=0.5
+    )
+
+
+def test_each_look_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    looks: list[str] = []
+
+    def end(_: float) -> None:
+        looks.append(written.getvalue().decode())
+        raise KeyboardInterrupt
+
+    evidence = Evidence(
+        plan=Plan(metric=Metric(sql="reward"), approval=True), candidate=CANDIDATE, control=CONTROL, percent=50,
+        since=0, until=1, verdict="promote",
+        findings=(Finding(
+            sql="reward", candidate_runs=1, control_runs=1, candidate_mean=1.0, control_mean=0.0, pairs=1,
+            difference=1.0, low=0.5, high=1.0,
+        ),),
+    )  # fmt: skip
+    monkeypatch.setattr(decide, "connect", lambda _: None)
+    monkeypatch.setattr(decide, "run_settings", lambda *_, **__: None)
+    monkeypatch.setattr(decide, "_in_force", lambda *_: decide._Begun(evidence, "compare-1"))
+    monkeypatch.setattr(decide, "_look", lambda *_: evidence)
+    monkeypatch.setattr(decide.time, "sleep", end)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written))  # a pipe's: it keeps what is short
+    with pytest.raises(KeyboardInterrupt):
+        decide.main(["watch", MODEL])
+    assert "verdict: promote\nit waits for" in looks[0]
+
+
 @pytest.mark.slow
 def test_what_can_t_be_compared_begins_nothing(found: Living, capsys: pytest.CaptureFixture[str]) -> None:
     before = decision(found)
@@ -200,6 +244,10 @@ def test_what_can_t_be_compared_begins_nothing(found: Living, capsys: pytest.Cap
         ((*_OF, "reward; SELECT 1"), "can't be computed"),
         ((*_OF, "sum(reward) OVER ()"), "or a window"),
         ((*BEGIN, "--range", "1", "1"), "low < high"),
+        ((*_OF, ""), "no expression"),
+        ((*BEGIN, "--range", "0", "inf"), "low < high, both finite"),
+        ((*BEGIN, "--alpha", "1"), "can't be used: Expected `float` < 1.0 - at `$.plan.alpha`"),
+        ((*BEGIN, "--max-pairs", "0"), "can't be used: Expected `int` >= 1 - at `$.plan.max_pairs`"),
         ((*BEGIN, "--guard", "sampled_tokens:0:20"), "such as sampled_tokens:0:2000:higher:100\n"),
         ((*BEGIN, "--guard", "sampled_tokens:0:x:higher:1"), "is not SQL:LOW:HIGH"),
     ):
