@@ -168,7 +168,7 @@ class NextStateJudge(Asker):
             raise JudgingError(str(failures.last), failures.last.kind, failures.every)
         if count and votes:
             self.statistics.add_votes([[s.score for s in said] for said in votes.values()])
-        hints = ((call, _hint(said)) for call, said in votes.items())
+        hints = ((call, _longest_hint(said)) for call, said in votes.items())
         return JudgedRun(
             {call: majority([s.score for s in said]) for call, said in votes.items()},
             tuple(Hint(call=call, text=text) for call, text in hints if text),
@@ -199,9 +199,9 @@ def majority(votes: Sequence[float]) -> float:
     return 0.0 if others and others[0][1] == count else first
 
 
-def _hint(votes: Sequence[Score]) -> str:
-    """Return the longest hint, without what a chat template or a reader might take for structure; empty if no vote
-    has one."""
+def _longest_hint(votes: Sequence[Score]) -> str:
+    """Return the longest hint, without what a chat template or a reader might take for structure; empty if none has
+    more than `_TRIVIAL` characters."""
     longest = max((prompt.sanitize(v.hint).strip() for v in votes), key=len)
     return longest if len(longest) > _TRIVIAL else ""
 

@@ -61,11 +61,7 @@ def follow_messages(
     after: Place | None = None,
     **keys: str | int,
 ) -> AsyncGenerator[StoredMessage, None]:
-    """`follow_events`, undecoded.
-
-    The consumer is ephemeral: if the server forgot it, another one begins at the reader's position. What it sent to a
-    connection that broke counts as delivered there, so after a reconnection, and where its count of deliveries has a
-    gap, another one begins too."""
+    """`follow_events`, undecoded."""
     subjects = [subject_filter(event, **keys) for event in events]
     return follow_subjects(reader, stream_of(events[0]), subjects, next_seq, after)
 
@@ -77,7 +73,11 @@ async def follow_subjects(
     next_seq: Callable[[], int],
     after: Place | None = None,
 ) -> AsyncGenerator[StoredMessage, None]:
-    """`follow_messages` by stream and subjects, which may hold wildcards."""
+    """`follow_messages` by stream and subjects, which may hold wildcards.
+
+    The consumer is ephemeral: if the server forgot it, another one begins at the reader's position. The server counts
+    what it sent into a broken connection as delivered and does not send it again. So another consumer begins after a
+    reconnection, and where delivery numbers skip."""
     position = after
     backoff = Backoff()
     while True:
