@@ -123,7 +123,7 @@ class TrajectoryDetector:
                 match = quote.match(conversation, newest=newest)
                 quoting.setdefault(match, []).append((fingerprint, waiting))
         rests = quoting.get("certain") or quoting.get("likely") or []
-        branches = {waiting.token: waiting for _, waiting in quoting.get("branch", ())}
+        branches = {waiting.place: waiting for _, waiting in quoting.get("branch", ())}
         if len({waiting.history for _, waiting in rests}) == 1:
             # Runs with the same history are equal up to here.
             for _, waiting in rests:
@@ -155,7 +155,7 @@ class TrajectoryDetector:
         """Begin a branch of a run that waits for it. Returns `None` if the run waits no longer."""
         number = await self._waiting.begin_branch(parent.run)
         # From now on no gateway completes the run, unless one took it before.
-        still = await self._waiting.find(parent.token)
+        still = await self._waiting.find(parent.place)
         run = await self._resume(replace(still, restored=False)) if still is not None else None
         if run is None:
             await self._end_branch(number)

@@ -26,7 +26,7 @@ from rollout_gateway.capture.conversations import Quote
 _BRANCH = "~"
 """End of the last token of a branch's subject."""
 _MOST_QUOTED = 32
-"""Runs that are looked at for one fingerprint. What so many runs have said tells none of them."""
+"""Runs and quotes that are looked at for one fingerprint. What more runs have said tells none of them."""
 
 
 class _State(msgspec.Struct, array_like=True):
@@ -59,8 +59,8 @@ class WaitingRun:
     """Sequence of its message."""
 
     @property
-    def token(self) -> str:
-        """Its subject after the project's prefix."""
+    def place(self) -> str:
+        """Where it waits: its subject after the project's prefix."""
         return f"{self.history}.{subject_token(self.run)}{_BRANCH if self.branch else ''}"
 
 
@@ -81,15 +81,15 @@ class WaitingRuns:
     async def put(self, waiting: WaitingRun, quotes: Iterable[Quote] = ()) -> None:
         """Have a run wait, with what calls may quote of it. It waits once, if it waits there already."""
         for quote in quotes:
-            hint = f"{self._prefix}.quoted.{quote.fingerprint}.{waiting.token}"
+            hint = f"{self._prefix}.quoted.{quote.fingerprint}.{waiting.place}"
             await self._broker.publish_raw(hint, msgspec.msgpack.encode(quote), self._quotes_expire)
         state = msgspec.msgpack.encode(_State(waiting.calls, waiting.restored, waiting.cut, waiting.programs))
-        subject = f"{self._prefix}.{waiting.token}"
+        subject = f"{self._prefix}.{waiting.place}"
         await self._broker.publish_raw(subject, state, {}, message_id=new_id("waits"))
 
     async def find(self, which: str) -> WaitingRun | None:
-        """The run that waits under `which`, a history or a `WaitingRun.token`; of several, the one that came last. The
-        history in a token may be `*`."""
+        """The run that waits under `which`, a history or a `WaitingRun.place`; of several, the one that came last. The
+        history in a place may be `*`."""
         subject = f"{self._prefix}.{which}" + ("" if "." in which else ".*")
         message = await self._broker.leader_get(streams.DETECTED.name, {"last_by_subj": subject})
         return _read(message) if message is not None else None
@@ -106,31 +106,45 @@ class WaitingRuns:
 
     async def names(self) -> set[str]:
         """Ids of all runs that wait, other than with a branch."""
-        subjects = await self._broker.subjects(streams.DETECTED.name, f"{self._prefix}.*.*")
-        tokens = {subject.rpartition(".")[2] for subject in subjects}
+        tokens = {_run_token(place) for place in await self._places("*.*")}
         return {name_of_token(token) for token in tokens if not token.endswith(_BRANCH)}
 
     # -- hints -----------------------------------------------------------------------------------------------------
 
     async def quoted(self, fingerprint: str) -> list[tuple[Quote, WaitingRun, bool]]:
-        """What may be quoted under this fingerprint, with the runs as they wait now, and whether that is where it was
-        said; a run may have gone on since."""
+        """Find the runs that a call with this fingerprint may continue although its messages differ from theirs.
+
+        For each quote: the quote, its run as it waits now, and whether the run still waits at the answer that is
+        quoted; the run that waits longest comes first. Runs that no longer wait are left out. Of a branch, only the
+        same place counts."""
+        quoted = await self._places(f"quoted.{fingerprint}.*.*")
+        run_tokens = {_run_token(place) for place in quoted}
+        if not run_tokens:
+            return []
+        waits = await self._places(f"*.{run_tokens.pop() if len(run_tokens) == 1 else '*'}")
+        waiting_tokens = {_run_token(place) for place in waits}
+        # Another branch of the run may be anywhere else.
+        earlier = (p for p in quoted - waits if not p.endswith(_BRANCH) and _run_token(p) in waiting_tokens)
+        places = [*(quoted & waits), *earlier]
+        if len({_run_token(place) for place in places}) > _MOST_QUOTED:
+            return []
         out: list[tuple[Quote, WaitingRun, bool]] = []
-        request = {"seq": 1, "next_by_subj": f"{self._prefix}.quoted.{fingerprint}.*.*"}
-        for _ in range(_MOST_QUOTED):
+        # A run whose last messages repeat, such as one that polls, left a quote at each of its calls.
+        for place in places[:_MOST_QUOTED]:
+            request = {"last_by_subj": f"{self._prefix}.quoted.{fingerprint}.{place}"}
             message = await self._broker.leader_get(streams.DETECTED.name, request)
-            if message is None:
-                return out
-            history, token = message.subject.split(".")[-2:]
-            waiting = await self.find(f"{history}.{token}")
-            # Another branch of the run may be anywhere else.
-            if waiting is None and not token.endswith(_BRANCH):
-                waiting = await self.find(f"*.{token}")
-            if waiting is not None:
+            waiting = await self.find(place)
+            if waiting is None and not place.endswith(_BRANCH):
+                waiting = await self.find(f"*.{_run_token(place)}")
+            if message is not None and waiting is not None:
                 quote = msgspec.msgpack.decode(message.payload, type=Quote)
-                out.append((quote, waiting, waiting.history == history))
-            request["seq"] = message.seq + 1
-        return out
+                out.append((quote, waiting, waiting.place == place))
+        return sorted(out, key=lambda found: found[1].seq)
+
+    async def _places(self, pattern: str) -> set[str]:
+        """`WaitingRun.place` of the messages whose subject after the project's prefix matches."""
+        subjects = await self._broker.subjects(streams.DETECTED.name, f"{self._prefix}.{pattern}")
+        return {".".join(subject.split(".")[-2:]) for subject in subjects}
 
     async def begin_branch(self, run: str) -> int:
         """Note that a call of a branch is in flight. Returns the number for `end_branch`."""
@@ -146,10 +160,15 @@ class WaitingRuns:
         return bool(await self._broker.subjects(streams.DETECTED.name, busy))
 
 
+def _run_token(place: str) -> str:
+    """The part of a `WaitingRun.place` that names the run or branch."""
+    return place.partition(".")[2]
+
+
 def _read(message: StoredMessage) -> WaitingRun:
-    _, history, token = message.subject.rsplit(".", 2)
+    _, history, run_token = message.subject.rsplit(".", 2)
     state = msgspec.msgpack.decode(message.payload, type=_State)
     return WaitingRun(
-        name_of_token(token.removesuffix(_BRANCH)), history, state.calls, state.restored, token.endswith(_BRANCH),
-        state.cut, state.programs, message.place.at / 1e6, message.seq,
+        name_of_token(run_token.removesuffix(_BRANCH)), history, state.calls, state.restored,
+        run_token.endswith(_BRANCH), state.cut, state.programs, message.place.at / 1e6, message.seq,
     )  # fmt: skip

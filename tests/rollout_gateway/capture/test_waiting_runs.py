@@ -10,6 +10,7 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from pipeline.log.fast_client import Ack
+from rollout_gateway.capture.conversations import Quote
 from rollout_gateway.capture.waiting_runs import WaitingRun, WaitingRuns
 
 pytestmark = pytest.mark.anyio
@@ -40,3 +41,31 @@ async def test_a_run_is_taken_once_although_its_acknowledgement_was_lost(
         assert await take() is None
         await runs.put(WaitingRun("run", "history", 1))
         assert await take() is not None
+
+
+async def test_a_run_that_said_the_same_often_is_found_where_it_waits(broker: Broker) -> None:
+    runs = WaitingRuns(broker, "test", 600, 600)
+    quote = Quote("history", "fingerprint", [], (), [])
+    calls = 40
+    for call in range(calls):
+        if (before := await runs.find("*.run")) is not None:
+            assert await runs.claim(before)
+        await runs.put(WaitingRun("run", f"history-{call}", call), [quote])
+        await runs.put(WaitingRun(f"gone-{call}", "history", 1), [quote])
+        gone = await runs.find(f"history.gone-{call}")
+        assert gone is not None
+        assert await runs.claim(gone)
+    found = await runs.quoted("fingerprint")
+    assert [waiting.calls for _, waiting, newest in found if newest] == [calls - 1]
+    assert {waiting.run for _, waiting, _ in found} == {"run"}
+
+
+async def test_what_too_many_runs_said_tells_none_of_them(broker: Broker) -> None:
+    runs = WaitingRuns(broker, "test", 600, 600)
+    quote = Quote("history", "fingerprint", [], (), [])
+    for number in range(32):
+        await runs.put(WaitingRun(f"run-{number}", f"history-{number}", 1), [quote])
+    found = await runs.quoted("fingerprint")
+    assert [waiting.run for _, waiting, _ in found] == [f"run-{number}" for number in range(32)]
+    await runs.put(WaitingRun("one-more", "history", 1), [quote])
+    assert await runs.quoted("fingerprint") == []
