@@ -85,9 +85,9 @@ class Membership:
                 if replica.name == event.replica and not replica.up:
                     replica.check_now.set()  # it may have loaded again the adapters that it had lost
             self._fleet.use_changed.set()  # the agents wait until this gateway's record shows the event
-        self._changed()
+        self._wake_waiting()
 
-    def _changed(self) -> None:
+    def _wake_waiting(self) -> None:
         """Wake the calls that wait for a version, and report the versions that model names resolve to."""
         if (serving := self._router.serving()) != self._serving:
             self._serving = serving
@@ -107,6 +107,8 @@ class Membership:
         except (msgspec.DecodeError, ValueError) as error:
             log.error("record of a sampler agent ignored: it is not valid", key=key, error=str(error))
             return
+        if key in self._by_key and self._by_key[key][0] is not replica:
+            self._remove(key)  # the URL has changed, but not the name in the key, which leaves out the scheme
         registered = self._by_key.get(key)
         restarted = replica.server_start != record.server_start
         replica.server_start, replica.models = record.server_start, record.models
@@ -121,14 +123,15 @@ class Membership:
         elif restarted:
             replica.up = replica.ready = False
             replica.check_now.set()
-        self._changed()
+        self._wake_waiting()
 
     def _remove(self, key: str) -> None:
         registered = self._by_key.pop(key, None)
         if registered is not None:
             replica, scope = registered
             log.warning(
-                "replica left: its sampler agent has stopped or can't reach its server", replica=replica.name
+                "replica left: its sampler agent has stopped, can't reach its server, or names another URL",
+                replica=replica.name,
             )
             scope.cancel()
             self._fleet.remove(replica)
@@ -150,7 +153,7 @@ class Membership:
                         log.warning("replica is down", replica=replica.name, error=str(error))
                     replica.up = replica.ready = replica.suspected = False
                     pause_s = self._settings.health_retry_s
-                self._changed()
+                self._wake_waiting()
                 with anyio.move_on_after(pause_s):
                     await replica.check_now.wait()
 

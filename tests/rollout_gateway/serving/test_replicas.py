@@ -6,17 +6,26 @@ import asyncio
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import anyio
+import msgspec
 import pytest
+from anyio.abc import TaskGroup
 
 from pipeline.config import NatsConfig
 from pipeline.events import PolicyLoaded
+from pipeline.log.broker import Broker
 from rollout_gateway.http.errors import ApiError
+from rollout_gateway.serving.fleet_records import SamplerRecord
+from rollout_gateway.serving.membership import Membership
+from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet, Replica, least_loaded, replica_of
+from rollout_gateway.serving.routing import VersionRouter
 from tests.rollout_gateway.conftest import publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
-from tests.rollout_gateway.gateway_parts import parts
+from tests.rollout_gateway.gateway_parts import fleet_config, parts
 
 pytestmark = pytest.mark.anyio
 
@@ -133,3 +142,25 @@ async def test_the_end_of_the_last_call_is_told_where_the_record_says_that_there
         fleet.reported = {replica.name: ("m@1",)} if reported else {}
         lease.release()
         assert fleet.use_changed.is_set() is reported
+
+
+async def test_a_server_with_another_url_under_the_same_name_is_checked(tmp_path: Path) -> None:
+    """A server's name, and so its record's key, leaves out the scheme."""
+    config = fleet_config(NatsConfig(), tmp_path)
+    policies, fleet = Policies(config.project, ["tictactoe"]), Fleet()
+    members = Membership(config, cast("Broker", None), policies, fleet, VersionRouter(policies, fleet), "gw")
+    checked: list[tuple[Replica, anyio.CancelScope]] = []
+
+    def apply(url: str) -> None:
+        record = SamplerRecord(url=url, models=("tictactoe",), server_start="1")
+        members._apply("key", msgspec.json.encode(record) if url else b"", cast("TaskGroup", tasks))
+
+    tasks = SimpleNamespace(start_soon=lambda _, replica, scope: checked.append((replica, scope)))
+    for url in ("http://a:1", "http://a:1", "https://a:1"):
+        apply(url)
+    assert [replica.upstream.url for replica, _ in checked] == ["http://a:1", "https://a:1"]
+    assert [scope.cancel_called for _, scope in checked] == [True, False]
+    assert fleet.replicas == [checked[1][0]]
+    apply("")
+    assert checked[1][1].cancel_called
+    assert not fleet.replicas
