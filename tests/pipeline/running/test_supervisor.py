@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.config import Config, ConfigError, load, with_values
+from pipeline.files import write_once
 from pipeline.running import child, ports
 from pipeline.running.plan import (
     ONE_PROCESS,
@@ -402,3 +404,12 @@ def test_shares_of_the_gpu_that_can_not_be_say_so(tmp_path: Path) -> None:
         make_plan(
             load(None, [*base, 'vllm.args=["--gpu-memory-utilization", "half"]']), ("sampler", "trainer")
         )
+
+
+def test_an_empty_secret_ends_the_start_with_what_is_wrong(tmp_path: Path) -> None:
+    key = tmp_path / "vllm.key"
+    key.touch()
+    spec = dataclasses.replace(service("gateway"), prepare=lambda: write_once(key, lambda: b"secret"))
+    supervisor = Supervisor(config(tmp_path), (spec,))
+    with pytest.raises(SupervisorError, match=r"vllm\.key is empty: delete it"):
+        cli._hold_up(config(tmp_path), (), supervisor, io.StringIO())
