@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import calendar
 import functools
+import hashlib
 import re
 import secrets
 import time
@@ -104,6 +105,12 @@ def is_version(name: str) -> bool:
 def is_base_version(version: str) -> bool:
     """Whether `version`, which `parse_version` accepts, is the base model of its model."""
     return version.endswith("@0")
+
+
+def split_point(trajectory: str) -> float:
+    """Return the place of a trajectory in a split, from 0 to 100. Below the split's `percent` it gets the first
+    version, else the other one."""
+    return int.from_bytes(hashlib.sha256(trajectory.encode()).digest()[:8], "big") / 2**64 * 100
 
 
 def new_dated_id(prefix: str) -> str:

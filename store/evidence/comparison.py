@@ -2,21 +2,27 @@
 
 The evidence is a function of the plan, of the two versions and of two times, so it can be computed again from the
 store: runs that were opened since `since`, with what was known of them until `until`. Routing is by a hash of the run's
-id, so which version a run gets depends on nothing else.
+id, so a run has its side from its opening on.
+
+Pairs follow the order of opening, over the runs before the first one of a side whose result is not known yet. So what a
+run achieves, and how long that takes, has no influence on which runs are a pair. A run without a result at its deadline
+is late: it counts against whatever would be decided, or with the value that the plan gives it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import duckdb
 import msgspec
 from msgspec import Meta, Struct
 
 from pipeline.errors import ConfigError
-from pipeline.names import parse_version
+from pipeline.names import parse_version, split_point
 from pipeline.sequential import interval
 
 Verdict = Literal["promote", "rollback", "hold", "continue"]
@@ -29,12 +35,14 @@ WITH judged AS (
   SELECT trajectory, name, arg_min(value, given_at) AS value, epoch_us(min(given_at)) AS since
   FROM signals WHERE project = $project AND kind = 'number' AND "call" < 0 AND contains($expressions, name)
   GROUP BY trajectory, name
+), opened AS (
+  SELECT *, epoch_us(opened_at) AS began, epoch_us(completed_at) AS ended, began + $deadline <= $until AS late,
+    least(began + $deadline, $until) AS known_until
+  FROM trajectories
+  WHERE project = $project AND model = $model AND epoch_us(opened_at) > $since AND epoch_us(opened_at) <= $until
+    AND trajectory NOT IN (SELECT trajectory FROM rollout_opened WHERE project = $project AND pinned <> '')
 ), runs AS (
-  SELECT *, last_step AS step, epoch_us(completed_at) AS ended FROM trajectories
-  WHERE project = $project AND model = $model AND outcome <> 'open' AND exchanges > 0 AND first_step = last_step
-    AND last_step IN ($candidate, $control) AND epoch_us(opened_at) > $since AND trajectory NOT IN (
-      SELECT trajectory FROM rollout_opened WHERE project = $project AND pinned <> ''
-    )
+  SELECT *, last_step AS step FROM opened WHERE ended <= known_until
 ), moments AS (
   SELECT trajectory, ended AS moment FROM runs
   UNION SELECT trajectory, greatest(ended, since) FROM judged JOIN runs USING (trajectory)
@@ -46,12 +54,17 @@ WITH judged AS (
   SELECT runs.*, moments.moment, judged, feedback FROM runs JOIN moments USING (trajectory)
   LEFT JOIN judged ON judged.trajectory = runs.trajectory AND since <= moment
   LEFT JOIN feedback_by ON feedback_by.trajectory = runs.trajectory AND feedback_by.moment = moments.moment
-  WHERE moments.moment <= $until
-), numbers AS (SELECT trajectory, step, moment, {columns} FROM known)
-SELECT step, trajectory, {firsts} FROM numbers GROUP BY trajectory, step
+  WHERE moments.moment <= known_until
+), numbers AS (SELECT trajectory, moment, exchanges, first_step, last_step, {columns} FROM known),
+firsts AS (
+  SELECT trajectory, any_value(CASE WHEN exchanges > 0 THEN [first_step, last_step] END) AS steps, {firsts}
+  FROM numbers GROUP BY trajectory
+)
+SELECT trajectory, late, firsts.* EXCLUDE (trajectory) FROM opened LEFT JOIN firsts USING (trajectory)
+ORDER BY began, trajectory
 """
-"""Of each run and metric, the first moment at which the metric is a number by what was known then, and that number.
-What is said later changes neither, so it can't change what was seen at an earlier look, nor which runs are a pair."""
+"""Each run in the order of opening: whether its deadline has passed, the steps that answered it, and of each metric the
+first number that was known by the deadline. What becomes known later changes nothing that an earlier look saw."""
 
 
 class Metric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,9 +73,12 @@ class Metric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sql: str
     """An expression over the columns of the view `trajectories`, and `judged` (the reward that training got) and
     `feedback` (by name, each written out): `reward`, `judged`, `feedback['stars']`, `metrics['won']`, `sampled_tokens`,
-    `calls_s`. A run counts once it is not null, with the number that it is then."""
+    `calls_s`. The first number that it is after the run's end is the run's value."""
     low: float = 0.0
     high: float = 1.0
+    late: float | None = None
+    """Value of a run that has none at its deadline. `None`: the end of the range that is worse for what would be
+    decided."""
 
     def __post_init__(self) -> None:
         if not self.sql.strip():
@@ -70,6 +86,11 @@ class Metric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if not -math.inf < self.low < self.high < math.inf:
             raise ConfigError(
                 f"the range of {self.sql} is from {self.low:g} to {self.high:g}: low < high, both finite"
+            )
+        if self.late is not None and not self.low <= self.late <= self.high:
+            raise ConfigError(
+                f"the value of late runs, {self.late:g}, is not within the range of {self.sql}, {self.low:g} to "
+                f"{self.high:g}"
             )
 
 
@@ -87,6 +108,8 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     guards: tuple[Guard, ...] = ()
     alpha: Annotated[float, Meta(gt=0, lt=1)] = 0.05
     """Greatest probability that an interval ever misses the truth, of each metric."""
+    deadline_s: Annotated[float, Meta(gt=0, le=1e9)] = 3600.0
+    """Seconds from the opening of a run after which it is late if it has no value."""
     max_pairs: Annotated[int, Meta(ge=1)] = 5000
     """Pairs after which the control stays, if nothing was shown until then."""
     approval: bool = False
@@ -94,11 +117,16 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """One metric: the candidate's mean less the control's, over `pairs` pairs."""
+    """One metric: the candidate's mean less the control's, over `pairs` pairs. In the means and in `difference` a late
+    run has the middle of the range, unless the plan gives it a value."""
 
     sql: str
     candidate_runs: int
+    """Runs before the first one whose value is not known yet."""
     control_runs: int
+    candidate_late: int = 0
+    """Those of them that had no value at their deadline."""
+    control_late: int = 0
     candidate_mean: float | None
     control_mean: float | None
     pairs: int
@@ -135,12 +163,12 @@ def gather(connection: duckdb.DuckDBPyConnection, project: str, begun: Evidence,
     query = _RUNS.format(
         columns=", ".join(f"{column} AS n{i}" for i, column in enumerate(columns)),
         firsts=", ".join(
-            f"min(moment) FILTER (n{i} IS NOT NULL), arg_min(n{i}, moment)" for i in range(len(columns))
+            f"arg_min(n{i}, moment) FILTER (n{i} IS NOT NULL) AS n{i}" for i in range(len(columns))
         ),
     )
     values = {
-        "project": project, "model": model, "since": begun.since, "until": until, "candidate": step,
-        "control": control, "expressions": expressions,
+        "project": project, "model": model, "since": begun.since, "until": until, "expressions": expressions,
+        "deadline": round(plan.deadline_s * 1e6),
     }  # fmt: skip
     try:
         rows = connection.execute(query, values).fetchall()
@@ -149,14 +177,14 @@ def gather(connection: duckdb.DuckDBPyConnection, project: str, begun: Evidence,
         raise ConfigError(
             f"the metrics {named} can't be computed: {reason} {_columns(connection)}"
         ) from error
+    sides: dict[int, list[tuple[Any, ...]]] = {step: [], control: []}
+    for trajectory, late, steps, *numbers in rows:
+        side = step if split_point(trajectory) < begun.percent else control
+        if steps in (None, [side, side]):  # else its calls named another version, or came before the split
+            sides[side].append((late, *numbers))
     findings = []
-    for number, metric in enumerate(metrics):
-        at = 2 + 2 * number
-        counted = sorted((r[at], r[1], r[0], r[at + 1]) for r in rows if r[at] is not None)
-        candidates, controls = (
-            [min(max(value, metric.low), metric.high) for _, _, of_step, value in counted if of_step == side]
-            for side in (step, control)
-        )
+    for number, metric in enumerate(metrics, 1):
+        candidates, controls = ([(run[0], run[number]) for run in sides[side]] for side in (step, control))
         findings.append(_compared(metric, candidates, controls, begun.percent, plan.alpha))
     evidence = msgspec.structs.replace(begun, until=until, findings=tuple(findings))
     return msgspec.structs.replace(evidence, verdict=verdict(plan, evidence.findings))
@@ -191,31 +219,60 @@ def _check(connection: duckdb.DuckDBPyConnection, columns: str, count: int, name
         )
 
 
+Run = tuple[bool, float | None]
+"""Whether a run's deadline has passed, and its value, if it is known."""
+Bounds = tuple[float, float]
+"""The least and the greatest value that a run may have."""
+
+
 def _compared(
-    metric: Metric, candidate: list[float], control: list[float], percent: float, alpha: float
+    metric: Metric, candidates: Sequence[Run], controls: Sequence[Run], percent: float, alpha: float
 ) -> Finding:
-    """Compare the two sides pair by pair, in the order in which the runs became known. Where one side gets more runs,
+    """Compare the two sides pair by pair, in the order in which the runs were opened. Where one side gets more runs,
     the mean of several of its runs stands against one of the other."""
-    per_candidate, per_control = (
-        max(round(percent / (100 - percent)), 1),
-        max(round((100 - percent) / percent), 1),
-    )
-    pairs = min(len(candidate) // per_candidate, len(control) // per_control)
-    differences = [
-        _mean(candidate[i * per_candidate : (i + 1) * per_candidate])
-        - _mean(control[i * per_control : (i + 1) * per_control])
-        for i in range(pairs)
-    ]
+    candidate, control = _bounds(metric, candidates), _bounds(metric, controls)
+    of_candidate = _means(candidate, max(round(percent / (100 - percent)), 1))
+    of_control = _means(control, max(round((100 - percent) / percent), 1))
     width = metric.high - metric.low
-    estimate = interval([min(max(d, -width), width) for d in differences], -width, width, alpha)
+    pairs = min(len(of_candidate), len(of_control))
+    least = [max(c[0] - o[1], -width) for c, o in zip(of_candidate, of_control, strict=False)]
+    greatest = [min(c[1] - o[0], width) for c, o in zip(of_candidate, of_control, strict=False)]
     return Finding(
         sql=metric.sql, candidate_runs=len(candidate), control_runs=len(control),
-        candidate_mean=_mean(candidate) if candidate else None, control_mean=_mean(control) if control else None,
-        pairs=pairs, difference=estimate.mean if pairs else None, low=estimate.low, high=estimate.high,
+        candidate_late=_late(candidates, candidate), control_late=_late(controls, control),
+        candidate_mean=_middle(candidate), control_mean=_middle(control), pairs=pairs,
+        difference=_middle(list(zip(least, greatest, strict=True))),
+        low=interval(least, -width, width, alpha).low, high=interval(greatest, -width, width, alpha).high,
     )  # fmt: skip
 
 
-def _mean(values: list[float]) -> float:
+def _bounds(metric: Metric, runs: Sequence[Run]) -> list[Bounds]:
+    """Return the bounds of the runs before the first one whose value is not known yet."""
+    late = (metric.low, metric.high) if metric.late is None else (metric.late, metric.late)
+    known = itertools.takewhile(lambda run: run[0] or run[1] is not None, runs)
+    return [
+        late if value is None else (cut := min(max(value, metric.low), metric.high), cut)
+        for _, value in known
+    ]
+
+
+def _means(bounds: Sequence[Bounds], size: int) -> list[Bounds]:
+    """Return the means of consecutive `size` bounds. What is left over at the end waits for more."""
+    return [
+        (_mean([least for least, _ in part]), _mean([greatest for _, greatest in part]))
+        for part in (bounds[at : at + size] for at in range(0, len(bounds) - size + 1, size))
+    ]
+
+
+def _middle(bounds: Sequence[Bounds]) -> float | None:
+    return _mean([(least + greatest) / 2 for least, greatest in bounds]) if bounds else None
+
+
+def _late(runs: Sequence[Run], bounds: Sequence[Bounds]) -> int:
+    return sum(value is None for _, value in runs[: len(bounds)])
+
+
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 

@@ -81,6 +81,14 @@ def _parser() -> argparse.ArgumentParser:
         "--guard", action="append", default=[], metavar="SQL:LOW:HIGH:higher|lower:MARGIN",
         help="a number that may not become worse (higher or lower) by more than MARGIN",
     )  # fmt: skip
+    begin.add_argument(
+        "--deadline", type=float, default=3600.0, metavar="SECONDS",
+        help="a run without a value so long after its opening is late; default: 3600",
+    )  # fmt: skip
+    begin.add_argument(
+        "--late", type=float, metavar="VALUE",
+        help="of the metric, for late runs; default: the worse end of the range for what would be decided",
+    )  # fmt: skip
     begin.add_argument("--alpha", type=float, default=0.05, help="default: 0.05")
     begin.add_argument("--max-pairs", type=int, default=5000, help="default: 5000")
     begin.add_argument("--approval", action="store_true", help="a person has to agree to a promotion")
@@ -122,10 +130,13 @@ def _begin(args: argparse.Namespace) -> int:
     if not 5 <= args.percent <= 95:
         raise ConfigError(f"--percent is {args.percent:g}: give from 5 to 95, both versions need runs")
     low, high = args.range
-    expression = f"{low + high} - ({args.metric})" if args.lower_is_better else args.metric
+    expression, late = args.metric, args.late
+    if args.lower_is_better:
+        expression, late = f"{low + high} - ({expression})", None if late is None else low + high - late
     plan = Plan(
-        metric=Metric(sql=expression, low=low, high=high), guards=tuple(map(_parse_guard, args.guard)),
-        alpha=args.alpha, max_pairs=args.max_pairs, approval=args.approval,
+        metric=Metric(sql=expression, low=low, high=high, late=late),
+        guards=tuple(map(_parse_guard, args.guard)), alpha=args.alpha, deadline_s=args.deadline,
+        max_pairs=args.max_pairs, approval=args.approval,
     )  # fmt: skip
     begun = Evidence(
         plan=plan, candidate=args.candidate, control=args.control, percent=args.percent, since=0, until=0
@@ -248,6 +259,8 @@ def _say(evidence: Evidence) -> None:
 
 def _line(name: str, finding: Finding) -> str:
     runs = f"{finding.candidate_runs} and {finding.control_runs} runs, {finding.pairs} pairs"
+    if finding.candidate_late or finding.control_late:
+        runs += f", {finding.candidate_late} and {finding.control_late} late"
     if finding.difference is None:
         return f"{name}: no pair yet ({runs})"
     return (

@@ -247,6 +247,8 @@ def test_what_can_t_be_compared_begins_nothing(found: Living, capsys: pytest.Cap
         ((*_OF, ""), "no expression"),
         ((*BEGIN, "--range", "0", "inf"), "low < high, both finite"),
         ((*BEGIN, "--alpha", "1"), "can't be used: Expected `float` < 1.0 - at `$.plan.alpha`"),
+        ((*BEGIN, "--deadline", "0"), "can't be used: Expected `float` > 0.0 - at `$.plan.deadline_s`"),
+        ((*BEGIN, "--late", "2"), "the value of late runs, 2, is not within the range of reward, 0 to 1"),
         ((*BEGIN, "--max-pairs", "0"), "can't be used: Expected `int` >= 1 - at `$.plan.max_pairs`"),
         ((*BEGIN, "--guard", "sampled_tokens:0:20"), "such as sampled_tokens:0:2000:higher:100\n"),
         ((*BEGIN, "--guard", "sampled_tokens:0:x:higher:1"), "is not SQL:LOW:HIGH"),

@@ -1,0 +1,166 @@
+"""A comparison holds its error, whatever decides how long a run takes and whether its result comes."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+
+import duckdb
+import pyarrow as pa
+import pytest
+
+from pipeline.names import split_point
+from store.evidence.comparison import Evidence, Guard, Metric, Plan, gather
+from tests.store.evidence.test_comparison import TABLES
+
+COMPARISONS, RUNS = 150, 240
+_BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
+_DEADLINE_S = 1200.0
+_END = int((_BEGAN + timedelta(days=2)).timestamp() * 1e6)
+
+Draw = Callable[[random.Random, bool, float], tuple[float, float, str]]
+"""From a generator of numbers, whether it is the candidate's run, and its result: its seconds (infinite: it does not
+end), those until its result is known (infinite: never), and its outcome."""
+
+
+def _mean_of(seconds: float) -> Callable[[random.Random], float]:
+    return lambda rng: rng.expovariate(1 / seconds)
+
+
+def equal(rng: random.Random, candidate: bool, won: float) -> tuple[float, float, str]:
+    """Both sides take equally long."""
+    seconds = _mean_of(300)(rng)
+    return seconds, seconds, "scored"
+
+
+def loops(rng: random.Random, candidate: bool, won: float) -> tuple[float, float, str]:
+    """The candidate loops before it fails: three times as long, which is late at times."""
+    seconds = _mean_of(900 if candidate and not won else 300)(rng)
+    return seconds, seconds, "scored"
+
+
+def gives_up(rng: random.Random, candidate: bool, won: float) -> tuple[float, float, str]:
+    """The control fails at once."""
+    seconds = _mean_of(300 if candidate or won else 20)(rng)
+    return seconds, seconds, "scored"
+
+
+def late_feedback(rng: random.Random, candidate: bool, won: float) -> tuple[float, float, str]:
+    """Users of the candidate think about what failed."""
+    seconds = _mean_of(60)(rng)
+    return seconds, seconds + _mean_of(1500 if candidate and not won else 120)(rng), "scored"
+
+
+def silent_if_it_failed(rng: random.Random, candidate: bool, won: float) -> tuple[float, float, str]:
+    """Half of the candidate's users whose task failed leave."""
+    seconds = _mean_of(60)(rng)
+    silent = candidate and not won and rng.random() < 0.5
+    return seconds, math.inf if silent else seconds + 10, "scored"
+
+
+def silent_control(rng: random.Random, candidate: bool, won: float) -> tuple[float, float, str]:
+    """A third of the control's users say nothing, whatever came out."""
+    seconds = _mean_of(60)(rng)
+    return seconds, math.inf if not candidate and rng.random() < 1 / 3 else seconds + 10, "scored"
+
+
+def hangs(rng: random.Random, candidate: bool, won: float) -> tuple[float, float, str]:
+    """Half of the candidate's failures never end."""
+    seconds = math.inf if candidate and not won and rng.random() < 1 / 2 else _mean_of(120)(rng)
+    return seconds, seconds, "scored"
+
+
+def crashes(rng: random.Random, candidate: bool, won: float) -> tuple[float, float, str]:
+    """Two thirds of the candidate's failures end without a result."""
+    lost = candidate and not won and rng.random() < 2 / 3
+    seconds = _mean_of(60)(rng)
+    return seconds, math.inf if lost else seconds, "no_result" if lost else "scored"
+
+
+@pytest.fixture
+def connection() -> Iterator[duckdb.DuckDBPyConnection]:
+    with duckdb.connect(config={"threads": "1"}) as found:
+        found.execute(TABLES)
+        yield found
+
+
+def _play(
+    connection: duckdb.DuckDBPyConnection, draw: Draw, percent: float, wins: tuple[float, float], count: int
+) -> None:
+    """Record `count` comparisons, a project each, with 40 runs a minute. `wins`: shares of the candidate's and of the
+    control's runs that win. What is known at once is the run's reward, else it is feedback."""
+    rng = random.Random(f"{draw.__name__}/{percent}/{wins}")
+    runs, said = [], []
+    for project in range(count):
+        opened = _BEGAN
+        for number in range(RUNS):
+            opened += timedelta(seconds=rng.expovariate(40 / 60))
+            trajectory = f"{project}-{number}"
+            candidate = split_point(trajectory) < percent
+            won = float(rng.random() < wins[not candidate])
+            seconds, known, outcome = draw(rng, candidate, won)
+            ended = opened + timedelta(seconds=seconds) if seconds < math.inf else None
+            step = None if ended is None else 2 if candidate else 1
+            runs.append({
+                "project": str(project), "model": "m", "trajectory": trajectory,
+                "outcome": outcome if ended else "open",
+                "opened_at": opened, "completed_at": ended, "first_step": step, "last_step": step,
+                "reward": won if known == seconds < math.inf else None, "exchanges": 1 if ended else None,
+            })  # fmt: skip
+            if seconds < known < math.inf:
+                said.append({
+                    "project": str(project), "trajectory": trajectory, "kind": "number", "call": -1, "name": "solved",
+                    "value": won, "given_at": opened + timedelta(seconds=known),
+                })  # fmt: skip
+    for table, rows in (("trajectories", runs), ("signals", said)):
+        if rows:
+            given = pa.Table.from_pylist(rows)
+            connection.register("given", given)
+            connection.execute(f"INSERT INTO {table} BY NAME FROM given")
+            connection.unregister("given")
+
+
+def _begun(percent: float) -> Evidence:
+    solved = "coalesce(reward, feedback['solved'])"
+    plan = Plan(
+        metric=Metric(sql=solved),
+        guards=(Guard(sql=f"1 - {solved}", worse="higher"),),
+        deadline_s=_DEADLINE_S,
+    )
+    return Evidence(plan=plan, candidate="m@2", control="m@1", percent=percent, since=0, until=0)
+
+
+_SIDES = [loops, gives_up, late_feedback, silent_if_it_failed, silent_control, hangs, crashes]
+
+
+@pytest.mark.parametrize(
+    ("draw", "percent"),
+    [(equal, 50), *((draw, 50) for draw in _SIDES), (loops, 20), (silent_control, 80)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_equal_versions_are_seldom_told_apart(
+    connection: duckdb.DuckDBPyConnection, draw: Draw, percent: float
+) -> None:
+    """An interval lies in those before it, and a look adds pairs to those before it (`test_comparison`), so the last
+    look tells of every look. More than 15 of 150 would have a probability below 1 in 200 at 5 %."""
+    _play(connection, draw, percent, (0.5, 0.5), COMPARISONS)
+    missed = [0, 0]
+    for project in range(COMPARISONS):
+        found = gather(connection, str(project), _begun(percent), _END)
+        for number, finding in enumerate(found.findings):
+            missed[number] += not finding.low <= 0 <= finding.high
+            assert finding.pairs >= 25
+    assert max(missed) <= 15
+
+
+def test_a_better_version_is_found_where_some_users_are_silent(connection: duckdb.DuckDBPyConnection) -> None:
+    def some_silent(rng: random.Random, candidate: bool, won: float) -> tuple[float, float, str]:
+        seconds = _mean_of(900 if candidate and not won else 300)(rng)
+        return seconds, math.inf if rng.random() < 0.05 else seconds + 10, "scored"
+
+    _play(connection, some_silent, 50, (0.9, 0.4), 20)
+    found = [gather(connection, str(project), _begun(50), _END) for project in range(20)]
+    assert sum(evidence.verdict == "promote" for evidence in found) >= 16
+    assert all(f.candidate_late and f.control_late for evidence in found for f in evidence.findings)
