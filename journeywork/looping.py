@@ -21,7 +21,7 @@ import anyio
 
 from journeywork.attempts import Attempts, Progress, ReadingClient
 from journeywork.gathering import Client, Rollout, Task, TooManyExceptionsError, call_rollout
-from journeywork.statistics import Estimate, mean_or_share
+from journeywork.statistics import Estimate, mean_of
 from journeywork.trajectory import Trajectory
 from journeywork.transport import NOT_FOUND, JourneyworkError, plain_errors
 
@@ -206,7 +206,7 @@ class _Loop(Generic[Task]):
         async with anyio.create_task_group() as playing:
             for number, task in enumerate(tasks):
                 playing.start_soon(play_task, number, task)
-        self.result.evaluations[step] = mean_or_share(means)
+        self.result.evaluations[step] = mean_of(means)
 
     # -- keeping pace ----------------------------------------------------------------------------------------------
 

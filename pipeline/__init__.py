@@ -20,6 +20,7 @@
 | `metric_names` | the names of the trainer's metrics in curves and answers |
 | `loaded` | which versions the inference servers have loaded |
 | `rewards` | how the parts of a reward become one number |
+| `intervals` | 95 % intervals of means, and of their differences |
 | `sequential` | intervals of a mean that hold however often one looks |
 | `calibration` | a function from a judge's scores to people's labels |
 | `errors` | errors that a command prints as one line |

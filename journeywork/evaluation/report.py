@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from journeywork.evaluation.results import EntrantResult, EvaluationReport
 from journeywork.statistics import Estimate
 
-_FEWEST = 6
-"""Tasks below which no difference counts as sure: even if the same entrant were better at each of 5 tasks, chance alone
-would do as much in 6 % of evaluations (sign test, two-sided)."""
 _ERRORS = 5
 """Errors that the report tells of each entrant: the most frequent ones."""
 
@@ -29,7 +26,6 @@ def text_report(report: EvaluationReport) -> str:
     lines = [
         _text_table(_means(report)),
         f"Differences are to {first}, paired by task; * marks an interval that does not contain 0.",
-        *_too_few(report),
         *unrewarded(report),
         *errors,
         _text_table(_costs(report)),
@@ -44,17 +40,6 @@ def _text_table(table: Table) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
     ]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _too_few(report: EvaluationReport) -> list[str]:
-    """Return a sentence if an interval is of so few tasks that it says little."""
-    fewest = min((r.estimate(m).count for m in report.measures for r in report.entrants), default=0)
-    if fewest >= _FEWEST:
-        return []
-    return [
-        f"Too few tasks, as few as {fewest}: such an interval holds only for values that are roughly normal, and no "
-        f"difference over fewer than {_FEWEST} is marked. Play more tasks."
-    ]
 
 
 def unrewarded(report: EvaluationReport) -> list[str]:
@@ -104,7 +89,7 @@ def _interval(estimate: Estimate) -> str:
 def _signed(estimate: Estimate) -> str:
     if not estimate.count:
         return "no pairs"
-    sure = "" if estimate.low <= 0 <= estimate.high or estimate.count < _FEWEST else " *"
+    sure = "" if estimate.low <= 0 <= estimate.high else " *"
     return f"{estimate.mean:+.3f} [{_end(estimate.low, '+')}, {_end(estimate.high, '+')}] over {estimate.count:,}{sure}"
 
 

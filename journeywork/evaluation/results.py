@@ -9,7 +9,7 @@ from typing import Any
 
 from journeywork.evaluation.entrants import Entrant
 from journeywork.gathering import TaskGroup
-from journeywork.statistics import Estimate, mean_or_share, paired_difference
+from journeywork.statistics import Estimate, mean_of, paired_difference
 from journeywork.trajectory import Trajectory, Usage
 
 REWARD = "reward"
@@ -67,7 +67,7 @@ class EntrantResult:
 
     def estimate(self, measure: str) -> Estimate:
         """Return the mean over the tasks that have a value."""
-        return mean_or_share([t.values[measure] for t in self.tasks if measure in t.values])
+        return mean_of([t.values[measure] for t in self.tasks if measure in t.values])
 
 
 @dataclass(frozen=True)

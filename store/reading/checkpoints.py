@@ -6,6 +6,7 @@ from typing import Any
 
 from store.reading.errors import NotFoundError
 from store.reading.history import History
+from store.reading.intervals import SAMPLE, with_intervals
 from store.reading.lists import Query, as_step, branch_of, listed
 from store.reading.overview import models
 
@@ -19,13 +20,14 @@ _CHECKPOINTS = """(
       log_seq AS stream_seq
     FROM policy_checkpoint)
 """
-_SAMPLED = """
-    SELECT split, count(*) AS trajectories, avg(reward) AS reward_mean,
-      1.96 * stddev_samp(reward) / sqrt(count(*)) AS half
-    FROM rewards
-    WHERE outcome = 'scored' AND first_step = $step AND last_step = $step AND model = $model AND branch = 'main'
-    GROUP BY 1 ORDER BY 1
-"""
+_SAMPLED = f"""
+    WITH by_group AS (
+      SELECT split, group_id, count(*) AS runs, avg(reward) AS "value" FROM rewards
+      WHERE outcome = 'scored' AND first_step = $step AND last_step = $step AND model = $model AND branch = 'main'
+      GROUP BY ALL
+    )
+    SELECT split, sum(runs)::BIGINT AS trajectories, {SAMPLE} FROM by_group GROUP BY split ORDER BY split
+"""  # noqa: S608
 _LEARNED = """
     WITH learned AS (
       SELECT project, model, unnest(groups) AS group_id, unnest(group_seqs) AS seq FROM checkpoints
@@ -54,7 +56,7 @@ def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
         raise NotFoundError(f"{name[:80]!r} is no version: it is written <model>@<step>.")
     selection = {"version": name, "branch": branch_of(query), "step": step, "model": model}
     row = history.row("SELECT * FROM checkpoints WHERE version = $version AND branch = $branch", selection)
-    sampled = history.rows(_SAMPLED, selection)
+    sampled = with_intervals(history.rows(_SAMPLED, selection))
     children = history.rows(
         "SELECT version, branch FROM checkpoints WHERE parent = $version ORDER BY step, branch", selection
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from store.reading.errors import NotFoundError
 from store.reading.history import History
+from store.reading.intervals import SAMPLE, with_intervals
 from store.reading.lists import Query, branch_of
 from store.reading.summary import summary
 
@@ -15,15 +16,14 @@ _BUCKETS = 120
 """Points of a curve over time, about."""
 _LATEST = 10
 
-_REWARD = """
+_REWARD = f"""
     WITH scored AS (
-      SELECT last_step // $width * $width AS step, split, reward FROM rewards
-      WHERE outcome = 'scored' AND model = $model AND branch = $branch AND isfinite(reward)
+      SELECT last_step // $width * $width AS step, split, group_id, count(*) AS runs, avg(reward) AS "value"
+      FROM rewards
+      WHERE outcome = 'scored' AND model = $model AND branch = $branch AND isfinite(reward) GROUP BY ALL
     )
-    SELECT step, split, count(*) AS trajectories, avg(reward) AS mean,
-      CASE WHEN count(*) > 1 THEN 1.96 * stddev_samp(reward) / sqrt(count(*)) END AS half
-    FROM scored GROUP BY ALL ORDER BY step, split
-"""
+    SELECT step, split, sum(runs)::BIGINT AS trajectories, {SAMPLE} FROM scored GROUP BY ALL ORDER BY step, split
+"""  # noqa: S608
 _STEPS = """
     SELECT step // $width * $width AS step, arg_max(version, step) AS version,
       arg_max(published_at, step) AS published_at, arg_max(metrics, step) AS metrics,
@@ -50,15 +50,17 @@ _METRIC_NAMES = """
     ) GROUP BY name ORDER BY count(*) DESC, name LIMIT 24
 """
 """Of the metrics that agents gave to runs, the most frequent first."""
-_METRICS = """
+_METRICS = f"""
     WITH each AS (
-      SELECT last_step // $width * $width AS step, split, unnest(map_entries(metrics)) AS m FROM rollout_completed
-      WHERE model = $model AND outcome = 'scored' AND cardinality(metrics) > 0
+      SELECT last_step // $width * $width AS step, split, coalesce(nullif("group", ''), trajectory) AS group_id,
+        unnest(map_entries(metrics)) AS m
+      FROM rollout_completed WHERE model = $model AND outcome = 'scored' AND cardinality(metrics) > 0
+    ), by_group AS (
+      SELECT m.key AS name, step, split, group_id, avg(m.value) AS "value" FROM each
+      WHERE isfinite(m.value) GROUP BY ALL
     )
-    SELECT m.key AS name, step, split, avg(m.value) AS mean,
-      CASE WHEN count(*) > 1 THEN 1.96 * stddev_samp(m.value) / sqrt(count(*)) END AS half
-    FROM each WHERE isfinite(m.value) GROUP BY ALL ORDER BY name, step, split
-"""
+    SELECT name, step, split, {SAMPLE} FROM by_group GROUP BY ALL ORDER BY name, step, split
+"""  # noqa: S608
 _SPENDING = """
     SELECT max(step) AS step, max(total_usd) AS total_usd, max(total_gpu_s) / 3600 AS total_gpu_hours,
       max(total_tokens) AS total_tokens, arg_max(gain, step) FILTER (gain IS NOT NULL) AS gain
@@ -173,10 +175,10 @@ def curves(history: History, query: Query) -> dict[str, Any]:
     steps = history.shared_rows(_STEPS, selection)
     return {
         **selection, "counts": counts,
-        "curve": history.shared_rows(_REWARD, selection),
+        "curve": with_intervals(history.shared_rows(_REWARD, selection)),
         "steps": [{**row, "metrics": row["metrics"] or {}} for row in steps],
         "staleness": history.shared_rows(_STALENESS, selection),
         "throughput": history.shared_rows(_THROUGHPUT, selection),
         "spending": history.shared_rows(_SPENDING, selection),
-        "metrics": history.shared_rows(_METRICS, selection),
+        "metrics": with_intervals(history.shared_rows(_METRICS, selection)),
     }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from pipeline.running.state import read_state
 from store.alarms.table import ALARMS
 from store.reading.history import History, Row
+from store.reading.intervals import SAMPLE, finite, sample_of
 from store.reading.texts import ago, number, signed, when
 
 _LAST = """
@@ -24,12 +24,14 @@ _EVALUATED = """
     WHERE e.measure = 'reward' AND e.model = $model AND e.kind = 'policy' AND e.difference IS NOT NULL
     ORDER BY e.evaluated_at DESC, e.position LIMIT 1
 """
-_HELD_OUT = """
-    SELECT last_step AS step, count(*) AS runs, avg(reward) AS mean, var_samp(reward) / count(*) AS variance
-    FROM rewards
-    WHERE model = $model AND branch = $branch AND split = 'val' AND outcome = 'scored' AND first_step = last_step
-    GROUP BY 1 HAVING count(*) > 1 ORDER BY 1
-"""
+_HELD_OUT = f"""
+    WITH by_group AS (
+      SELECT last_step AS step, group_id, avg(reward) AS "value" FROM rewards
+      WHERE model = $model AND branch = $branch AND split = 'val' AND outcome = 'scored' AND first_step = last_step
+      GROUP BY ALL
+    )
+    SELECT step, {SAMPLE} FROM by_group GROUP BY step HAVING count(*) > 1 ORDER BY step
+"""  # noqa: S608
 _ALARMS = "SELECT * FROM alarms WHERE cleared_at IS NULL ORDER BY since DESC, alarm, model, about"
 
 
@@ -81,10 +83,10 @@ def gain_of(history: History, selection: Row) -> Row | None:
     if len(rows) < 2:
         return None
     first, last = rows[0], rows[-1]
-    gain, half = last["mean"] - first["mean"], 1.96 * math.sqrt(first["variance"] + last["variance"])
+    low, high = map(finite, sample_of(last).difference(sample_of(first)))
     return {
         "entrant": f"{selection['model']}@{last['step']}", "baseline": f"{selection['model']}@{first['step']}",
-        "tasks": min(first["runs"], last["runs"]), "gain": gain, "low": gain - half, "high": gain + half,
+        "tasks": min(first["groups"], last["groups"]), "gain": last["mean"] - first["mean"], "low": low, "high": high,
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 from examples.tictactoe.report import difference, win_rate
 from journeywork.evaluation import EntrantResult, EvaluationReport, parse_entrant
 from journeywork.evaluation.results import TaskResult
-from journeywork.statistics import mean_of
+from journeywork.statistics import paired_difference
 from journeywork.trajectory import Usage
 
 REST = {"draw": 0.1, "illegal": 0.0}
@@ -42,19 +42,19 @@ def test_games_without_a_result_count_for_nothing() -> None:
 
 def test_the_difference_is_that_of_the_same_batches() -> None:
     found = difference(report(played("m@0", 0.2, 0.4, 0.6, 0.1), played("m@9", 0.4, 0.5, 0.8, None)))
-    expected = mean_of([0.2, 0.1, 0.2])
+    expected = paired_difference([0.2, 0.4, 0.6], [0.4, 0.5, 0.8])
     assert found["value"] == pytest.approx(expected.mean)
     assert found["ci95"] == pytest.approx([expected.low, expected.high])
     assert found["games"] == 60
 
 
 def test_pairing_tells_more_than_two_separate_samples() -> None:
-    shares = [n / 40 for n in range(20)]
+    shares = [n / 400 for n in range(350)]
     low, high = difference(
         report(played("m@0", *shares), played("m@9", *(s + 0.1 + s / 100 for s in shares)))
     )["ci95"]
     own_low, own_high = win_rate(played("m@0", *shares))["ci95"]
-    assert high - low < (own_high - own_low) / 10
+    assert high - low < (own_high - own_low) / 1.5
 
 
 def test_one_batch_says_little_and_no_batch_nothing() -> None:

@@ -61,10 +61,11 @@ def test_the_gain_is_that_of_the_evaluation(
 def test_without_an_evaluation_the_held_out_runs_say_it(tmp_path: Path) -> None:
     held: list[Event] = [
         scored(
-            f"v{step}", {f"v{step}-{i}": step + i / 10 for i in range(3)},
+            f"v{step}-{group}", {f"v{step}-{group}-{i}": step + group + i / 10 for i in range(3)},
             {"split": "val", "first_step": step, "last_step": step}, split="val",
         )
         for step in (0, 4)
+        for group in range(3)
     ]  # fmt: skip
     page = told(tmp_path, held)
     assert page["sentences"][1].startswith("m@4 scores +4.000 against m@0 on 3 held-out tasks")

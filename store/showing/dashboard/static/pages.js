@@ -146,7 +146,7 @@ function splits(element, page) {
     const at = (value) => xs.map((x) => (of.has(x) ? value(of.get(x)) : null));
     return {
       label: split === "val" ? "held-out" : "training", stroke: colour(STROKES[split === "val" ? 1 : 0]), values: at((row) => row.mean),
-      high: at((row) => (row.half === null ? null : row.mean + row.half)), low: at((row) => (row.half === null ? null : row.mean - row.half)),
+      high: at((row) => row.high), low: at((row) => row.low),
     };
   });
   plot(element, xs, lines, { widest: page.width });
