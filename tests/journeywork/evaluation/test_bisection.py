@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import anyio
 import pytest
 
 from journeywork.evaluation.bisection import Limits, SequentialTest, UndecidedError, bisect, main
@@ -44,6 +45,25 @@ async def test_it_finds_the_step_that_lost_the_task(stub: StubGateway, culprit: 
     assert stub.evaluations == []
 
 
+@pytest.mark.parametrize("seed", range(4))
+async def test_one_task_is_played_concurrently_until_it_is_decided(stub: StubGateway, seed: int) -> None:
+    rollout, playing, together = winning(stub, lambda step: 0.8 if step < 5 else 0.3, seed), 0, anyio.Event()
+
+    async def counted(run: Trajectory, task: str) -> Any:
+        """Play once 9 runs have begun."""
+        nonlocal playing
+        playing += 1
+        if playing > 8:
+            together.set()
+        with anyio.fail_after(30):
+            await together.wait()
+        return await cast("Any", rollout(run, task))
+
+    async with stub.client() as client:
+        found = await bisect(client, "m@0", "m@12", ["the task"], counted)
+    assert found.culprit.version == "m@5"
+
+
 async def test_versions_that_are_gone_are_passed_over(stub: StubGateway) -> None:
     stub.retired = {"m@6", "m@7", "m@8"}
     rollout = winning(stub, lambda step: 0.9 if step < 7 else 0.3)
@@ -56,7 +76,10 @@ async def test_what_the_runs_do_not_show_is_said(stub: StubGateway) -> None:
     async with stub.client() as client:
         for share, why in (
             (lambda step: 0.2 if step < 7 else 0.9, "m@0 is not better than m@12"),
-            (lambda step: {0: 1.0, 12: 0.0}.get(step, 0.5), "m@6: after 40 runs its mean, .* is not shown"),
+            (
+                lambda step: {0: 1.0, 12: 0.0}.get(step, 0.5),
+                "m@6: after 160 runs its mean, .* is not shown .* a distance of 0.22: give",
+            ),
         ):
             with pytest.raises(UndecidedError, match=why):
                 await bisect(client, "m@0", "m@12", TASKS, winning(stub, share), Limits(rounds=5))
@@ -130,6 +153,18 @@ def test_the_command_prints_text_or_one_json_object(
     ]
     assert len(played) == 6
     assert all(p["runs"] > 0 for p in played)
+
+
+@pytest.mark.parametrize("side", [1, -1])
+def test_the_rounds_tell_a_difference_of_0_15_apart(side: int) -> None:
+    """Of the means of two versions, whose threshold lies between them; with 62 versions between them."""
+    rng, shown, runs = random.Random(7), 0, 50 * 32
+    for _ in range(50):
+        test = SequentialTest(0.5, 0.05 / 8)
+        while not test.side and len(test.values) < runs:
+            test.add(float(rng.random() < 0.5 + side * 0.075))
+        shown += test.side == side
+    assert shown >= 46
 
 
 def test_arguments_that_can_t_be_used(capsys: pytest.CaptureFixture[str]) -> None:
