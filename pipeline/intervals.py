@@ -7,13 +7,14 @@ other, so the formula is here once more; `tests/pipeline/test_intervals.py` comp
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 _Z95 = 1.959964
 _T95 = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582)
 
 
-class Sample(NamedTuple):
+@dataclass(frozen=True)
+class Sample:
     """What the interval of a mean needs to know of values. `variance`: of the sample, `None` for a single value."""
 
     count: int
