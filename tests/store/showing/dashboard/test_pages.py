@@ -75,7 +75,10 @@ def test_the_overview_counts_and_draws(client: TestClient) -> None:
         page["counts"]["completed"],
         page["counts"]["calls"],
     ) == ("m", 2, 2, 4)
-    assert [(row["step"], row["trajectories"], row["mean"]) for row in page["curve"]] == [(0, 2, 0.5)]
+    # Two runs of one group share their task: they are one value, which has no interval.
+    assert [(row["step"], row["trajectories"], row["mean"], row["low"]) for row in page["curve"]] == [
+        (0, 2, 0.5, None)
+    ]
     assert page["steps"][0]["metrics"] == {"loss": 0.5}
 
 
