@@ -35,6 +35,7 @@ from pipeline.events import (
 from pipeline.gather import gather
 from pipeline.images import Media, media_of
 from pipeline.log.broker import Broker, HistoryGoneError
+from pipeline.sampling import NO_DEFAULTS, sampling_of
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge.teacher")
@@ -42,8 +43,10 @@ log = get_logger("judge.teacher")
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
-_CHECKED_AT_ONCE = 64
-"""Tokens of the vocabulary in one request of the tokenizer's check; servers refuse longer texts than their models."""
+_CHECKED_AT_ONCE = 4096
+"""Most tokens of the vocabulary in one request of the tokenizer's check."""
+_TOKENS_A_TOKEN = 4
+"""So many tokens at most, on average, become of the text of a token. Servers refuse longer texts than their models."""
 _PASSING = (408, 409, 425, 429)
 """Client errors that may pass, as those of the server may."""
 _LEAST = -50.0
@@ -107,9 +110,9 @@ class Teacher:
         async with self._checking:
             if base not in self._vocabulary:
                 own = _tokenizer(base)
-                size = own.get_vocab_size()
-                for first in range(self._compared.get(base, 0), size, _CHECKED_AT_ONCE):
-                    end = min(first + _CHECKED_AT_ONCE, size)
+                size, at_once = own.get_vocab_size(), await self._checked_at_once()
+                for first in range(self._compared.get(base, 0), size, at_once):
+                    end = min(first + at_once, size)
                     await self._compare(own, range(first, end), base)
                     self._compared[base] = end
                 self._vocabulary[base] = size
@@ -119,18 +122,27 @@ class Teacher:
         """Compare the texts of tokens, and the tokens of their text. Raises `ConfigError`."""
         text = own.decode(list(ids), skip_special_tokens=False)
         if _unspaced(await self._ask_tokenizer("detokenize", "prompt", tokens=list(ids))) != _unspaced(text):
-            for token in ids:
-                mine = own.decode([token], skip_special_tokens=False)
-                other = await self._ask_tokenizer("detokenize", "prompt", tokens=[token])
-                if _unspaced(mine) != _unspaced(other):
-                    raise self._other_tokenizer(base, f"token {token} is {mine!r} here and {other!r} there")
-            raise self._other_tokenizer(base, f"tokens {ids[0]} to {ids[-1]} together are another text there")
+            middle = len(ids) // 2
+            for half in (ids[:middle], ids[middle:]) if middle else ():
+                await self._compare(own, half, base)
+            there = await self._ask_tokenizer("detokenize", "prompt", tokens=list(ids))
+            where = f"tokens {ids[0]} to {ids[-1]} are" if middle else f"token {ids[0]} is"
+            raise self._other_tokenizer(base, f"{where} {text[:200]!r} here and {there[:200]!r} there")
         ours = own.encode(text, add_special_tokens=False).ids
         theirs = await self._ask_tokenizer("tokenize", "tokens", prompt=text, add_special_tokens=False)
         for at in range(max(len(ours), len(theirs))):
             mine, other = (str(x[at]) if at < len(x) else "nothing" for x in (ours, theirs))
             if mine != other:
                 raise self._other_tokenizer(base, f"a text has token {mine} here and {other} there: {text!r}")
+
+    async def _checked_at_once(self) -> int:
+        """The number of tokens whose text the server takes, by the context that it says its model has."""
+        try:
+            listed = (await self._client.get(self.config.url.rstrip("/") + "/models")).json()["data"]
+            context = max(int(m["max_model_len"]) for m in listed if m["id"] == self.config.model)
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            context = 0  # it does not say: suppose a small model
+        return min(_CHECKED_AT_ONCE, max(context // _TOKENS_A_TOKEN, 64))
 
     async def _ask_tokenizer(self, path: str, key: str, **body: Any) -> Any:
         url = self.config.url.rstrip("/").removesuffix("/v1")
@@ -182,6 +194,12 @@ class Teacher:
             raise TeacherError("the run has no recorded tokens")
         if any(media_of(call.request) != Media() for call in calls):
             raise TeacherError("the run has images or other media, which are not sent to a teacher")
+        temperatures = [sampling_of(call.request, NO_DEFAULTS).temperature for call in calls]
+        if 1 not in temperatures:
+            raise TeacherError(
+                f"the run was sampled at temperature {temperatures[0]:g}, and a teacher's logprobs are those of "
+                "temperature 1: sample runs that it is to teach at temperature 1"
+            )
         asked = conversations(calls)
         tokens = sum(len(c.ids) for c in asked)
         if 0 < self.config.max_tokens < tokens:

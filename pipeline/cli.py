@@ -67,10 +67,6 @@ SUBCOMMANDS = {
     "judge": ("judge.commands.cli", "measure a judge (judge eval) or score one group (judge score)"),
     "rejudge": ("judge.commands.rejudge", "score history again as a new verdict set"),
     "train": ("trainer.commands.train", "run the trainer alone"),
-    "influence": (
-        "trainer.commands.influence",
-        "rank the runs that a step learned from by what they did to a task",
-    ),
     "check-model": (
         "trainer.commands.check_model",
         "check whether a base model trains correctly on this machine",

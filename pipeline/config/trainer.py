@@ -174,7 +174,7 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
     """Learning rates of a step's updates, in order, instead of `learning_rate` and `schedule`. Further updates use the
     last one. For supervised steps, whose batch sets them."""
     warmup_steps: Natural = 0
-    """Steps over which the learning rate rises from 0."""
+    """Steps before the full learning rate. The rate rises in equal parts: 3 steps have 1/4, 2/4 and 3/4 of it."""
     weight_decay: Share = 0.0
     """Weight decay of AdamW."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)

@@ -133,6 +133,21 @@ async def test_runs_with_images_are_not_asked_about(
             await teacher._answer("m", [msgspec.structs.replace(calls("a", FIRST)[0], request=request)])
 
 
+async def test_runs_of_another_temperature_are_not_asked_about(
+    nats_config: NatsConfig, inference_double: VllmServer
+) -> None:
+    """Regression: the logprobs of temperature 1 taught a policy that sampled at 0.7."""
+    async with (
+        Broker.connect(nats_config) as broker,
+        open_teacher(settings(nats_config, inference_double.url), broker) as teacher,
+    ):
+        assert teacher is not None
+        with pytest.raises(TeacherError, match=r"sampled at temperature 0\.7"):
+            await teacher._answer(
+                "m", [msgspec.structs.replace(calls("a", FIRST)[0], request=b'{"temperature": 0.7}')]
+            )
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -248,6 +263,26 @@ async def test_another_tokenizer_is_refused_with_the_first_token_that_differs(
             pass
 
 
+@pytest.mark.parametrize(
+    ("models", "at_once"),
+    [
+        ({"data": [{"id": TEACHER, "max_model_len": 40960}]}, 4096),
+        ({"data": [{"id": "other", "max_model_len": 40960}, {"id": TEACHER, "max_model_len": 2048}]}, 512),
+        ({"data": [{"id": TEACHER, "max_model_len": None}]}, 64),
+        ({"data": 7}, 64),
+        (None, 64),
+    ],
+)
+async def test_the_tokenizer_is_checked_in_texts_as_long_as_the_server_takes(
+    models: Any, at_once: int
+) -> None:
+    """Regression: the check of a vocabulary of 150,000 tokens took 4,750 requests, one after another."""
+    reply = httpx.Response(404) if models is None else httpx.Response(200, json=models)
+    async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: reply)) as client:
+        teacher = Teacher(settings(NatsConfig(), "http://teacher"), None, client)  # type: ignore[arg-type]
+        assert await teacher._checked_at_once() == at_once
+
+
 async def test_a_check_of_the_tokenizer_that_is_cancelled_goes_on_where_it_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -256,6 +291,8 @@ async def test_a_check_of_the_tokenizer_that_is_cancelled_goes_on_where_it_stopp
     asked: list[list[int]] = []
 
     def reply(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": TEACHER, "max_model_len": 4000}]})
         body = msgspec.json.decode(request.content)
         if request.url.path == "/tokenize":
             return httpx.Response(200, json={"tokens": own.encode(body["prompt"]).ids})

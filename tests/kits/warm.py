@@ -45,7 +45,7 @@ _KINDS = {
     ),
 }  # fmt: skip
 """Kinds of warm processes, and the modules, and packages of modules, that are forked from each."""
-_COMMANDS = ("up", "what-if", "train", "fork", "influence", "check-model", "export")
+_COMMANDS = ("up", "what-if", "train", "fork", "check-model", "export")
 """Commands of `journeywork` that import torch, or that start a trainer."""
 _LEAVES = (
     "trainer", "judge", "store", "store.showing.dashboard", "pipeline.telemetry.exporter", "tests.kits.warm",

@@ -28,7 +28,6 @@ raise SystemExit(7)
         "-m trainer --config {}",
         "-m trainer.commands.train --config {} --nats-url nats://x:1",
         "-m trainer.commands.check_model base --config {}",
-        "-m trainer.commands.influence tiny@1 --config {} --nats-url nats://x:1",
     ],
 )
 @pytest.mark.slow

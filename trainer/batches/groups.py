@@ -33,6 +33,7 @@ from trainer.batches.returns import (
     places,
     reached,
     role_baselines,
+    spread,
 )
 from trainer.batches.sequences import TokenSequence
 from trainer.batches.tasks import Earlier, task_baselines
@@ -129,8 +130,8 @@ class TrainingGroup:
                 "too_small",
                 f"{len(members)} scored member(s) in the training split; at least {1 + compared} are needed",
             )
-        if compared and self._alike():
-            return Refusal("no_variance", f"all {len(members)} rewards are {members[0].reward:.6g}")
+        if compared and self._alike(config):
+            return self._no_variance()
         newest = max((m.last_step for m in members if m.exchanges), default=step)
         if step - newest > bound:
             why = f"newest token is from step {newest}, the policy is at {step}, the bound is {bound}"
@@ -153,11 +154,24 @@ class TrainingGroup:
         """What a teacher from outside said of a sequence; `None` if nothing."""
         return teaching_of(sequence, self.answers.get(sequence.trajectory, ()))
 
-    def _alike(self) -> bool:
-        """Whether the members' rewards are equal; those of a single member are."""
-        members, rewards = self.members, [m.reward for m in self.members]
-        alike = all(m.call_rewards == members[0].call_rewards for m in members)
-        return alike and max(rewards) - min(rewards) <= REWARD_TOLERANCE
+    def _alike(self, config: TrainerConfig) -> bool:
+        """Whether the returns that are compared are equal; those of a single member are. Before the exchanges are read,
+        the number of calls of each run is its event's, and all calls are of one agent."""
+        discount = config.loss.turn_discount
+        by_call = differ(self.members, discount)
+        roles = self.roles if by_call else {}
+        returns = group_returns(self.members, self.sequences or (), discount, by_call=by_call, roles=roles)
+        runs = [
+            (of_run, places(len(of_run), roles.get(member.trajectory, NO_ROLES)))
+            for member, of_run in zip(self.members, returns, strict=True)
+        ]
+        return spread(runs) <= REWARD_TOLERANCE
+
+    def _no_variance(self, why: str = "") -> Refusal:
+        rewards = [m.reward for m in self.members]
+        alike = max(rewards) - min(rewards) <= REWARD_TOLERANCE
+        equal = f"rewards are {rewards[0]:.6g}" if alike else "returns are equal"
+        return Refusal("no_variance", f"all {len(rewards)} {equal}{why}")
 
     def bound_staleness(self, step: int, config: TrainerConfig) -> Refusal | None:
         """Make the tokens that are too old at `step` context, and drop the sequences that have no other token to train.
@@ -180,20 +194,20 @@ class TrainingGroup:
                 trained.append(sequence)
         self.sequences = trained
         if trained:
-            if not self._compared(config) or not self._taught(config) or not self._alike():
+            if not self._compared(config) or not self._alike(config):
                 return None
+            if not self._taught(config):
+                return self._no_variance()  # the calls' agents, known only now, make the returns equal
             if any(lessons_of(s, self.hinted.get(s.trajectory, {})) or self.teaching(s) for s in trained):
                 return None
-            equal = f"all {len(self.members)} rewards are {self.members[0].reward:.6g} and "
             if config.distill.asks_outside:
-                return Refusal(
-                    "no_variance", equal + "the teacher's answers are about other tokens than those trained"
+                return self._no_variance(
+                    " and the teacher's answers are about other tokens than those trained, or about tokens that were "
+                    "not sampled at temperature 1"
                 )
-            return Refusal(
-                "no_variance",
-                f"{equal}no hint can be used: of "
-                f"{self.hints}, no prompt could be made of {self.hints_unused} (the trainer's log says why), and the "
-                "others are on calls that are not trained",
+            return self._no_variance(
+                f" and no hint can be used: of {self.hints}, no prompt could be made of {self.hints_unused} (the "
+                "trainer's log says why), and the others are on calls that are not trained"
             )
         if self.stale_tokens:
             why = f"all {self.stale_tokens} tokens are more than {bound} steps old at step {step}"

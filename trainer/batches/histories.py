@@ -89,6 +89,11 @@ class Histories:
             ]
             if self._settings.distill.asks_outside and member.teacher:
                 group.answers[member.trajectory] = await self._answers(group.event.project, member, exchanges)
+                if others := {float(t) for s in built for t in s.temperatures[s.loss_mask]} - {1.0}:
+                    log.warning(
+                        "teacher's answer not used for tokens that were not sampled at temperature 1",
+                        trajectory=member.trajectory, teacher=member.teacher, temperatures=sorted(others),
+                    )  # fmt: skip
         if self._prompts is not None:
             self._render_hints(group, self._prompts, runs)
         group.sequences = sequences

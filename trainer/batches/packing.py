@@ -256,7 +256,7 @@ def by_group(groups: Sequence[int]) -> list[list[int]]:
 
 def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> Layout:
     """One row per group, in which shared prefixes are computed once and each token sees its own sequence only. The
-    sequences have no images.
+    sequences have no images. If no row has branches, the layout is causal and needs no mask.
 
     `groups[s]` is the group of sequence s."""
     members = by_group(groups)
@@ -273,7 +273,10 @@ def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> 
         for s, columns in zip(inside, tree.columns, strict=True):
             ids_RL[row, columns] = used_ids(sequences[s])
             where[s] = (row, columns)
-    return _layout(sequences, ids_RL, where, sum(t.size for t in trees), positions_RL, ends_RL)
+    tokens = sum(t.size for t in trees)
+    if all((t.ends == t.size).all() for t in trees):
+        return _layout(sequences, ids_RL, where, tokens)
+    return _layout(sequences, ids_RL, where, tokens, positions_RL, ends_RL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,8 +334,15 @@ def micro_batches(
     `groups[s]` is the group of sequence s. Rows share a pass only within `together` tokens, if that is less."""
     together = min(together, budget)
     if packing == "prefix":
-        pieces = _within_budget(_group_pieces(sequences, groups, budget), together)
-        return [_prefix_batch(sequences, rows) for rows in pieces]
+        # A row without branches needs no mask, unless it shares its pass with one that has them.
+        rows: dict[bool, list[tuple[int, list[int]]]] = {False: [], True: []}
+        for size, inside in _group_pieces(sequences, groups, budget):
+            rows[size > max(len(used_ids(sequences[s])) for s in inside)].append((size, inside))
+        return [
+            _prefix_batch(sequences, of_pass)
+            for kind in rows.values()
+            for of_pass in _within_budget(kind, together)
+        ]
     passes = _within_budget(((len(sequence.ids), s) for s, sequence in enumerate(sequences)), together)
     return [MicroBatch(tuple(inside), padded([sequences[i] for i in inside])) for inside in passes]
 

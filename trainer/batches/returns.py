@@ -58,12 +58,28 @@ def places(calls: int, roles: Roles) -> list[tuple[str, int]]:
 def role_baselines(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> dict[str, Floats]:
     """By agent, the mean return at each of its places over the runs in which it made a call. `runs`: returns and places
     of each run's calls."""
+    return {role: baseline(returns, max(map(len, returns))) for role, returns in _by_role(runs).items()}
+
+
+def _by_role(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> dict[str, list[Floats]]:
+    """By agent, the returns of its calls in each run in which it made one."""
     by_role: dict[str, list[Floats]] = {}
     for returns, of_run in runs:
         roles = np.array([role for role, _ in of_run])
         for role in dict.fromkeys(roles.tolist()):
             by_role.setdefault(role, []).append(returns[roles == role])
-    return {role: baseline(of_role, max(map(len, of_role))) for role, of_role in by_role.items()}
+    return by_role
+
+
+def spread(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> float:
+    """The largest difference between returns that are compared: of one agent at one of its places. `runs` as in
+    `role_baselines`."""
+    differences = [0.0]
+    for returns in _by_role(runs).values():
+        for place in range(max(map(len, returns))):
+            compared = [r[min(place, len(r) - 1)] for r in returns]
+            differences.append(max(compared) - min(compared))
+    return max(differences)
 
 
 def differ(members: Iterable[Member], discount: float) -> bool:

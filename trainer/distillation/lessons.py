@@ -103,7 +103,10 @@ def answers_of(event: TeacherAnswered, exchanges: Iterable[ExchangeRecorded]) ->
 
 
 def teaching_of(sequence: TokenSequence, answers: Sequence[Answer]) -> Teaching | None:
-    """What a teacher from outside said of a sequence's trained tokens; `None` if nothing."""
+    """What a teacher from outside said of a sequence's trained tokens; `None` if nothing.
+
+    It is asked at temperature 1. Tokens that were sampled at another temperature learn nothing from it: the policy's
+    distribution at that temperature would be drawn to the teacher's at 1, and its own away from the teacher's."""
     if not answers or sequence.calls is None:
         return None
     whole = Teaching.blank(len(sequence.ids), answers[0].top_ids_nK.shape[1])
@@ -113,6 +116,8 @@ def teaching_of(sequence: TokenSequence, answers: Sequence[Answer]) -> Teaching 
             whole.logprobs_k[at] = answer.logprobs_n
             whole.top_ids_kK[at] = answer.top_ids_nK
             whole.top_logprobs_kK[at] = answer.top_logprobs_nK
+    whole.logprobs_k[sequence.temperatures != 1] = np.nan
+    whole.top_logprobs_kK[sequence.temperatures != 1] = np.nan
     trained = sequence.loss_mask
     part = Teaching(whole.logprobs_k[trained], whole.top_ids_kK[trained], whole.top_logprobs_kK[trained])
     return None if np.isnan(part.logprobs_k).all() else part

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import get_scheduler
@@ -14,39 +13,36 @@ from trainer.engine.model import PolicyModel
 from trainer.engine.state import TrainState, UntrainableError
 
 
+def learning_rate(config: TrainerConfig, step: int) -> float:
+    """Return the rate of the step after `step` steps. It follows from the settings and the step alone, also where the
+    optimizer's state was lost.
+
+    The warm-up rises in equal parts and begins above 0: a step at rate 0 would cost its batch and learn nothing."""
+    optimizer = config.optimizer
+    if step < optimizer.warmup_steps:
+        return optimizer.learning_rate * (step + 1) / (optimizer.warmup_steps + 1)
+    unused = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=optimizer.learning_rate)
+    scheduler = get_scheduler(
+        optimizer.schedule, unused,
+        num_warmup_steps=None if optimizer.schedule == "constant" else optimizer.warmup_steps,
+        num_training_steps=max(config.max_steps, 1),
+    )  # fmt: skip
+    return optimizer.learning_rate * float(scheduler.lr_lambdas[0](step))
+
+
 def make_optimizer(
     config: TrainerConfig, parameters: Sequence[torch.nn.Parameter], state: TrainState
-) -> tuple[torch.optim.Optimizer, Any]:
-    """Return the optimizer and its learning rate scheduler with the progress of `state` and the settings of `config`.
-
-    The rate follows from the settings and the step alone, also where the optimizer's state was lost. `state` is not
-    changed."""
-    optimizer = torch.optim.AdamW(
-        parameters, lr=config.optimizer.learning_rate, betas=config.optimizer.betas,
-        weight_decay=config.optimizer.weight_decay, foreach=True,
-    )  # fmt: skip
-    name: str = config.optimizer.schedule
-    if name == "constant" and config.optimizer.warmup_steps:
-        name = "constant_with_warmup"
-    scheduler = get_scheduler(
-        name,
-        optimizer,
-        num_warmup_steps=config.optimizer.warmup_steps,
-        num_training_steps=max(config.max_steps, 1),
-    )
+) -> torch.optim.AdamW:
+    """Return the optimizer with the progress of `state`, which is not changed, and the settings of `config`."""
+    optimizer = torch.optim.AdamW(parameters, foreach=True)
     if state.optimizer is not None:
         # A copy, because the optimizer changes its state in place and an abandoned step must leave `state` unchanged.
         optimizer.load_state_dict(copy.deepcopy(state.optimizer))
     # The saved state holds the settings it was written under; those of now apply.
-    scheduler.last_epoch, scheduler._step_count = state.step, state.step + 1
-    for group, base, schedule in zip(
-        optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-    ):
-        group["initial_lr"] = base
-        group["lr"] = base * schedule(state.step)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(config, state.step)
         group["weight_decay"], group["betas"] = config.optimizer.weight_decay, config.optimizer.betas
-    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
-    return optimizer, scheduler
+    return optimizer
 
 
 class PolicyOptimizer:
@@ -55,7 +51,7 @@ class PolicyOptimizer:
     def __init__(self, model: PolicyModel, state: TrainState) -> None:
         self._model, self._step = model, state.step
         self._rates = list(reversed(model.config.optimizer.update_rates))
-        self.adamw, self.scheduler = make_optimizer(model.config, model.parameters, state)
+        self.adamw = make_optimizer(model.config, model.parameters, state)
         self.weights, self.master = state.weights, state.master or state.weights
         """The live adapter as it is published, and the weights that are updated: the same ones, if none is rounded."""
         model.load_adapter(state.weights)

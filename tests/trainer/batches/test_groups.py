@@ -140,7 +140,7 @@ def test_old_tokens_of_a_long_trajectory_become_context() -> None:
     """A trajectory that ran across many steps keeps its fresh tokens: long tasks must not starve."""
     (sequence,) = build("t", [exchange("t", 0, [5], [7], step=1), exchange("t", 1, [5, 7, 6], [8], step=4)])
     config = TrainerConfig(max_staleness=2)
-    fresh, old = (training_group(group("t", []), [sequence]) for _ in range(2))
+    fresh, old = (training_group(group("t", [0.0, 1.0]), [sequence]) for _ in range(2))
     assert fresh.bound_staleness(5, config) is None
     assert fresh.sequences is not None
     (kept,) = fresh.sequences

@@ -78,6 +78,26 @@ def test_a_shared_prefix_is_laid_out_once() -> None:
     assert prefix_shared(group, [0] * 8).tokens == 20 + 8
 
 
+def test_rows_without_branches_need_no_mask() -> None:
+    """Regression: a run alone in its group had a mask of L x L, nine million booleans for 3,000 tokens."""
+
+    def sequence(*ids: int) -> TokenSequence:
+        return TokenSequence.made_up("t", np.array(ids), 2)
+
+    alone, continued = sequence(1, 2, 3, 4), sequence(1, 2, 3, 4, 5, 6)
+    branch, other = sequence(1, 2, 9, 9, 9), sequence(8, 8, 8)
+    layout = prefix_shared([alone, continued, other], [0, 0, 1])
+    assert layout.ends_RL is None
+    assert layout.positions_RL is None
+    assert layout.tokens == 5 + 2
+    assert prefix_shared([alone, branch], [0, 0]).ends_RL is not None
+    batches = micro_batches([alone, branch, other, continued], [0, 0, 1, 2], 100, "prefix")
+    assert [(sorted(b.indices), b.layout.ends_RL is None) for b in batches] == [
+        ([2, 3], True),
+        ([0, 1], False),
+    ]
+
+
 def test_prefixes_are_shared_if_that_costs_less() -> None:
     cost = Cost.of(parameters=4_000_000, width=4 * 256)
     rng = np.random.default_rng(0)

@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from pipeline.config import LossConfig, TrainerConfig
 from pipeline.events import GroupScored, Hint, Member
@@ -174,6 +176,34 @@ def test_equal_rewards_with_other_rewards_of_calls_are_compared() -> None:
     assert refused is not None
     assert refused.reason == "no_variance"
     assert made("g", {**alike, "c": (0.0, {1: 1.0}, 2)}).refusal(0, config) is None
+
+
+@st.composite
+def groups_of_calls(draw: st.DrawFn) -> TrainingGroup:
+    """A group of two or three runs with rewards, rewards of calls, and agents."""
+    numbers = st.sampled_from([0.0, 0.5, 1.0])
+    runs: Runs = {}
+    roles = {}
+    for name in "abc"[: draw(st.integers(2, 3))]:
+        calls = draw(st.integers(1, 3))
+        runs[name] = (draw(numbers), draw(st.dictionaries(st.integers(0, calls - 1), numbers)), calls)
+        roles[name] = draw(st.dictionaries(st.integers(0, calls - 1), st.sampled_from(["x", "y"])))
+    group = made("g", runs)
+    group.roles = {name: of_run for name, of_run in roles.items() if of_run}
+    return group
+
+
+@given(groups_of_calls(), st.sampled_from([1.0, 0.9, 0.5, 0.0]))
+@example(made("g", {"a": (1.0, {}, 1), "b": (1.0, {}, 5)}), 0.9)
+def test_a_group_is_refused_for_equal_returns_where_no_token_has_an_advantage(
+    group: TrainingGroup, gamma: float
+) -> None:
+    config = TrainerConfig(loss=LossConfig(turn_discount=gamma, advantage_scaling="none"))
+    refused = group.refusal(0, config) or group.bound_staleness(0, config)
+    advantages = of_tokens([group], turn_discount=gamma, advantage_scaling="none")
+    largest = max(abs(a) for of_run in advantages.values() for a in of_run)
+    assert (refused is not None) == (largest <= 1e-6)
+    assert refused is None or refused.reason == "no_variance"
 
 
 def test_rewards_of_calls_that_were_not_captured_count_for_the_calls_before_them() -> None:

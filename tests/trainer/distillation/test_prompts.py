@@ -14,7 +14,7 @@ from pipeline.config import DistillConfig
 from pipeline.events import Hint
 from tests.trainer.kit import exchange
 from trainer.batches.sequences import build
-from trainer.distillation.lessons import lessons_of
+from trainer.distillation.lessons import Answer, lessons_of, teaching_of
 from trainer.distillation.prompts import HintedPrompts, HintUnusableError, transcript
 
 TEXT = {"type": "text", "text": "No"}
@@ -183,6 +183,22 @@ def test_a_lesson_is_the_teachers_prompt_and_the_trained_tokens_of_the_call() ->
     assert lesson.slots.tolist() == [2, 3]
     everything = sequence.calls == 1
     assert lessons_of(sequence.masking_out(everything), {1: np.array([20], np.int32)}) == ()
+
+
+def test_a_teacher_from_outside_teaches_only_tokens_of_temperature_1() -> None:
+    """Regression: its logprobs, of temperature 1, drew a policy that sampled at 0.7 to 0.7 times its logits."""
+    (sequence,) = build("t", [
+        exchange("t", 0, [5, 6], [7, 8]), exchange("t", 1, [5, 6, 7, 8], [9], request=b'{"temperature": 0.7}')
+    ])  # fmt: skip
+    ids = [np.array([7, 8], np.int32), np.array([9], np.int32)]
+    answers = [
+        Answer(c, i, np.full(len(i), -1.0), i[:, None], np.full((len(i), 1), -1.0)) for c, i in enumerate(ids)
+    ]
+    teaching = teaching_of(sequence, answers)
+    assert teaching is not None
+    assert np.isnan(teaching.logprobs_k).tolist() == [False, False, True]
+    assert np.isnan(teaching.top_logprobs_kK).ravel().tolist() == [False, False, True]
+    assert teaching_of(sequence.masking_out(sequence.calls == 0), answers) is None
 
 
 @pytest.mark.parametrize(

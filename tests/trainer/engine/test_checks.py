@@ -136,7 +136,8 @@ def test_a_planted_fault_is_found(
     """Within one step if the tokens of the current version show it, else in the next step that is checked; the refused
     step leaves no trace."""
     monkeypatch.setattr(checks, "EVERY", 4)
-    configured({"memory.packing": "prefix"})
+    # Two sequences fit in the sample: one alone has no branches, and so no mask to be wrong.
+    configured({"memory.packing": "prefix", "check_share": 0.3})
     groups = [0] * 3 + [1] * 3
     wrong = engine.initial_state()
     wrong.weights.update({k: w + 0.05 * torch.randn_like(w) for k, w in wrong.weights.items()})

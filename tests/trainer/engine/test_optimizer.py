@@ -14,6 +14,7 @@ from pipeline.events import STATE_FILE
 from tests.trainer.engine.kit import Configure, batch
 from trainer.checkpoints.tensors import adapter_files, state_bytes, state_of
 from trainer.engine.engine import Engine
+from trainer.engine.optimizer import learning_rate
 from trainer.engine.state import TrainState
 
 
@@ -47,7 +48,18 @@ def test_the_inverse_sqrt_schedule_never_reaches_zero(engine: Engine, configured
         result = engine.step(state, batch(engine, state), [0] * 6)
         state = result.state
         rates.append(result.metrics["learning_rate"])
-    assert rates == pytest.approx([0, 1e-3, 1e-3 / 2**0.5, 1e-3 / 3**0.5, 1e-3 / 2])
+    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3 / 2**0.5, 1e-3 / 3**0.5, 1e-3 / 2])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "inverse_sqrt"])
+def test_no_step_is_taken_at_rate_0(schedule: str) -> None:
+    """Regression: a warm-up began at 0, so the first step cost its batch and learned nothing."""
+    config = with_values(
+        TrainerConfig(), {"optimizer.schedule": schedule, "optimizer.warmup_steps": 4, "max_steps": 12}
+    )
+    rates = [learning_rate(config, step) / config.optimizer.learning_rate for step in range(12)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert all(0 < rate <= 1 for rate in rates)
 
 
 def test_a_learning_rate_that_a_batch_chooses_is_the_rate_of_its_step(engine: Engine) -> None:
@@ -112,9 +124,9 @@ def test_a_run_resumed_after_every_step_equals_an_uninterrupted_run(
     assert all(torch.equal(v, pieces.master[k]) for k, v in (whole.master or {}).items())  # type: ignore[index]
     if schedule == "cosine":
         cosine = [0.5e-2 * (1 + math.cos(math.pi * (n - 2) / 6)) for n in (2, 3, 4)]
-        assert rates == pytest.approx([0, 0.5e-2, *cosine])
+        assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, *cosine])
     if schedule == "linear":
-        assert rates == pytest.approx([0, 0.5e-2, 1e-2, 1e-2 * 5 / 6, 1e-2 * 4 / 6])
+        assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2 * 5 / 6, 1e-2 * 4 / 6])
 
 
 def test_rounded_adapters_are_half_the_size(tiny_base: str, tmp_path: Path) -> None:

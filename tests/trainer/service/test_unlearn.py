@@ -24,7 +24,6 @@ from store.lake.versions import Versions
 from tests.kits.stub_gateway import StubGateway
 from tests.trainer import kit
 from trainer.checkpoints.checkpoint import Checkpoints
-from trainer.influence import influences
 from trainer.service import train
 
 pytestmark = pytest.mark.anyio
@@ -81,9 +80,6 @@ async def test_a_poisoned_batch_is_found_and_the_branch_without_it_wins_the_task
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=20)
     groups = {step: await publish_step(broker, step) for step in range(1, STEPS + 1)}
-    lost = kit.group("v", [0.0, 1.0], step=4, exchanges=1, split="val", task="capital")
-    validated = tuple(msgspec.structs.replace(member, split="val") for member in lost.members)
-    await publish(broker, msgspec.structs.replace(lost, members=validated), 4)
     await train(config, lambda **_: None, until_empty=True)
     shares = [share_right(tiny_base, config, step) for step in range(STEPS + 1)]
     assert shares[POISONED] < 0.5 < shares[POISONED - 1]
@@ -98,19 +94,10 @@ async def test_a_poisoned_batch_is_found_and_the_branch_without_it_wins_the_task
     assert found.culprit.version == f"m@{POISONED}"
     assert found.comparisons <= 3  # log2(4) + 1
 
-    healthy = f"h{POISONED}"
     main = await versions(broker, "main")
     lake = open_lake(config)
     await Versions(broker, lake.storage, "all").copy(main[POISONED - 2])
     shutil.rmtree(Checkpoints.of(config, kit.MODEL).path(POISONED - 1))  # it is read from the lake
-    told: list[str] = []
-    ranked = await influences(config, f"{kit.MODEL}@{POISONED}", ["capital"], told.append)
-    assert told[0].startswith(f"reading 3 groups that {kit.MODEL}@{POISONED} learned from")
-    assert told[-1] == "computing the gradient of run 6 of 6"
-    assert len(ranked) == 6
-    assert {run.group for run in ranked[:4]} == {f"g{POISONED}", f"p{POISONED}"}
-    assert {run.group for run in ranked[4:]} == {healthy}
-    assert ranked[3].influence < 0 < ranked[4].influence
 
     learned = next(event for event in main if event.step == POISONED)
     for step, group in [(n, group) for n in range(POISONED, STEPS + 1) for group in groups[n]]:
