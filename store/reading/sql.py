@@ -63,11 +63,17 @@ def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config)
     define_views(connection, lake, {})
 
 
-def define_views(connection: duckdb.DuckDBPyConnection, lake: Lake, shown: dict[str, list[str]]) -> None:
+def define_views(
+    connection: duckdb.DuckDBPyConnection,
+    lake: Lake,
+    shown: dict[str, list[str]],
+    damaged: set[str] | None = None,
+) -> None:
     """Let `connection` see the files that `lake` holds now; without files, every view is empty.
 
     `shown`: the files of each tag that an earlier call showed, which is updated. Tags whose files are the same are
-    left as they are. Raises `DamagedFileError`."""
+    left as they are. Raises `DamagedFileError`, unless `damaged` is given: then damaged files are left out, and their
+    paths added to it."""
     if not shown:
         lake.storage.attach(connection)
         # DuckDB opens every file that a view reads when the view is made: the documented views are made over no files.
@@ -78,13 +84,19 @@ def define_views(connection: duckdb.DuckDBPyConnection, lake: Lake, shown: dict[
     for tag in schema.tables():
         names = lake.names(tag)
         if names != shown.get(tag, []):
-            names = _define(connection, lake, tag, names)
+            names = _define(connection, lake, tag, names, damaged)
         shown[tag] = names
 
 
-def _define(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: list[str]) -> list[str]:
+def _define(
+    connection: duckdb.DuckDBPyConnection,
+    lake: Lake,
+    tag: str,
+    names: list[str],
+    left_out: set[str] | None = None,
+) -> list[str]:
     """Let the view of a tag read the files `names`, or those of the newest version if a merge has replaced them. Return
-    the names. Raises `DamagedFileError`."""
+    the names. Raises `DamagedFileError`, unless such a file can be added to `left_out`."""
     while True:
         try:
             rows = _rows(connection, lake, tag, names) if names else _no_rows(tag)
@@ -94,9 +106,12 @@ def _define(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: 
             if damaged is None or any(reason in str(error) for reason in PASSING):
                 raise
             if damaged in (names := lake.names(tag)):
-                raise DamagedFileError(
-                    f"{lake.storage.uri(tag)}/{damaged}", str(error).splitlines()[0]
-                ) from error
+                path = f"{lake.storage.uri(tag)}/{damaged}"
+                if left_out is None:
+                    raise DamagedFileError(path, str(error).splitlines()[0]) from error
+                left_out.add(path)
+            if left_out:
+                names = [name for name in names if f"{lake.storage.uri(tag)}/{name}" not in left_out]
         else:
             return names
 
