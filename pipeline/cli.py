@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,6 @@ from typing import TextIO
 import anyio
 import anyio.abc
 import msgspec
-from rich.console import Console
 from rich.markup import escape
 
 from pipeline import streams
@@ -34,7 +34,7 @@ from pipeline.commands import SDK, run_module
 from pipeline.config import Config, ConfigError, load, save, with_values
 from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError
-from pipeline.printing import visible
+from pipeline.printing import Output, visible
 from pipeline.running import environment, run_lock, status
 from pipeline.running.plan import (
     SERVICES,
@@ -88,7 +88,7 @@ SUBCOMMANDS = {
 OWN = ("up", "status", "provision", "exec")
 """Commands of this module."""
 
-console = Console(highlight=False)
+console = Output(highlight=False)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -191,9 +191,13 @@ def _up(args: argparse.Namespace) -> None:
     with run_lock.hold(Path(config.run_dir)) as lock:
         check_ports(planned, [spec.name for spec in specs])  # here what a killed `up` left behind has ended
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as sink:
+        sink = path.open("a", encoding="utf-8")
+        try:
             supervisor = Supervisor(planned, specs, on_change=_report, inherit=(lock,))
             _hold_up(planned, services, supervisor, sink)
+        finally:
+            with suppress(OSError):  # the disk may be full: the last lines are lost, the order of the stop is not
+                sink.close()
 
 
 def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> None:
