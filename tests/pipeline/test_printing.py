@@ -41,9 +41,13 @@ def test_a_program_goes_on_when_its_output_can_t_be_written(full: bool) -> None:
     """Regression: `journeywork up | reader` ended with exit 1 and an empty stderr at the line after the reader left."""
     reading, writing = os.pipe()
     os.close(reading)
-    with open("/dev/full" if full else writing, "wb") as output:
+    with os.fdopen(os.open("/dev/full", os.O_WRONLY) if full else writing, "wb") as output:
         done = subprocess.run(
-            [sys.executable, "-c", _PRINTS], input=b"a\nb\n", stdout=output, stderr=subprocess.PIPE, timeout=60
+            [sys.executable, "-c", _PRINTS],
+            input=b"a\nb\n",
+            stdout=output,
+            stderr=subprocess.PIPE,
+            timeout=60,
         )
     assert (done.returncode, done.stderr) == (0, b"alive")
 
