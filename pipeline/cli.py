@@ -196,7 +196,9 @@ def _up(args: argparse.Namespace) -> None:
             supervisor = Supervisor(planned, specs, on_change=_report, inherit=(lock,))
             _hold_up(planned, services, supervisor, sink)
         finally:
-            with suppress(OSError):  # the disk may be full: the last lines are lost, the order of the stop is not
+            with suppress(
+                OSError
+            ):  # the disk may be full: the last lines are lost, the order of the stop is not
                 sink.close()
 
 
