@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,6 @@ from typing import TextIO
 import anyio
 import anyio.abc
 import msgspec
-from rich.console import Console
 from rich.markup import escape
 
 from pipeline import streams
@@ -34,7 +34,7 @@ from pipeline.commands import SDK, run_module
 from pipeline.config import Config, ConfigError, load, save, with_values
 from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError
-from pipeline.printing import visible
+from pipeline.printing import Output, visible
 from pipeline.running import environment, run_lock, status
 from pipeline.running.plan import (
     SERVICES,
@@ -45,7 +45,7 @@ from pipeline.running.plan import (
     vllm_command,
 )
 from pipeline.running.ports import check_ports, http_url
-from pipeline.running.runs import find_run
+from pipeline.running.runs import find_run, require_same_bases
 from pipeline.running.supervisor import Supervisor, SupervisorError, Watched
 from pipeline.telemetry import logs as log
 
@@ -84,7 +84,7 @@ SUBCOMMANDS = {
 OWN = ("up", "status", "provision", "exec")
 """Commands of this module."""
 
-console = Console(highlight=False)
+console = Output(highlight=False)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -185,11 +185,19 @@ def _up(args: argparse.Namespace) -> None:
     run_lock.make_private(Path(config.run_dir))
     path = config.path("logs", "supervisor.log")
     with run_lock.hold(Path(config.run_dir)) as lock:
+        require_same_bases(config)
+        _check(config, planned, specs)
         check_ports(planned, [spec.name for spec in specs])  # here what a killed `up` left behind has ended
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as sink:
+        sink = path.open("a", encoding="utf-8")
+        try:
             supervisor = Supervisor(planned, specs, on_change=_report, inherit=(lock,))
             _hold_up(planned, services, supervisor, sink)
+        finally:
+            with suppress(
+                OSError
+            ):  # the disk may be full: the last lines are lost, the order of the stop is not
+                sink.close()
 
 
 def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> None:
@@ -200,19 +208,22 @@ def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> Non
         "vllm.api_key_file": config.vllm.api_key_file,
         "signing.check": "auto" if check == "require" and planned.signing.seed else check,
     }
-    refused: list[str] = []
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, ExitStack() as running:
         file = Path(folder, "config.toml")
         save(with_values(planned, values), file)
+        checks = {}
         for spec in specs:
             module = SERVICES.get(spec.name, "trainer")
             if module == "trainer":
                 continue  # `load` checked all that can be checked without loading a model
             argv = [sys.executable, "-m", module, "--config", str(file), "--check"]
             env = environment.environment_of(config, spec.name, os.environ)
-            done = subprocess.run(argv, env=env, capture_output=True, text=True)
-            if done.returncode:
-                refused.append(f"{spec.name}: {done.stderr.strip()}")
+            process = subprocess.Popen(
+                argv, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+            )
+            checks[spec.name] = running.enter_context(process)
+        told = {name: process.communicate()[1].strip() for name, process in checks.items()}
+    refused = [f"{name}: {told[name]}" for name, process in checks.items() if process.returncode]
     if refused:
         raise ConfigError("\n".join(refused))
 

@@ -51,7 +51,7 @@ def _field_row(column: Column) -> tuple[str, ...]:
 def _fields(struct: type[msgspec.Struct]) -> str:
     """Return the table of a struct's fields, without those that every event has."""
     common = {c.name for c in schema.columns(events.Event)} if events.Event in struct.__bases__ else set()
-    rows = (_field_row(c) for c in schema.columns(struct) if c.name not in common)
+    rows = (_field_row(c) for c in schema.documented(struct) if c.name not in common)
     return _table("field|column type|default|meaning", rows)
 
 

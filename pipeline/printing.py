@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+from typing import Any
 
+from rich.console import Console
 from rich.text import Text
 
 _ACTED_ON = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -27,3 +30,21 @@ def with_code(text: str, style: str = "") -> Text:
     """Return a text for a terminal in which the parts between backticks are bold and the backticks are gone."""
     parts = visible(text).split("`")
     return Text.assemble(*((part, f"{style} bold" if at % 2 else style) for at, part in enumerate(parts)))
+
+
+class Output(Console):
+    """The console of a program that goes on when its output can't be written: when the reader of a pipe has left, or
+    the disk of a file is full. It prints nothing more then."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        # What Python still holds of it is written at the end of the program.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)

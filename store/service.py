@@ -5,6 +5,8 @@ lock writes the curves and checks the alarms. When it ends, another one gets the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import anyio
 import anyio.to_thread
 
@@ -45,8 +47,9 @@ async def serve(config: Config, ready: Ready) -> None:
         async with anyio.create_task_group() as tg:
             for spec in store_consumers():
                 await tg.start(Writer(broker, lake, config.store, spec).run)
-            tg.start_soon(Maintenance(lake, config.store).run)
-            tg.start_soon(_serve_run_directory, config, broker)
+            maintenance = Maintenance(lake, config.store)
+            tg.start_soon(maintenance.run)
+            tg.start_soon(_serve_run_directory, config, broker, maintenance.damaged)
             ready(folder=str(lake))
 
 
@@ -63,7 +66,7 @@ async def _prepare(lake: Lake) -> None:
         )
 
 
-async def _serve_run_directory(config: Config, broker: Broker) -> None:
+async def _serve_run_directory(config: Config, broker: Broker, unmerged: Mapping[str, str]) -> None:
     """Wait for the lock of the run directory, then write its curves and check its alarms until cancelled."""
     path = config.path("store.lock")
     await anyio.to_thread.run_sync(lambda: path.parent.mkdir(parents=True, exist_ok=True))
@@ -73,4 +76,4 @@ async def _serve_run_directory(config: Config, broker: Broker) -> None:
         async with anyio.create_task_group() as tg:
             if config.curves.enabled:
                 tg.start_soon(Curves(config, broker).run)
-            tg.start_soon(Checker(config, broker, Webhook(config, tg).send).run)
+            tg.start_soon(Checker(config, broker, Webhook(config, tg).send, unmerged).run)

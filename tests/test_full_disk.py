@@ -61,7 +61,8 @@ def healthy(run: Up, before: set[int]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_an_installation_outlives_a_full_disk(disk: Path, tmp_path: Path) -> None:
+def test_an_installation_outlives_a_full_disk(disk: Path) -> None:
+    """Its own output is on the full disk, too."""
     settings = (
         *SMALL,
         "models.0.name=tictactoe",
@@ -72,7 +73,7 @@ def test_an_installation_outlives_a_full_disk(disk: Path, tmp_path: Path) -> Non
         "supervisor.deadline_s=10.0",
         "supervisor.probe_every_s=0.5",
     )
-    with up(tmp_path, disk / "run", "--run-dir", str(disk / "run"), settings=settings) as run:
+    with up(disk, disk / "run", "--run-dir", str(disk / "run"), settings=settings) as run:
         finished: list[str] = []
         run_groups(run.url, "before", GROUPS, finished)
         run.until_step(1)

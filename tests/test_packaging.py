@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 HEAVY = (
@@ -57,6 +62,80 @@ def test_the_wheel_holds_every_package_its_data_and_what_pip_and_vllm_read(wheel
     wanted = {f"Provides-Extra: {extra}" for extra in ("cpu", "gpu", "wandb")} | {"Requires-Python: >=3.11"}
     wanted |= {f"Classifier: Programming Language :: Python :: {version}" for version in PYTHONS}
     assert wanted <= set(told["METADATA"].splitlines())
+
+
+def _imported(package: str) -> set[str]:
+    """The modules that are imported with a package's modules, by their first name; also the loop of a service."""
+    names = {"uvloop"} if package == "pipeline" else set()
+    for path in (ROOT / package).rglob("*.py"):
+        if "vllm_plugin" in path.parts or path.name in ("backup.py", "lake_files.py"):
+            continue  # these run in vLLM's environment, and where the store is installed
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module.partition(".")[0])
+    return names
+
+
+def _brought(extra: str) -> set[str]:
+    """The names of the distributions that `pip install journeywork[extra]` installs, of those that are installed."""
+    brought: set[str] = set()
+    waiting = [Requirement(f"journeywork[{extra}]")]
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        asked = {f"{name}[{e}]" for e in requirement.extras} | {name}
+        if asked <= brought:
+            continue
+        brought |= asked
+        try:
+            needed = requires(name) or []
+        except PackageNotFoundError:
+            continue
+        for line in needed if name != "journeywork" else _own_requirements():
+            other = Requirement(line)
+            environments = [{"extra": e} for e in ("", *requirement.extras)]
+            if other.marker is None or any(other.marker.evaluate(e) for e in environments):
+                waiting.append(other)
+    return brought
+
+
+def _own_requirements() -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].items()
+    return project["dependencies"] + [
+        f'{line}; extra == "{name}"' for name, lines in extras for line in lines
+    ]
+
+
+@pytest.mark.parametrize(
+    ("extra", "package"),
+    [
+        ("pipeline", "pipeline"),
+        ("gateway", "rollout_gateway"),
+        ("judge", "judge"),
+        ("store", "store"),
+        ("trainer", "trainer"),
+    ],
+)
+def test_an_extra_brings_what_its_service_imports(extra: str, package: str) -> None:
+    """Regression: `[judge]`, `[store]` and `[trainer]` could not start a service, because uvloop was missing."""
+    brought, distributions = _brought(extra), packages_distributions()
+    own = {
+        "pipeline",
+        "rollout_gateway",
+        "judge",
+        "trainer",
+        "store",
+        "journeywork",
+        *sys.stdlib_module_names,
+    }
+    missing = {
+        name for name in (_imported("pipeline") | _imported(package)) - own
+        if not brought & {canonicalize_name(d) for d in distributions.get(name, [name])}
+    }  # fmt: skip
+    assert not missing
 
 
 def _interpreter() -> str:

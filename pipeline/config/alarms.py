@@ -56,6 +56,8 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     """`stale_discards`: share of the newest groups that were discarded because they were too old."""
     limited_graders: Natural = 0
     """`feedback_share`: number of API keys in one of the newest steps whose feedback was above `feedback.max_share`."""
+    damaged_files: Natural = 0
+    """`file_damaged`: files of the store that can't be read."""
     dead_letters: Natural = 0
     """`dead_letters`: dead letters of one consumer."""
     full_share: Share = 0.8

@@ -15,7 +15,6 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Union
 
@@ -105,16 +104,16 @@ def _own_docstrings(cls: type) -> dict[str, str]:
 
 
 def columns(struct: type[msgspec.Struct]) -> tuple[Column, ...]:
-    """The columns of an event class (without the envelope) or of a struct inside one."""
-    return tuple(_columns(struct))
-
-
-def _columns(struct: type[msgspec.Struct]) -> Iterator[Column]:
+    """The columns of an event class (without the envelope) or of a struct inside one, without their meanings."""
     hints = typing.get_type_hints(struct, include_extras=True)
+    fields = msgspec.structs.fields(struct)
+    return tuple(replace(_column(f.name, hints[f.name]), default=_default(f)) for f in fields)
+
+
+def documented(struct: type[msgspec.Struct]) -> tuple[Column, ...]:
+    """The columns of an event class with their meanings, for which its source is read."""
     docs = docstrings(struct)
-    for field in msgspec.structs.fields(struct):
-        column = _column(field.name, hints[field.name])
-        yield replace(column, doc=docs.get(field.name, ""), default=_default(field))
+    return tuple(replace(column, doc=docs.get(column.name, "")) for column in columns(struct))
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:

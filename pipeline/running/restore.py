@@ -37,8 +37,10 @@ def restore(folder: Path, run_dir: Path) -> Manifest:
     try:
         run_lock.make_private(partial)
         for name, file in manifest.files.items():
-            inside = (folder / name).resolve().is_relative_to(folder.resolve())
-            if not inside or not (folder / name).is_file() or copy(folder / name, partial / name) != file:
+            # A name with `..`, or behind a link, may lie outside of the backup, or be written outside of the run.
+            source = folder.resolve() / name
+            plain = source.resolve() == source and source.is_relative_to(folder.resolve())
+            if not plain or not source.is_file() or copy(source, partial / name) != file:
                 raise ConfigError(
                     f"{folder / name} is not what was copied: the backup is damaged, use another"
                 )

@@ -82,6 +82,24 @@ def log_of(config: Config) -> NatsConfig:
     return config.nats
 
 
+def require_same_bases(config: Config) -> None:
+    """Raise `ConfigError` if a model has checkpoints in the run directory and its base is another model than at the
+    last start. The trainer compares the weights, too, but only when it has loaded them."""
+    file = config.path(SETTINGS)
+    if not file.is_file():
+        return
+    before = {m.name: m.base for m in load(file, sections=("models",)).models}
+    for i, model in enumerate(config.models):
+        old, new = (Path(base, "config.json") for base in (before.get(model.name, ""), model.base))
+        trained = config.path(config.trainer.checkpoints, config.project, config.trainer.branch, model.name)
+        other = old.is_file() and new.is_file() and old.read_bytes() != new.read_bytes()
+        if other and any(trained.glob("step-*")):
+            raise ConfigError(
+                f"models.{i}.base: {model.name} was trained on {before[model.name]}, and {model.base} is another "
+                "model: name that one, or give this model another name or --run-dir, where it begins at step 0"
+            )
+
+
 def _last_change(folder: Path) -> float:
     """Return when one of the files that make a run changed last, in seconds since the epoch; 0 if there are none."""
     return max((path.stat().st_mtime for sign in _SIGNS for path in folder.glob(sign)), default=0.0)

@@ -10,7 +10,8 @@ before it started.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 import anyio
 import anyio.to_thread
@@ -48,8 +49,16 @@ Key = tuple[str, str, str, str]
 class Checker:
     """Checks the alarms of one run."""
 
-    def __init__(self, config: Config, broker: Broker, announce: Callable[[AlarmChanged], None]) -> None:
-        """`announce` is called with each change that this checker has published, after the log has acknowledged it."""
+    def __init__(
+        self,
+        config: Config,
+        broker: Broker,
+        announce: Callable[[AlarmChanged], None],
+        unmerged: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`announce` is called with each change that this checker has published, after the log has acknowledged it.
+        `unmerged` has the damaged files that maintenance finds (`Maintenance.damaged`)."""
+        self._unmerged = unmerged
         self._config, self._broker, self._announce = config, broker, announce
         self._raised: dict[Key, AlarmChanged] = {}
         """The raised alarms, according to the log."""
@@ -133,8 +142,10 @@ class Checker:
         self, connection: duckdb.DuckDBPyConnection, measured: list[Fill], unwritten: list[Unwritten]
     ) -> tuple[list[Condition], set[str]]:
         try:
-            sql.define_views(connection, self._lake, self._shown)
-            reading.measured_tables(connection, self._config, measured, unwritten)
+            damaged: set[str] = set()
+            sql.define_views(connection, self._lake, self._shown, damaged)
+            damaged |= set(self._unmerged.values())
+            reading.measured_tables(connection, self._config, measured, unwritten, sorted(damaged))
         except (StoreError, duckdb.Error, OSError) as error:
             log.warning("the alarms were not checked", why=str(error))
             return [], {alarm.name for alarm in ALARMS}

@@ -48,9 +48,11 @@ def measured_tables(
     config: Config,
     fills: Sequence[Fill],
     unwritten: Sequence[Unwritten] = (),
+    damaged: Sequence[str] = (),
 ) -> None:
     """Create the tables that queries read beside the views: `fills` (of streams and the disk), `unwritten` (by
-    consumer), `replicas` (inference servers) and `parts` (of a composed reward; empty unless it is a sum or a mean)."""
+    consumer), `damaged` (paths of files of the lake), `replicas` (inference servers) and `parts` (of a composed reward;
+    empty unless it is a sum or a mean)."""
     urls = config.sampler.advertise or config.vllm.urls
     added = config.judge.combine in ("mean", "sum")
     parts = [(r.name, r.weight) for r in config.judge.rewards if r.kind != "next_state"] if added else []
@@ -59,6 +61,7 @@ def measured_tables(
          [(fill.name, fill.kind, fill.bytes, fill.limit) for fill in fills if fill.limit]),
         ("unwritten", "consumer VARCHAR, share DOUBLE, detail VARCHAR",
          [(waiting.consumer, waiting.share, waiting.detail) for waiting in unwritten]),
+        ("damaged", "path VARCHAR", [(path,) for path in damaged]),
         ("replicas", "replica VARCHAR", [(replica_name(url),) for url in urls]),
         ("parts", "name VARCHAR, weight DOUBLE", parts),
     ):  # fmt: skip

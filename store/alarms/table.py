@@ -3,8 +3,8 @@ here.
 
 A query returns one row (`project`, `model`, `about`, `value`, `detail`) for each model, server, consumer or stream that
 meets the condition. Its parameters are `$threshold` (the alarm's setting), `$now`, and `$steps`, `$groups` and
-`$window_s` of `[alarms]`. The tables `fills`, `unwritten` and `replicas` hold measurements of the checking process,
-`parts` the rewards of its settings.
+`$window_s` of `[alarms]`. The tables `fills`, `unwritten`, `damaged` and `replicas` hold measurements of the checking
+process, `parts` the rewards of its settings.
 """
 
 # ruff: noqa: S608 - the only text put into SQL here is a constant of this module
@@ -410,6 +410,18 @@ FROM unwritten WHERE share >= $threshold GROUP BY consumer ORDER BY consumer""",
         "Find out why the stores are slow (`logs/store.log`), and start another one with the same `store.dir`. Until "
         "they have caught up, raise `nats.rollouts_max_age_h`. An alarm about deleted events ends when the stores "
         "restart.",
+    ),
+    Alarm(
+        "file_damaged",
+        "File of the history damaged",
+        "A file of the store can't be read. Queries of its table fail, and the table's small files are not merged. New "
+        "events are written as before.",
+        "alarms.damaged_files",
+        """SELECT '' AS project, '' AS model, path AS about, 1 + $threshold AS value,
+  format('{} can''t be read', path) AS detail
+FROM damaged WHERE (SELECT count(*) FROM damaged) > $threshold ORDER BY path""",
+        "Restore the file from a backup, or remove it from its table as docs/store.md says under Faults. Then check "
+        "the disk.",
     ),
 )
 """Causes before their consequences: the first one that is raised says what to do first."""

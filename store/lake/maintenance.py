@@ -34,7 +34,7 @@ from store.lake.commits import (
     table_properties,
 )
 from store.lake.lake import Lake
-from store.lake.storage import LOG, Storage
+from store.lake.storage import LOG, DamagedFileError, Storage
 from store.lake.table import LAKE_ERRORS, EventTable, Files, covers
 
 log = get_logger("store.lake.maintenance")
@@ -60,6 +60,8 @@ class Maintenance:
         self._unvacuumed: dict[str, list[float]] = defaultdict(lambda: [time.monotonic()])
         """By tag, the times at which files were replaced that no vacuum has deleted, by `time.monotonic()`. The first
         round counts as one: a process that has ended may have replaced some."""
+        self.damaged: dict[str, str] = {}
+        """By tag, the damaged file for which its table is not merged."""
         self._searched: dict[str, float] = {}
         """By tag, when the folder was last searched for files of dead processes, by `time.monotonic()`."""
 
@@ -89,7 +91,13 @@ class Maintenance:
         if delta is None:
             return
         self._set_properties(delta)
-        replaced = self._merge(own)
+        replaced = False
+        try:
+            replaced = self._merge(own)
+            self.damaged.pop(table.tag, None)
+        except DamagedFileError as error:
+            log.error("table not merged", tag=table.tag, why=str(error))
+            self.damaged[table.tag] = error.path
         if self._config.keep_days > 0:
             replaced |= self._drop_expired(own)
         if replaced:

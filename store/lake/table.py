@@ -81,13 +81,14 @@ class Files:
 
     @classmethod
     def from_delta(cls, delta: DeltaTable) -> Files:
-        added = pa.table(delta.get_add_actions(flatten=True))
+        # Neither `pa.table` nor `fill_null` nor `to_numpy`: they import pandas, which takes longer than most queries.
+        added = pa.RecordBatchReader.from_stream(delta.get_add_actions(flatten=True)).read_all()
 
         def ints(name: str, missing: int) -> Ints:
             if name not in added.column_names:
                 return np.full(added.num_rows, missing, dtype=np.int64)
-            filled: Ints = added[name].cast(pa.int64()).fill_null(missing).to_numpy()
-            return filled
+            values = added[name].cast(pa.int64()).to_pylist()
+            return np.array([missing if value is None else value for value in values], dtype=np.int64)
 
         lowest, highest = np.iinfo(np.int64).min // 2, np.iinfo(np.int64).max // 2
         return cls(

@@ -15,8 +15,9 @@ import contextlib
 import functools
 import io
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ import msgspec
 from pipeline.command_line import command_parser
 from pipeline.config import Config, ConfigError
 from pipeline.events import schema
+from pipeline.printing import visible, visible_json
 from pipeline.running.runs import run_settings
-from store.lake import columns
 from store.lake.lake import Lake, lake_in, open_lake
 from store.lake.storage import PASSING, DamagedFileError, StoreError
 from store.reading.commands import add_run, exit_status
@@ -44,15 +45,18 @@ class NoStoreError(StoreError):
     """There is no store at the place that was asked for."""
 
 
-def connect(run_dir: str | Path | Config) -> duckdb.DuckDBPyConnection:
-    """A connection with every table and view over the store of a run. Raises `NoStoreError`, `DamagedFileError`."""
+def connect(run_dir: str | Path | Config, query: str | None = None) -> duckdb.DuckDBPyConnection:
+    """A connection with every table and view over the store of a run; with `query`, only those that it names have
+    rows. Raises `NoStoreError`, `DamagedFileError`."""
     connection = duckdb.connect()
-    refresh(connection, run_dir)
+    refresh(connection, run_dir, query)
     return connection
 
 
-def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config) -> None:
-    """Let `connection` see the files that are there now. Raises as `connect` does."""
+def refresh(
+    connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config, query: str | None = None
+) -> None:
+    """Let `connection` see the files that are there now. Arguments and errors as `connect` has them."""
     config = run_dir if isinstance(run_dir, Config) else run_settings(run_dir, sections=("store",))
     lake = open_lake(config)
     if not lake.exists():
@@ -60,14 +64,32 @@ def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config)
             f"there is no store at {lake}. If the run has just begun, nothing was recorded yet: try again after "
             "its first calls. Else name another run with --run-dir, or start one with `journeywork up`"
         )
-    define_views(connection, lake, {})
+    define_views(connection, lake, {}, tags=None if query is None else _tags_of(query))
 
 
-def define_views(connection: duckdb.DuckDBPyConnection, lake: Lake, shown: dict[str, list[str]]) -> None:
+def _tags_of(query: str) -> Collection[str]:
+    """The tags whose rows a query may read: those that it names, also through views. All, if it may run SQL that is a
+    value."""
+    words = set(re.findall(r"\w+", query.lower()))
+    for view in reversed(VIEWS):  # each reads only those before it
+        if view.name in words:
+            words |= set(re.findall(r"\w+", view.sql))
+    dynamic = words & {"query", "query_table", "execute"}
+    return [tag for tag in schema.tables() if dynamic or table_name(tag) in words]
+
+
+def define_views(
+    connection: duckdb.DuckDBPyConnection,
+    lake: Lake,
+    shown: dict[str, list[str]],
+    damaged: set[str] | None = None,
+    tags: Collection[str] | None = None,
+) -> None:
     """Let `connection` see the files that `lake` holds now; without files, every view is empty.
 
     `shown`: the files of each tag that an earlier call showed, which is updated. Tags whose files are the same are
-    left as they are. Raises `DamagedFileError`."""
+    left as they are. Raises `DamagedFileError`, unless `damaged` is given: then damaged files are left out, and their
+    paths added to it. `tags`: those whose files are looked for; by default all."""
     if not shown:
         lake.storage.attach(connection)
         # DuckDB opens every file that a view reads when the view is made: the documented views are made over no files.
@@ -75,16 +97,22 @@ def define_views(connection: duckdb.DuckDBPyConnection, lake: Lake, shown: dict[
             _define(connection, lake, tag, [])
         for view in VIEWS:
             connection.execute(f"CREATE OR REPLACE VIEW {view.name} AS {view.sql}")
-    for tag in schema.tables():
+    for tag in schema.tables() if tags is None else tags:
         names = lake.names(tag)
         if names != shown.get(tag, []):
-            names = _define(connection, lake, tag, names)
+            names = _define(connection, lake, tag, names, damaged)
         shown[tag] = names
 
 
-def _define(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: list[str]) -> list[str]:
+def _define(
+    connection: duckdb.DuckDBPyConnection,
+    lake: Lake,
+    tag: str,
+    names: list[str],
+    left_out: set[str] | None = None,
+) -> list[str]:
     """Let the view of a tag read the files `names`, or those of the newest version if a merge has replaced them. Return
-    the names. Raises `DamagedFileError`."""
+    the names. Raises `DamagedFileError`, unless such a file can be added to `left_out`."""
     while True:
         try:
             rows = _rows(connection, lake, tag, names) if names else _no_rows(tag)
@@ -94,9 +122,12 @@ def _define(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: 
             if damaged is None or any(reason in str(error) for reason in PASSING):
                 raise
             if damaged in (names := lake.names(tag)):
-                raise DamagedFileError(
-                    f"{lake.storage.uri(tag)}/{damaged}", str(error).splitlines()[0]
-                ) from error
+                path = f"{lake.storage.uri(tag)}/{damaged}"
+                if left_out is None:
+                    raise DamagedFileError(path, str(error).splitlines()[0]) from error
+                left_out.add(path)
+            if left_out:
+                names = [name for name in names if f"{lake.storage.uri(tag)}/{name}" not in left_out]
         else:
             return names
 
@@ -118,11 +149,29 @@ def table_name(tag: str) -> str:
 def _schema() -> dict[str, dict[str, str]]:
     """By tag, the columns of the current schema and their types, as DuckDB writes them."""
     with duckdb.connect() as connection:
-        types = {}
-        for tag in schema.tables():
-            connection.register("empty", columns.arrow_schema(tag).empty_table())
-            types[tag] = _types(connection, "FROM empty")
-        return types
+        return {
+            tag: _types(connection, "SELECT " + ", ".join(f'NULL::{_type(c)} AS "{c.name}"' for c in its))
+            for tag, its in schema.tables().items()
+        }
+
+
+_SCALARS = {
+    "string": "VARCHAR", "json": "VARCHAR", "int64": "BIGINT", "float64": "DOUBLE", "bool": "BOOLEAN", "binary": "BLOB",
+    "timestamp_us": "TIMESTAMP", "<i4": "INTEGER", "<f4": "FLOAT", "u1": "TINYINT", "<i8": "BIGINT",
+}  # fmt: skip
+
+
+def _type(column: schema.Column) -> str:
+    """The type of a column in SQL. An empty Arrow table would tell it too, but DuckDB imports pandas to read one."""
+    if column.kind in schema.PACKED:
+        return f"{_SCALARS[schema.PACKED[column.kind]]}[]"
+    if column.kind == "struct":
+        fields = ", ".join(f'"{field.name}" {_type(field)}' for field in column.fields)
+        return f"STRUCT({fields})"
+    if column.item is not None:
+        item = _type(column.item)
+        return f"{item}[]" if column.kind == "list" else f"MAP(VARCHAR, {item})"
+    return _SCALARS[column.kind]
 
 
 def _no_rows(tag: str) -> str:
@@ -165,14 +214,16 @@ def quoted(text: str) -> str:
 
 
 def write_result(result: duckdb.DuckDBPyRelation | None, form: str, out: Any) -> None:
-    """Write a result to the binary file `out` as `table` or `json` (one array). On a terminal, cells are cut."""
+    """Write a result to the binary file `out` as `table` or `json` (one array), without characters that a terminal
+    would act on. On a terminal, cells are cut."""
     if result is None:
         return
     if form == "table":
         out.write(table_text(result, TERMINAL_CELL if out.isatty() else None).encode())
         return
     records = [dict(zip(result.columns, row, strict=True)) for row in result.fetchall()]
-    out.write(b"[" + b",\n ".join(msgspec.json.encode(r, enc_hook=str) for r in records) + b"]\n")
+    text = b"[" + b",\n ".join(msgspec.json.encode(r, enc_hook=str) for r in records) + b"]\n"
+    out.write(visible_json(text.decode()).encode())
 
 
 def table_text(result: duckdb.DuckDBPyRelation, cell: int | None) -> str:
@@ -187,7 +238,7 @@ def table_text(result: duckdb.DuckDBPyRelation, cell: int | None) -> str:
         result.project(cells).show(
             max_rows=_UNLIMITED, max_width=_UNLIMITED, max_col_width=_UNLIMITED, null_value="∅"
         )
-    return text.getvalue().rstrip() + "\n"
+    return visible(text.getvalue()).rstrip() + "\n"
 
 
 def _one_line(column: int, name: str, cell: int | None) -> str:
@@ -208,10 +259,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    with connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:
-        if not duckdb.extract_statements(args.query):
-            raise ConfigError('the query is empty: name a view, such as "FROM trajectories" (docs/store.md)')
-        write_result(connection.sql(args.query), args.format, sys.stdout.buffer)
+    if not duckdb.extract_statements(args.query):
+        raise ConfigError('the query is empty: name a view, such as "FROM trajectories" (docs/store.md)')
+    with connect(run_settings(args.run_dir, args.config, sections=("store",)), args.query) as connection:
+        try:
+            result = connection.sql(args.query)
+        except duckdb.CatalogException as error:
+            raise ConfigError(
+                f'{error}\n`journeywork sql "SHOW TABLES"` lists all tables and views'
+            ) from error
+        write_result(result, args.format, sys.stdout.buffer)
     sys.stdout.flush()
     return 0
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from pipeline.printing import visible, visible_json, with_code
@@ -20,6 +24,32 @@ from pipeline.printing import visible, visible_json, with_code
 )
 def test_what_a_terminal_acts_on_is_shown_as_its_escape(text: str, shown: str) -> None:
     assert visible(text) == shown
+
+
+_PRINTS = """
+import sys
+from pipeline.printing import Output
+console = Output()
+for line in sys.stdin:
+    console.print(line)
+sys.stderr.write("alive")
+"""
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["the reader has left", "the disk is full"])
+def test_a_program_goes_on_when_its_output_can_t_be_written(full: bool) -> None:
+    """Regression: `journeywork up | reader` ended with exit 1 and an empty stderr at the line after the reader left."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(os.open("/dev/full", os.O_WRONLY) if full else writing, "wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-c", _PRINTS],
+            input=b"a\nb\n",
+            stdout=output,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (0, b"alive")
 
 
 def test_json_stays_the_same_data() -> None:

@@ -70,6 +70,6 @@ def test_each_command_of_the_pages_works(
     capfdbinary: pytest.CaptureFixture[bytes],
 ) -> None:
     monkeypatch.chdir(tmp_path)  # some write files
-    monkeypatch.setattr(sql, "connect", lambda _: connection.cursor())
+    monkeypatch.setattr(sql, "connect", lambda *_: connection.cursor())
     status = sql.main([*arguments, "--run-dir", str(history)])
     assert (status, capfdbinary.readouterr().err) == (0, b"")

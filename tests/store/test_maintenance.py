@@ -16,6 +16,7 @@ from deltalake import DeltaTable, write_deltalake
 from deltalake.exceptions import CommitFailedError
 
 from pipeline.config import StoreConfig
+from pipeline.events import TrajectoryOpened
 from store.erasure.in_lake import Rewriter
 from store.erasure.plan import Plan
 from store.lake import columns
@@ -240,6 +241,28 @@ def test_an_erasure_goes_on_in_the_files_that_replaced_one_that_is_deleted(
     left = [seq for seq in range(1, 41) if seq not in (1, 11)]
     assert seqs(tmp_path) == left
     assert sorted(s for name in on_disk(lake) for s in read(TAG, name)["log_seq"].to_pylist()) == left
+
+
+def test_a_table_with_a_damaged_file_is_not_merged_and_the_others_are(lake: Lake, tmp_path: Path) -> None:
+    """Regression: the store ended, started and ended again, every 40 s. It goes on writing."""
+    write_files(lake, 4)
+    name = lake.names(TAG)[1]
+    path = Path(lake.storage.key(TAG, name))
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + b"\0" * (len(content) // 2) + content[4 + len(content) // 2 :])
+    other = "rollout.opened"
+    for seq in range(1, 5):
+        opened = TrajectoryOpened(project="p", trajectory=f"t{seq}", model="m", group="")
+        lake.append(other, columns.table(other, [opened], [seq], [seq], [""]))
+    maintenance = Maintenance(lake, QUICK)
+    maintenance.once()
+    assert maintenance.damaged == {TAG: str(path)}
+    assert (len(lake.names(TAG)), len(lake.names(other))) == (4, 1)
+    write_files(lake, 1, start=21)
+    path.write_bytes(content)
+    maintenance.once()
+    assert maintenance.damaged == {}
+    assert seqs(tmp_path) == list(range(1, 26))
 
 
 def test_an_erasure_that_lacks_a_file_of_the_table_fails(lake: Lake) -> None:

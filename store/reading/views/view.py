@@ -60,7 +60,7 @@ class View:
     def columns(self, connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
         """Return the meaning of each column, in order; empty for a field whose name says it all. Raises `KeyError`
         where a column has none."""
-        fields = [field for source in self.sources for field in schema.columns(source)]
+        fields = [field for source in self.sources for field in schema.documented(source)]
         known = {field.name: "" for field in fields} | _COMMON
         known |= {
             field.name: schema.meaning(field) for field in fields if schema.meaning(field)

@@ -94,7 +94,7 @@ def test_the_reference_pages_say_what_the_code_says(name: str) -> None:
 
 
 def test_docstrings_of_fields_reach_the_columns() -> None:
-    columns = {c.name: c for c in schema.columns(events.ExchangeRecorded)}
+    columns = {c.name: c for c in schema.documented(events.ExchangeRecorded)}
     assert columns["seq"].doc.startswith("Position of the call")
     assert columns["status"].choices == ("complete", "cancelled", "failed")
     assert columns["prompt_ids"].kind == "list<int32>"

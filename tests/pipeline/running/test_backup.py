@@ -121,6 +121,15 @@ def test_what_is_no_whole_backup_is_refused_and_leaves_nothing(stopped: Config, 
         backup(stopped, copy)
     with pytest.raises(ConfigError, match="not an empty folder"):
         restore(copy, Path(stopped.run_dir))
+    manifest = copy / MANIFEST
+    whole = manifest.read_text()
+    # A name that is in the backup, and would be written beside the run.
+    manifest.write_text(whole.replace("keys/a.nk", "../copy/keys/a.nk"))
+    with pytest.raises(ConfigError, match=r"a\.nk is not what was copied"):
+        restore(copy, tmp_path / "other" / "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "copy", "other"}
+    assert not any((tmp_path / "other").iterdir())
+    manifest.write_text(whole)
     changed = copy / "store" / "table" / "1.parquet"
     changed.write_text("store/table/2.parquet")
     with pytest.raises(ConfigError, match=r"1\.parquet is not what was copied"):
@@ -128,14 +137,16 @@ def test_what_is_no_whole_backup_is_refused_and_leaves_nothing(stopped: Config, 
     changed.unlink()
     with pytest.raises(ConfigError, match=r"1\.parquet is not what was copied"):
         restore(copy, new)
-    manifest = copy / MANIFEST
+    changed.symlink_to(Path(stopped.run_dir, "store", "table", "1.parquet"))
+    with pytest.raises(ConfigError, match=r"1\.parquet is not what was copied"):
+        restore(copy, new)
     manifest.write_text(manifest.read_text().replace("store/table/1.parquet", "../run/up.lock"))
     with pytest.raises(ConfigError, match=r"up\.lock is not what was copied"):
         restore(copy, new)
     manifest.unlink()
     with pytest.raises(ConfigError, match="no complete backup"):
         restore(copy, new)
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "copy"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "copy", "other"}
 
 
 def test_a_run_that_can_t_be_copied_is_refused(stopped: Config, tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import ConfigError
+from pipeline.config import Config, ConfigError, ModelConfig, save
 from pipeline.running.gateway_api import connect
-from pipeline.running.runs import find_run, log_of, run_settings
+from pipeline.running.runs import find_run, log_of, require_same_bases, run_settings
 from pipeline.running.state import ProcessState, RunState, process_start, read_state, write_state
 
 
@@ -157,3 +157,24 @@ def test_a_run_without_a_log_says_how_to_name_one(runs: Path) -> None:
     make(runs / "a")
     with pytest.raises(ConfigError, match="runs/a: the address of its log is not known"):
         log_of(run_settings())
+
+
+def test_a_run_that_trained_another_base_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    for name, hidden in (("old", 64), ("copy", 64), ("new", 128)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"hidden_size": hidden}))
+
+    def with_base(name: str) -> Config:
+        return Config(
+            project="p", run_dir=str(tmp_path), models=(ModelConfig(name="m", base=str(tmp_path / name)),)
+        )
+
+    require_same_bases(with_base("new"))  # nothing was ever started there
+    save(with_base("old"), tmp_path / "config.toml")
+    require_same_bases(with_base("new"))  # nothing was trained
+    (tmp_path / "checkpoints" / "p" / "main" / "m" / "step-1").mkdir(parents=True)
+    require_same_bases(with_base("copy"))
+    with pytest.raises(
+        ConfigError, match=r"m was trained on .*old, and .*new is another model: name that one"
+    ):
+        require_same_bases(with_base("new"))

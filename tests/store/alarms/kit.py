@@ -218,6 +218,7 @@ def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
         "dead_letters": (letters(1), letters(1, ago_us=7_200_000_000)),
         "log_full": ([], []),
         "store_behind": ([], []),
+        "file_damaged": ([], []),
         "replica_behind": (steps("kl", LEVEL) + loads(1, 2), steps("kl", LEVEL) + loads(1, 2 * STEPS)),
     }
 

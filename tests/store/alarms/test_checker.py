@@ -15,6 +15,7 @@ from pipeline.log.broker import Broker
 from pipeline.log.unwritten import Unwritten
 from store.alarms.checker import Checker
 from store.alarms.reading import Condition
+from store.lake.lake import open_lake
 from store.reading import sql
 from tests.store.alarms.kit import changes, letters, steps
 from tests.store.kit import StoreProcess, publish
@@ -119,6 +120,21 @@ async def test_a_server_has_the_time_of_a_start_when_it_restarts_in_the_middle_o
     assert told == []
     await checker._apply(behind, set())
     assert [e.state for e in told] == ["raised"], "it takes calls, without the newest version"
+
+
+async def test_a_damaged_file_is_an_alarm_and_the_others_are_checked(
+    broker: Broker, running_store: StoreProcess
+) -> None:
+    """Regression: no alarm was checked any more, and none told why."""
+    async with running_store(OFTEN) as config:
+        await publish(broker, letters(1))
+        await changes(broker, 1)
+    lake = open_lake(config)
+    await publish(broker, steps("kl", [9.0, 9.0]))
+    Path(lake.storage.key("policy.alarm", lake.names("policy.alarm")[0])).write_bytes(b"PAR1")
+    async with running_store(OFTEN):
+        found = await changes(broker, 3)
+    assert {e.alarm for e in found} == {"dead_letters", "file_damaged", "kl_rise"}
 
 
 async def test_two_stores_raise_and_end_an_alarm_once(broker: Broker, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def found(
     events: list[Event],
     fills: tuple[Fill, ...] = (),
     unwritten: tuple[Unwritten, ...] = (),
+    damaged: tuple[str, ...] = (),
     combine: Literal["mean", "min"] = "mean",
     budget: BudgetConfig = BUDGET,
 ) -> list[Condition]:
@@ -57,7 +58,7 @@ def found(
     fill(folder, events)
     (folder / "store").mkdir(parents=True, exist_ok=True)
     with sql.connect(config) as connection:
-        measured_tables(connection, config, fills, unwritten)
+        measured_tables(connection, config, fills, unwritten, damaged)
         return evaluate(connection, config, BY_NAME[name])
 
 
@@ -68,7 +69,7 @@ def test_each_alarm_has_its_cases() -> None:
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_an_alarm_holds_where_its_condition_does_and_nowhere_else(name: str, tmp_path: Path) -> None:
-    (one,) = found(tmp_path / "a", name, cases()[name][0], (FULL,), (LATE,))
+    (one,) = found(tmp_path / "a", name, cases()[name][0], (FULL,), (LATE,), ("a.parquet",))
     assert one.threshold == threshold(Config(budget=BUDGET), BY_NAME[name])
     assert one.detail
     below = ("entropy_collapse", "judge_drift", "judges_disagree", "replica_behind")
@@ -197,7 +198,7 @@ def test_the_queries_of_the_page_run_as_they_are(tmp_path: Path) -> None:
         event for name in ("dead_letters", "sampler_mismatch", "judge_drift") for event in cases()[name][0]
     ]
     fill(tmp_path, events + loads(1))
-    asked = set(BY_NAME) - {"log_full", "store_behind", "part_dominates"}
+    asked = set(BY_NAME) - {"log_full", "store_behind", "file_damaged", "part_dominates"}
     with sql.connect(tmp_path) as connection:
         holding = {name for name in asked if connection.sql(runnable(BY_NAME[name])).fetchall()}
     assert holding == {"dead_letters", "sampler_mismatch", "judge_drift", "replica_behind"}

@@ -268,9 +268,29 @@ def test_the_command_answers_and_says_what_is_wrong(history: Path, capfd: pytest
     assert sql.main(["--run-dir", str(history), "--format", "json", "SELECT count(*) AS n FROM groups"]) == 0
     assert capfd.readouterr().out == '[{"n":2}]\n'
     assert sql.main(["--run-dir", str(history), "FROM nowhere"]) == 2
-    assert "nowhere" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "nowhere" in told
+    assert "SHOW TABLES" in told
     assert sql.main(["--run-dir", str(history / "none"), "SELECT 1"]) == 2
     assert "is no run" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_agents_text_acts_on_no_terminal(form: str, history: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    query = "SELECT chr(27) || '[2J' || chr(155) || chr(8238) || 'é' AS text"
+    assert sql.main(["--run-dir", str(history), "--format", form, query]) == 0
+    shown = capfd.readouterr().out
+    assert not set("\x1b\x9b\u202e") & set(shown)
+    assert "é" in shown
+
+
+def test_a_query_finds_the_rows_of_all_that_it_names(history: Path) -> None:
+    """Only these tables are opened for it."""
+    with sql.connect(history) as whole:
+        for name in [v.name for v in VIEWS] + [sql.table_name(t) for t in schema.tables()]:
+            for query in (f"SELECT count(*) FROM {name}", f"FROM query('SELECT count(*) FROM {name}')"):
+                with sql.connect(history, query) as connection:
+                    assert connection.sql(query).fetchall() == whole.sql(query).fetchall(), query
 
 
 def test_a_view_can_be_copied_to_a_file(history: Path, tmp_path: Path) -> None:
