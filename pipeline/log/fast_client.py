@@ -10,7 +10,8 @@ It closes sockets that nats-py leaves open, too. If a server dies between accept
 nats-py makes the next attempt on the same transport object and forgets the socket that it had. If an attempt is
 cancelled at the moment at which it succeeds, `asyncio.wait_for` of Python 3.11 loses the connection.
 
-This is the one module that uses private names of nats-py; `tests/pipeline/log/test_fast_client.py` lists them.
+This is the one module that uses private names of nats-py, which is therefore pinned to one minor version;
+`tests/pipeline/log/test_fast_client.py` holds the pin.
 """
 
 from __future__ import annotations
