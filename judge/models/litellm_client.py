@@ -116,6 +116,7 @@ class LiteLlmClient:
         began, model = time.monotonic(), self._config.model
         try:
             response = await self._router.acompletion(model=model, messages=messages, **parameters)
+            body = response.model_dump(warnings=False)
         except self._litellm.exceptions.ContextWindowExceededError as error:
             raise ContextWindowError(f"the prompt is too long for {model}: {str(error)[:500]}") from error
         except self._litellm.exceptions.BadRequestError as error:
@@ -127,4 +128,4 @@ class LiteLlmClient:
                 why += f": {advice_on_key(self._config)}"
             raise ModelError(f"call of {model}{at}: {why}") from error
         cost = (getattr(response, "_hidden_params", None) or {}).get("response_cost")
-        return make_reply(response, model, time.monotonic() - began, float(cost or 0.0))
+        return make_reply(body, model, time.monotonic() - began, float(cost or 0.0))

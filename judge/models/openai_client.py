@@ -7,6 +7,7 @@ A call takes about a quarter of the CPU time that litellm needs, and litellm's i
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import time
 from typing import Any
@@ -74,7 +75,9 @@ class OpenAiClient:
         began = time.monotonic()
         sent: dict[str, Any] = {**self._parameters, **parameters, "messages": messages}
         try:
-            response = await self._client.chat.completions.create(model=self._name, **sent)
+            # Its bytes: the library's objects hold whatever a server writes under any type.
+            raw = await self._client.chat.completions.with_raw_response.create(model=self._name, **sent)
+            body = json.loads(raw.content)
         except self._openai.APIStatusError as error:
             what = f"{self._name}: {type(error).__name__}: {str(error)[:500]}"
             if error.status_code in (400, 413, 422) and _TOO_LONG.search(str(error)):
@@ -83,7 +86,7 @@ class OpenAiClient:
                 raise InvalidRequestError(f"request refused by {what}") from error
             advice = f": {advice_on_key(self._config)}" if error.status_code == 401 else ""
             raise ModelError(f"call of {what}{advice}") from error
-        except (self._openai.OpenAIError, ValueError) as error:  # ValueError: a body that is no JSON
+        except (self._openai.OpenAIError, ValueError, RecursionError) as error:  # a body that is no JSON
             what = f"{self._name} at {self._config.api_base} (judge.api_base)"
             raise ModelError(f"call of {what}: {type(error).__name__}: {str(error)[:500]}") from error
-        return make_reply(response, self._name, time.monotonic() - began)
+        return make_reply(body, self._name, time.monotonic() - began)
