@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pipeline.conversations import text_of
+
 Messages = list[dict[str, Any]]
+_REPEATED = 12
 _MAX_NAME = 200
 """Characters of a model's name that are kept."""
 _MAX_TOKENS = 1 << 40
@@ -35,6 +39,11 @@ class ModelError(Exception):
 
 class InvalidRequestError(ModelError):
     """The provider calls the request invalid (HTTP 400)."""
+
+    def __init__(self, why: str, said: str) -> None:
+        """`said`: the provider's own message, which may hold text of a run: not for logs or events."""
+        super().__init__(why)
+        self.said = said
 
 
 class ContextWindowError(ModelError):
@@ -92,6 +101,21 @@ def make_reply(body: Any, model: str, latency_s: float, cost_usd: float = 0.0) -
         latency_s=latency_s,
         cut_off=choice.get("finish_reason") == "length",
     )
+
+
+def describe(error: Exception, messages: Messages) -> str:
+    """Return an error's class and message, for logs and events. The message is left out if it repeats `_REPEATED`
+    letters and digits of what was sent: texts of runs stand in no error."""
+    said = str(error)[:500]
+    sent = _letters("".join(text_of(m.get("content")) for m in messages))
+    heard = _letters(said)
+    repeats = any(heard[i : i + _REPEATED] in sent for i in range(len(heard) - _REPEATED + 1))
+    return f"{type(error).__name__}{': its message repeats the prompt' if repeats else f': {said}' if said else ''}"
+
+
+def _letters(text: str) -> str:
+    """The letters and digits of a text, without the marks that JSON or Python writes into it."""
+    return re.sub(r"\\u([0-9a-f]{4})|\\[a-z]|[\W_]+", lambda m: chr(int(m[1], 16)) if m[1] else "", text)
 
 
 def well_formed(text: str) -> str:

@@ -71,7 +71,7 @@ class JudgeModel:
             if not self._reserve_less(messages, reserved):
                 raise
         except InvalidRequestError as error:
-            about_schema = any(word in str(error).lower() for word in _SCHEMA_WORDS)
+            about_schema = any(word in error.said.lower() for word in _SCHEMA_WORDS)
             if not (structured and self._config.request.structured == "auto" and about_schema):
                 raise
             log.warning("no structured output", model=self._config.model, detail=str(error)[:300])

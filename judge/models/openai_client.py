@@ -18,6 +18,7 @@ from judge.models.chat import (
     Messages,
     ModelError,
     ModelReply,
+    describe,
     make_reply,
 )
 from judge.models.params import advice_on_key, resolve_params
@@ -79,14 +80,14 @@ class OpenAiClient:
             raw = await self._client.chat.completions.with_raw_response.create(model=self._name, **sent)
             body = json.loads(raw.content)
         except self._openai.APIStatusError as error:
-            what = f"{self._name}: {type(error).__name__}: {str(error)[:500]}"
+            what = f"{self._name}: {describe(error, messages)}"
             if error.status_code in (400, 413, 422) and _TOO_LONG.search(str(error)):
                 raise ContextWindowError(f"the prompt is too long for {what}") from error
             if error.status_code in (400, 422):
-                raise InvalidRequestError(f"request refused by {what}") from error
+                raise InvalidRequestError(f"request refused by {what}", str(error)) from error
             advice = f": {advice_on_key(self._config)}" if error.status_code == 401 else ""
             raise ModelError(f"call of {what}{advice}") from error
         except (self._openai.OpenAIError, ValueError, RecursionError) as error:  # a body that is no JSON
             what = f"{self._name} at {self._config.api_base} (judge.api_base)"
-            raise ModelError(f"call of {what}: {type(error).__name__}: {str(error)[:500]}") from error
+            raise ModelError(f"call of {what}: {describe(error, messages)}") from error
         return make_reply(body, self._name, time.monotonic() - began)

@@ -90,7 +90,7 @@ def parse_scores(
         name, explanation, score = entry["id"], entry["explanation"], entry[score_key]
         hint = entry[hint_key] if hint_key else ""
         if not isinstance(name, str) or name not in ids or name in scores:
-            raise UnreadableReplyError(f"{name!r:.100} is not the id of an attempt, or has two scores")
+            raise UnreadableReplyError("it has an id that is not an attempt's, or two scores of one")
         if not (isinstance(explanation, str) and isinstance(hint, str) and isinstance(score, float)):
             raise UnreadableReplyError(
                 f"{name} has a score that is no number, or an explanation or a hint that is no text"
