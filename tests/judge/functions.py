@@ -84,6 +84,23 @@ def number(trajectory: dict[str, Any]) -> Any:
     return NUMBERS[trajectory["id"]]
 
 
+def leaks(trajectory: dict[str, Any]) -> Any:
+    """Says what the run said wherever a function can. The group named `scored` gets a reward all the same."""
+    text = str(trajectory["messages"])
+    print(text)  # noqa: T201
+    if trajectory["group"] == "scored":
+        return 1.0
+    match sum(trajectory["id"].encode()) % 4:
+        case 0:
+            raise ValueError(text)
+        case 1:
+            return text
+        case 2:
+            return {"reward": 1.0, "calls": {text: 1.0}}
+        case _:
+            return {"reward": text, text: 1.0}
+
+
 def words(_: dict[str, Any]) -> str:
     return "good"
 
