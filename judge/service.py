@@ -23,7 +23,7 @@ import anyio.abc
 
 from judge.feedback import counting
 from judge.group_log import GroupLog, feedback_names, names_group
-from judge.groups import Group, GroupKey, key_of
+from judge.groups import Group, GroupKey, GroupOnLog, key_of
 from judge.labelled import read_labelled
 from judge.limits import Budget
 from judge.monitor import JudgeMonitor
@@ -45,7 +45,7 @@ from pipeline.gather import gather
 from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.log.consumer import handling
 from pipeline.running.service import Ready
-from pipeline.streams import consumer
+from pipeline.streams import RETRY_HEADER, consumer
 from pipeline.telemetry.logs import get_logger
 
 log = get_logger("judge")
@@ -188,7 +188,7 @@ class Judge:
             if first is not None and not state.closed_at:
                 await self._log.set_deadline(key, first)
             for delivery in deliveries:
-                if delivery.seq == state.ready_at:
+                if await self._makes_ready(state, delivery):
                     self._begin_scoring(state.group, delivery)
                 elif 0 < state.ready_at < delivery.seq and isinstance(delivery.event, SignalGiven):
                     await self._on_later_signal(key, delivery)
@@ -196,6 +196,13 @@ class Judge:
                     if delivery.seq == state.closed_at and not state.ready_at:
                         await self._log.set_feedback_deadline(key, delivery.place.at)
                     await delivery.ack()
+
+    async def _makes_ready(self, state: GroupOnLog, delivery: Delivery) -> bool:
+        """Return whether the group is to be scored by this delivery: it made the group ready, or it is a retried dead
+        letter, which may have done so, and the group has no event."""
+        if RETRY_HEADER in delivery.headers and state.ready_at:
+            return not (await self._log.end_of(state.group.key)).ended
+        return delivery.seq == state.ready_at
 
     async def _on_later_signal(self, key: GroupKey, delivery: Delivery) -> None:
         """Score a group that was discarded for want of a reward, if this signal may give it one."""

@@ -47,6 +47,7 @@ _CHECKED_AT_ONCE = 4096
 """Most tokens of the vocabulary in one request of the tokenizer's check."""
 _TOKENS_A_TOKEN = 4
 """So many tokens at most, on average, become of the text of a token. Servers refuse longer texts than their models."""
+_ABOUT_ACCESS = (401, 403, 404, 429)
 _PASSING = (408, 409, 425, 429)
 """Client errors that may pass, as those of the server may."""
 _LEAST = -50.0
@@ -244,7 +245,9 @@ class Teacher:
                     response = await self._client.post(url, json=body)
                 if response.status_code == 200:
                     return response.json()
-                problem = f"HTTP {response.status_code}: {response.text[:300]}"
+                problem = f"HTTP {response.status_code}"
+                if response.status_code in _ABOUT_ACCESS:  # other errors may repeat the tokens of a run
+                    problem += f": {response.text[:300]}"
                 if response.status_code < 500 and response.status_code not in _PASSING:
                     break
             except (httpx.HTTPError, ValueError) as error:  # ValueError: a body that is not JSON

@@ -22,6 +22,8 @@ _EQUAL = 1e-6
 """Rewards that differ by no more than this train nothing."""
 _CONCURRENT = 8
 """Groups that are sent at the same time."""
+_STEP_S = 24 * 3600.0
+"""How long the groups of a step may take to be scored and trained."""
 _POLL_S = 0.5
 """Time between two looks at the groups that are trained."""
 
@@ -175,8 +177,8 @@ async def await_step(gateway: Gateway, model: str, groups: Sequence[str]) -> Ste
                 trained.update(state)
             elif state["status"] == "dead":
                 raise TrainingError(
-                    f"the trainer could not train group {name}: {state['reason']}: {state['detail']}. The groups are "
-                    "dead letters now (`journeywork dead`)"
+                    f"group {name} could not be scored or trained: {state['reason']}: {state['detail']}. The groups "
+                    "are dead letters now (`journeywork dead`)"
                 )
             else:
                 reasons.append(f"{state['reason']}: {state['detail']}")
@@ -197,12 +199,16 @@ async def await_step(gateway: Gateway, model: str, groups: Sequence[str]) -> Ste
                 return None
         return StepResult(step, version, trained=True, metrics=trained.get("metrics", {}))
 
-    while True:
-        try:
-            if result := await settled():
-                return result
-        except GatewayUnavailableError as error:
-            log.info("still waiting for %s: %s", gateway.url, error)
-        except JourneyworkError as error:
-            raise TrainingError(f"whether the groups were trained is not known: {error}") from error
-        await anyio.sleep(_POLL_S)
+    with anyio.move_on_after(_STEP_S):
+        while True:
+            try:
+                if result := await settled():
+                    return result
+            except GatewayUnavailableError as error:
+                log.info("still waiting for %s: %s", gateway.url, error)
+            except JourneyworkError as error:
+                raise TrainingError(f"whether the groups were trained is not known: {error}") from error
+            await anyio.sleep(_POLL_S)
+    raise TrainingError(
+        f"{len(waiting)} groups were neither trained nor discarded within {_STEP_S / 3600:g} hours"
+    )

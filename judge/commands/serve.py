@@ -19,6 +19,7 @@ import msgspec
 
 from judge.commands.score import score_group
 from judge.labelled import GroupFile
+from judge.models.chat import well_formed
 from judge.scoring import UnscoredError
 from pipeline.config import ConfigError, load
 from pipeline.printing import visible_json
@@ -46,42 +47,48 @@ async def serve() -> None:
             try:
                 request = msgspec.json.decode(line, type=Request)
             except (msgspec.DecodeError, RecursionError) as error:
-                _write({"id": _id_of(line), "scores": {}, "error": f"the request can't be read: {error}"})
+                _write(_failure(_id_of(line), f"the request can't be read: {error}"))
             else:
                 answers.start_soon(_answer, request)
         answers.cancel_scope.cancel()
 
 
-def _id_of(line: bytes) -> Any:
+def _id_of(line: bytes) -> int | None:
     """The id of a request that msgspec can't decode; `None` if it names none. Python's own decoder also takes NaN,
     which other programs write."""
     try:
-        return json.loads(line)["id"]
+        number = json.loads(line)["id"]
     except (ValueError, TypeError, LookupError, RecursionError):
         return None
+    return number if isinstance(number, int) and abs(number) < 1 << 63 else None
 
 
-def _write(answer: dict[str, Any]) -> None:
-    """Write a line. The text of an error may be one that UTF-8 can't hold. Raises `BrokenPipeError`."""
-    try:
-        text = msgspec.json.encode(answer).decode()
-    except UnicodeEncodeError:
-        text = json.dumps(answer)
-    sys.stdout.buffer.write(visible_json(text).encode() + b"\n")
+def _write(line: bytes) -> None:
+    """Write a line. Raises `BrokenPipeError`."""
+    sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
+
+
+def _line(number: int | None, answer: dict[str, Any]) -> bytes:
+    """Return an answer as a line without characters that a terminal acts on."""
+    return visible_json(msgspec.json.encode({"id": number, **answer}).decode()).encode() + b"\n"
+
+
+def _failure(number: int | None, why: str) -> bytes:
+    return _line(number, {"scores": {}, "error": well_formed(why)})
 
 
 async def _answer(request: Request) -> None:
     os.environ.update(request.environment)
-    answer: dict[str, Any] = {"scores": {}}
     try:
-        answer = (await score_group(load(None, request.settings), request.group)).as_dict()
+        scored = await score_group(load(None, request.settings), request.group)
+        line = _line(request.id, scored.as_dict())
     except (ConfigError, UnscoredError) as error:
-        answer["error"] = str(error)
+        line = _failure(request.id, str(error))
     except Exception as error:  # noqa: BLE001 - the other groups are scored all the same
         log.error("a group was not scored", exc=error, request=request.id)
-        answer["error"] = repr(error)
-    _write({"id": request.id, **answer})
+        line = _failure(request.id, repr(error))
+    _write(line)
 
 
 def add_command(commands: Any) -> None:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pipeline.conversations import text_of
+
 Messages = list[dict[str, Any]]
+_REPEATED = 12
+_MAX_NAME = 200
+"""Characters of a model's name that are kept."""
+_MAX_TOKENS = 1 << 40
+"""A larger count of tokens is none."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,11 @@ class ModelError(Exception):
 
 class InvalidRequestError(ModelError):
     """The provider calls the request invalid (HTTP 400)."""
+
+    def __init__(self, why: str, said: str) -> None:
+        """`said`: the provider's own message, which may hold text of a run: not for logs or events."""
+        super().__init__(why)
+        self.said = said
 
 
 class ContextWindowError(ModelError):
@@ -70,16 +84,55 @@ class Client(Protocol):
         """Close the connections."""
 
 
-def make_reply(response: Any, model: str, latency_s: float, cost_usd: float = 0.0) -> ModelReply:
-    """Convert a response with the attributes of OpenAI's `ChatCompletion`. `model` stands in for a missing name."""
-    usage = getattr(response, "usage", None)
-    choice = response.choices[0] if getattr(response, "choices", None) else None
+def make_reply(body: Any, model: str, latency_s: float, cost_usd: float = 0.0) -> ModelReply:
+    """Convert the JSON value of a response in OpenAI's format. `model` stands in for a missing name.
+
+    A body of another form is a reply without text. A count that is no number of tokens is 0."""
+    body = _object(body)
+    usage, choices = _object(body.get("usage")), body.get("choices")
+    choice = _object(choices[0] if isinstance(choices, list) and choices else None)
+    name = body.get("model")
     return ModelReply(
-        text=getattr(getattr(choice, "message", None), "content", None) or "",
-        model=str(getattr(response, "model", None) or model),
-        prompt_tokens=int(getattr(usage, "prompt_tokens", None) or 0),
-        completion_tokens=int(getattr(usage, "completion_tokens", None) or 0),
-        cost_usd=cost_usd,
+        text=_text(_object(choice.get("message")).get("content")),
+        model=well_formed(name)[:_MAX_NAME] if isinstance(name, str) and name else model,
+        prompt_tokens=_tokens(usage.get("prompt_tokens")),
+        completion_tokens=_tokens(usage.get("completion_tokens")),
+        cost_usd=cost_usd if 0 <= cost_usd < math.inf else 0.0,
         latency_s=latency_s,
-        cut_off=getattr(choice, "finish_reason", None) == "length",
+        cut_off=choice.get("finish_reason") == "length",
     )
+
+
+def describe(error: Exception, messages: Messages) -> str:
+    """Return an error's class and message, for logs and events. The message is left out if it repeats `_REPEATED`
+    letters and digits of what was sent: texts of runs stand in no error."""
+    said = str(error)[:500]
+    sent = _letters("".join(text_of(m.get("content")) for m in messages))
+    heard = _letters(said)
+    repeats = any(heard[i : i + _REPEATED] in sent for i in range(len(heard) - _REPEATED + 1))
+    return f"{type(error).__name__}{': its message repeats the prompt' if repeats else f': {said}' if said else ''}"
+
+
+def _letters(text: str) -> str:
+    """The letters and digits of a text, without the marks that JSON or Python writes into it."""
+    return re.sub(r"\\u([0-9a-f]{4})|\\[a-z]|[\W_]+", lambda m: chr(int(m[1], 16)) if m[1] else "", text)
+
+
+def well_formed(text: str) -> str:
+    """Replace halves of surrogate pairs, which JSON can escape and UTF-8 can't hold, by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(content: Any) -> str:
+    """Return the text of a message's content, which may be a list of parts; parts that are no text are left out."""
+    if isinstance(content, list):
+        content = "".join(t for part in content if isinstance(t := _object(part).get("text"), str))
+    return well_formed(content) if isinstance(content, str) else ""
+
+
+def _tokens(count: Any) -> int:
+    return count if isinstance(count, int) and 0 <= count < _MAX_TOKENS else 0

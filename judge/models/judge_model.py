@@ -14,7 +14,14 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from judge.models.chat import Client, ContextWindowError, InvalidRequestError, Messages, ModelReply
+from judge.models.chat import (
+    Client,
+    ContextWindowError,
+    InvalidRequestError,
+    Messages,
+    ModelError,
+    ModelReply,
+)
 from judge.models.litellm_client import LiteLlmClient
 from judge.models.openai_client import OpenAiClient
 from judge.models.params import read_api_key
@@ -26,6 +33,8 @@ log = get_logger("judge.models.judge_model")
 
 _MIN_REPLY_TOKENS = 512
 """`max_tokens` is never halved below this; a longer prompt is then the prompt's fault."""
+_PAUSE_S = 60.0
+"""Longest pause of a client between two attempts at a call."""
 _SCHEMA_WORDS = ("response_format", "json_schema", "schema", "structured")
 
 
@@ -37,6 +46,9 @@ class JudgeModel:
         self._turns = anyio.CapacityLimiter(config.concurrency)
         self._structured = config.request.structured != "text"
         self._max_tokens = config.request.max_tokens
+        # A client's own limit holds for each read, so a server that sends a byte now and then exceeds it.
+        attempts = (config.request.retries + 1) * (len(config.fallbacks) + 1)
+        self._limit_s = attempts * (config.request.timeout_s + _PAUSE_S)
 
     async def __call__(self, messages: Messages, schema: dict[str, Any] | None) -> ModelReply:
         parameters: dict[str, Any] = {}
@@ -50,12 +62,16 @@ class JudgeModel:
             parameters["response_format"] = schema
         try:
             async with self._turns:
-                return await self._client.send(messages, parameters)
+                with anyio.fail_after(self._limit_s):
+                    return await self._client.send(messages, parameters)
+        except TimeoutError as error:
+            why = f"call of {self._config.model}: no whole reply within {self._limit_s:.0f} s"
+            raise ModelError(why) from error
         except ContextWindowError:
             if not self._reserve_less(messages, reserved):
                 raise
         except InvalidRequestError as error:
-            about_schema = any(word in str(error).lower() for word in _SCHEMA_WORDS)
+            about_schema = any(word in error.said.lower() for word in _SCHEMA_WORDS)
             if not (structured and self._config.request.structured == "auto" and about_schema):
                 raise
             log.warning("no structured output", model=self._config.model, detail=str(error)[:300])

@@ -17,6 +17,7 @@ from judge.models.chat import (
     Messages,
     ModelError,
     ModelReply,
+    describe,
     make_reply,
 )
 from judge.models.params import advice_on_key, resolve_params
@@ -116,15 +117,22 @@ class LiteLlmClient:
         began, model = time.monotonic(), self._config.model
         try:
             response = await self._router.acompletion(model=model, messages=messages, **parameters)
+            body = response.model_dump(warnings=False)
         except self._litellm.exceptions.ContextWindowExceededError as error:
-            raise ContextWindowError(f"the prompt is too long for {model}: {str(error)[:500]}") from error
+            raise ContextWindowError(
+                f"the prompt is too long for {model}: {describe(error, messages)}"
+            ) from error
         except self._litellm.exceptions.BadRequestError as error:
-            raise InvalidRequestError(f"request refused by {model}: {str(error)[:500]}") from error
+            raise InvalidRequestError(
+                f"request refused by {model}: {describe(error, messages)}", str(error)
+            ) from error
         except Exception as error:  # litellm lets errors of many libraries through
             at = f" at {self._config.api_base} (judge.api_base)" if self._config.api_base else ""
-            why = f"{type(error).__name__}: {str(error)[:500]}"
+            # Other errors may quote the reply that litellm could not read.
+            refused = getattr(error, "status_code", 500) < 500
+            why = describe(error, messages) if refused else type(error).__name__
             if isinstance(error, self._litellm.exceptions.AuthenticationError):
                 why += f": {advice_on_key(self._config)}"
             raise ModelError(f"call of {model}{at}: {why}") from error
         cost = (getattr(response, "_hidden_params", None) or {}).get("response_cost")
-        return make_reply(response, model, time.monotonic() - began, float(cost or 0.0))
+        return make_reply(body, model, time.monotonic() - began, float(cost or 0.0))

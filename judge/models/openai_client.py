@@ -7,6 +7,7 @@ A call takes about a quarter of the CPU time that litellm needs, and litellm's i
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import time
 from typing import Any
@@ -17,6 +18,7 @@ from judge.models.chat import (
     Messages,
     ModelError,
     ModelReply,
+    describe,
     make_reply,
 )
 from judge.models.params import advice_on_key, resolve_params
@@ -74,16 +76,18 @@ class OpenAiClient:
         began = time.monotonic()
         sent: dict[str, Any] = {**self._parameters, **parameters, "messages": messages}
         try:
-            response = await self._client.chat.completions.create(model=self._name, **sent)
+            # Its bytes: the library's objects hold whatever a server writes under any type.
+            raw = await self._client.chat.completions.with_raw_response.create(model=self._name, **sent)
+            body = json.loads(raw.content)
         except self._openai.APIStatusError as error:
-            what = f"{self._name}: {type(error).__name__}: {str(error)[:500]}"
+            what = f"{self._name}: {describe(error, messages)}"
             if error.status_code in (400, 413, 422) and _TOO_LONG.search(str(error)):
                 raise ContextWindowError(f"the prompt is too long for {what}") from error
             if error.status_code in (400, 422):
-                raise InvalidRequestError(f"request refused by {what}") from error
+                raise InvalidRequestError(f"request refused by {what}", str(error)) from error
             advice = f": {advice_on_key(self._config)}" if error.status_code == 401 else ""
             raise ModelError(f"call of {what}{advice}") from error
-        except (self._openai.OpenAIError, ValueError) as error:  # ValueError: a body that is no JSON
+        except (self._openai.OpenAIError, ValueError, RecursionError) as error:  # a body that is no JSON
             what = f"{self._name} at {self._config.api_base} (judge.api_base)"
-            raise ModelError(f"call of {what}: {type(error).__name__}: {str(error)[:500]}") from error
-        return make_reply(response, self._name, time.monotonic() - began)
+            raise ModelError(f"call of {what}: {describe(error, messages)}") from error
+        return make_reply(body, self._name, time.monotonic() - began)

@@ -164,8 +164,7 @@ class ConfiguredComposer:
                 known = {str(reply.call) for c in transcript.conversations for reply in c.replies}
                 if unknown := sorted(returned.calls.keys() - known):
                     raise RewardFunctionError(
-                        f"{reward.entry} gave a reward to call {unknown[0]!r:.40}, which is none of the trajectory's "
-                        "`calls`"
+                        f"{reward.entry} gave rewards to {len(unknown)} calls that are none of the trajectory's `calls`"
                     )
                 return returned
             except (RewardFunctionError, HistoryGoneError, msgspec.DecodeError) as error:

@@ -130,14 +130,15 @@ class RewardFunction:
                 await process.stdin.send(b"%d\n%b\n" % (self._calls, msgspec.json.encode(trajectory)))
                 message = await self._receive(self._calls)
         if message.printed:
-            log.info("reward function printed", entry=entry, text=message.printed)
+            log.debug("reward function printed", entry=entry, text=message.printed)
         try:
             answer = msgspec.json.decode(message.answer)
         except msgspec.DecodeError as error:
-            raise RewardFunctionError(f"{entry} returned {message.answer[:200]}, not a number") from error
+            raise RewardFunctionError(f"{entry} returned no JSON, not a number") from error
         if not isinstance(answer, dict):  # the function wrote to the channel itself
             answer = {"reward": answer}
         if "error" in answer:
+            log.debug("reward function raised", entry=entry, message=answer.get("message", ""))
             raise RewardFunctionError(f"{entry}: {answer['error']}")
         value, calls = answer.get("reward"), {}
         if isinstance(value, dict):
@@ -145,16 +146,18 @@ class RewardFunction:
                 calls := value.get("calls", {}), dict
             ):
                 raise RewardFunctionError(
-                    f'{entry} returned {value!r:.200}, not a number or {{"reward": number, "calls": {{call: number}}}}'
+                    f'{entry} returned a dict other than {{"reward": number, "calls": {{call: number}}}}'
                 )
             value = value.get("reward")
-        numbers = {call: self._number(number, f" for call {call}") for call, number in calls.items()}
+        numbers = {call: self._number(number, " for a call") for call, number in calls.items()}
         return FunctionReward(self._number(value), numbers)
 
     def _number(self, value: object, where: str = "") -> float:
         """Return what a function returned as a reward. Raises `RewardFunctionError`."""
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise RewardFunctionError(f"{self._config.entry} returned {value!r:.200}{where}, not a number")
+        if not isinstance(value, int | float):
+            raise RewardFunctionError(
+                f"{self._config.entry} returned a {type(value).__name__}{where}, not a number"
+            )
         if not is_usable(value):
             raise RewardFunctionError(
                 f"{self._config.entry} returned a number{where} that is not from -1e15 to 1e15"

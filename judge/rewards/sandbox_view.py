@@ -80,10 +80,10 @@ def search_path() -> list[str]:
 
 
 def _is_code(entry: Path) -> bool:
-    """Return whether an entry of a search-path folder is a module or a package."""
+    """Return whether an entry of a search-path folder is a module, a package or a package's `.libs`."""
     if entry.is_file():
         return entry.suffix in _CODE
-    if not entry.name.isidentifier() or not entry.is_dir():
+    if not entry.name.removesuffix(".libs").isidentifier() or not entry.is_dir():
         return False
     try:
         return any(inner.suffix in _CODE for inner in entry.iterdir())

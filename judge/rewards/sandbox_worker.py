@@ -22,7 +22,9 @@ import select
 import signal
 import sys
 import time
+import traceback
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import psutil
@@ -59,6 +61,20 @@ def _error(why: str) -> str:
     return json.dumps({"error": why[:2000]})
 
 
+def _number(value: Any) -> float:
+    """Return a number of a library, such as numpy's, or a `Decimal`. The SDK takes the same as a reward
+    (`journeywork.trajectory.finite_number`). Raises `TypeError`."""
+    if isinstance(value, bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"{type(value).__name__} is not a number")
+    return float(value)
+
+
+def _raised(error: BaseException) -> str:
+    """Say what a function raised and where, without the message: it may quote a trajectory."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return f"{type(error).__name__} in line {line} of {Path(frame.f_code.co_filename).name}"
+
+
 def _limit(settings: Settings) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (settings.memory_mb << 20,) * 2)
@@ -78,9 +94,9 @@ def _call(function: Any, trajectory: bytes, answers: int, printed: int) -> NoRet
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_PR_SET_DUMPABLE, 1)  # libraries read /proc/self
     try:
-        answer = json.dumps({"reward": function(json.loads(trajectory))})
+        answer = json.dumps({"reward": function(json.loads(trajectory))}, default=_number)
     except BaseException as error:  # noqa: BLE001 - whatever user code raises is an answer, `SystemExit` included
-        answer = _error(f"{type(error).__name__}: {error}")
+        answer = json.dumps({"error": _raised(error), "message": str(error)[:2000]})
     with suppress(BaseException):
         sys.stdout.flush()
     with open(answers, "wb", buffering=0) as channel:

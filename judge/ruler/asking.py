@@ -319,7 +319,7 @@ async def _in_thread_if_large(characters: int, work: Callable[[*Args], T], *args
 
 
 def _problem(error: UnreadableReplyError, reply: ModelReply) -> str:
-    excerpt = repr(reply.text.strip()[:200])
+    """Say why a reply was not read, without its text: a judge quotes what it read."""
     if reply.cut_off:
-        excerpt = f"the reply was cut off after {reply.completion_tokens} tokens (judge.request.max_tokens): {excerpt}"
-    return f"{error}: {excerpt}"
+        return f"{error}: it was cut off after {reply.completion_tokens} tokens (judge.request.max_tokens)"
+    return f"{error}: it has {len(reply.text)} characters"

@@ -22,6 +22,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from judge.models.chat import well_formed
+
 _THINKING_BEGIN = re.compile(r"\s*+<think>")
 _THINKING_END = "</think>"
 _MAX_EXPLANATION = 2_000
@@ -88,7 +90,7 @@ def parse_scores(
         name, explanation, score = entry["id"], entry["explanation"], entry[score_key]
         hint = entry[hint_key] if hint_key else ""
         if not isinstance(name, str) or name not in ids or name in scores:
-            raise UnreadableReplyError(f"{name!r:.100} is not the id of an attempt, or has two scores")
+            raise UnreadableReplyError("it has an id that is not an attempt's, or two scores of one")
         if not (isinstance(explanation, str) and isinstance(hint, str) and isinstance(score, float)):
             raise UnreadableReplyError(
                 f"{name} has a score that is no number, or an explanation or a hint that is no text"
@@ -96,8 +98,8 @@ def parse_scores(
         if score not in scale:
             why = f"{name} has the score {score:g}, which is not {scale.words}"
             raise UnreadableReplyError(why, "out_of_range")
-        scores[name], explanations[name] = score, explanation[:_MAX_EXPLANATION]
-        hints[name] = hint[:_MAX_EXPLANATION]
+        scores[name], explanations[name] = score, well_formed(explanation)[:_MAX_EXPLANATION]
+        hints[name] = well_formed(hint)[:_MAX_EXPLANATION]
     if missing := [i for i in ids if i not in scores]:
         raise UnreadableReplyError(f"{', '.join(missing)} have no score")
     return ParsedScores(scores, explanations, hints)

@@ -46,6 +46,9 @@ class Logger:
         if self._log.isEnabledFor(level):
             self._log.log(level, "%s", event, extra={"fields": fields}, exc_info=exc)
 
+    def debug(self, event: str, **fields: Any) -> None:
+        self._emit(logging.DEBUG, event, fields)
+
     def info(self, event: str, **fields: Any) -> None:
         self._emit(logging.INFO, event, fields)
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import msgspec
 
-from pipeline.events import DeadLettered, GroupDiscarded, GroupScored, TrajectoryOpened, decode
+from pipeline.events import (
+    DeadLettered,
+    GroupDiscarded,
+    GroupScored,
+    TrajectoryCompleted,
+    TrajectoryOpened,
+    decode,
+)
 from pipeline.metric_names import named
 from pipeline.names import check_name
 from rollout_gateway.access.api_keys import Access
@@ -120,7 +127,7 @@ async def get_group(request: ControlRequest) -> dict[str, Any]:
 
 async def _outcome(gateway: Gateway, model: str, group: str) -> dict[str, Any]:
     """What the log says of a group. `waiting`: no checkpoint, discard or dead letter names it. `dead`: the trainer
-    could not use it, and it is among the dead letters."""
+    could not use it, or the judge that scored it ended, and it is among the dead letters."""
     for checkpoint in reversed(gateway.policies.models[model].checkpoints.values()):
         event = checkpoint.event
         if group in event.groups and event.branch == "main":
@@ -130,19 +137,23 @@ async def _outcome(gateway: Gateway, model: str, group: str) -> dict[str, Any]:
         # `late` and `too_large` concern single trajectories.
         if discard.branch == "main" and discard.reason not in ("late", "too_large"):
             return {"status": "discarded", "reason": discard.reason, "detail": discard.detail}
-    for recorded in await gateway.broker.read(DeadLettered, stream="GROUPS", consumer="trainer"):
-        letter = recorded.event
-        scored = _scored(letter.payload)
-        if scored and (scored.project, scored.model, scored.group) == (gateway.project, model, group):
+    letters = await gateway.broker.read(DeadLettered, stream="GROUPS", consumer="trainer")
+    if not await gateway.broker.read(GroupScored, project=gateway.project, model=model, group=group):
+        judge = await gateway.broker.read(DeadLettered, stream="ROLLOUTS", consumer="judge")
+        letters += [letter for letter in judge if letter.event.reason == "ended_service"]
+    for letter in (recorded.event for recorded in letters):
+        if _group_in(letter.payload) == (gateway.project, model, group):
             return {"status": "dead", "reason": letter.reason, "detail": letter.detail}
     return {"status": "waiting"}
 
 
-def _scored(payload: bytes) -> GroupScored | None:
-    """The scored group in a dead letter; `None` for another event, and for what can't be decoded, which may be why the
-    letter is dead."""
+def _group_in(payload: bytes) -> tuple[str, str, str] | None:
+    """The project, model and group that a dead letter is about; `None` for an event about no group, and for what can't
+    be decoded, which may be why the letter is dead."""
     try:
         event = decode(payload)
     except msgspec.DecodeError:
         return None
-    return event if isinstance(event, GroupScored) else None
+    if isinstance(event, TrajectoryCompleted):
+        return event.project, event.model, event.group_key
+    return (event.project, event.model, event.group) if isinstance(event, GroupScored) else None

@@ -5,6 +5,5 @@
 | `command` | `journeywork dataset` |
 | `runs` | the runs that a query selects, as conversations |
 | `rows` | rows of each format that TRL's trainers take |
-| `duplicates` | names rows whose texts are nearly equal |
 | `folder` | files, hashes and the card |
 """

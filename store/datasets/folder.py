@@ -13,14 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.files import write_whole
-from store.datasets.duplicates import near_duplicates
 from store.datasets.rows import Row
 from store.datasets.runs import Run
 
 SPLITS = ("train", "test")
 _DATA = tuple(f"{split}.{ending}" for split in SPLITS for ending in ("jsonl", "parquet"))
-_NAMED = 20
-"""Pairs of near-duplicates that the card names."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +128,9 @@ holds.
 ## Left out
 
 {left_out}
-## Nearly equal rows
+## Equal rows
 
-{_duplicates(rows, test_share)}
+{_repetitions(rows, test_share)}
 ## Licence
 
 The command knows no licence. What the model wrote is subject to the licence of the base model, what agents, tools and
@@ -141,25 +138,12 @@ users wrote to their owners' rights. Check for personal data before you pass the
 """
 
 
-def _duplicates(rows: Sequence[Row], test_share: float) -> str:
-    pairs = near_duplicates([_text(row) for row in rows])
-    splits = [split_of(row["task"], test_share) for row in rows]
-    across = [(a, b, overlap) for a, b, overlap in pairs if splits[a] != splits[b]]
-    within = [(a, b, overlap) for a, b, overlap in pairs if splits[a] == splits[b]]
-    named = "".join(
-        f"- {_name(rows[a])} and {_name(rows[b])}: {overlap:.2f}\n"
-        for a, b, overlap in [*across, *within][:_NAMED]
-    )
-    return (
-        f"{len(pairs):,} pairs share 0.9 of their runs of five words or more, {len(across):,} of them in different "
-        f"splits. {'The first ones:' if named else ''}\n\n{named}"
-    )
-
-
-def _text(row: Row) -> str:
-    """What is compared: everything but where the row comes from."""
-    return msgspec.json.encode({k: v for k, v in row.items() if k not in ("run", "runs", "task")}).decode()
-
-
-def _name(row: Row) -> str:
-    return f"`{row['run']}`" if "run" in row else " / ".join(f"`{r}`" for r in row["runs"])
+def _repetitions(rows: Sequence[Row], test_share: float) -> str:
+    """Say how many rows repeat another one in everything but where they come from."""
+    splits: dict[bytes, list[str]] = {}
+    for row in rows:
+        text = msgspec.json.encode({k: v for k, v in row.items() if k not in ("run", "runs", "task")})
+        splits.setdefault(hashlib.sha256(text).digest(), []).append(split_of(row["task"], test_share))
+    repeated = sum(len(same) - 1 for same in splits.values())
+    across = sum(len(same) for same in splits.values() if len({*same}) > 1)
+    return f"{repeated:,} rows repeat an earlier one. {across:,} rows stand in both splits.\n"

@@ -23,12 +23,15 @@ from typing import Any
 
 import msgspec
 
-from pipeline.conversations import Conversation, Message
+from pipeline.conversations import Conversation, Message, text_of
 from pipeline.events.types import REWARD_TOLERANCE
 from store.datasets.runs import Run
 
 Row = dict[str, Any]
-_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+_REASONING = ("reasoning", "reasoning_content")
+"""Names that servers give to a message's reasoning. Chat templates read the last one."""
+_NOT_SAMPLED = ("role", "annotations")
+"""Fields of a reply that the model did not write."""
 
 
 class RowlessError(ValueError):
@@ -145,7 +148,7 @@ def _pairs(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[tuple[Run, R
 
 
 def _conversations(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[tuple[Run, Conversation]]:
-    """The conversations of runs whose messages are all text."""
+    """The conversations of runs that rows can hold."""
     for run in runs:
         for conversation in run.conversations:
             try:
@@ -157,32 +160,43 @@ def _conversations(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[tupl
 
 
 def _messages(conversation: Conversation) -> list[Message]:
-    return [_message(m) for m in conversation.messages]
+    return [_message(m, sampled=n in conversation.sampled) for n, m in enumerate(conversation.messages)]
 
 
-def _message(message: Message) -> Message:
-    """A message with what chat templates read of it, its content as one text."""
-    if message.get("role") == "prompt":
+def _message(message: Message, *, sampled: bool) -> Message:
+    """A message with what chat templates read of it, its content as one text. Raises `RowlessError` if a row can't hold
+    it: an image, or what a reply (`sampled`) has beside text, reasoning and tool calls."""
+    role, content = str(message.get("role") or "assistant"), message.get("content")
+    if role == "prompt":
         raise RowlessError("a plain completion, which has no messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        if any(not isinstance(p, dict) or p.get("type", "text") != "text" for p in content):
-            raise RowlessError("a conversation with images, audio or files")
-        content = "\n".join(str(p.get("text", "")) for p in content)
-    known = {f: message[f] for f in _FIELDS if message.get(f)}
-    calls = known.get("tool_calls")
+    if isinstance(content, list) and any(
+        not isinstance(p, dict) or p.get("type", "text") != "text" for p in content
+    ):
+        raise RowlessError("a conversation with images, audio or files")
+    fields = {name: value for name, value in message.items() if value not in (None, "", [], {})}
+    row: Message = {"role": role, "content": text_of(fields.pop("content", None))}
+    said = dict.fromkeys(fields.pop(name) for name in _REASONING if isinstance(fields.get(name), str))
+    if said:
+        row[_REASONING[-1]], *others = said
+        if others:
+            raise RowlessError("a message with two reasonings")
+    calls = fields.pop("tool_calls", [])
     if calls:
-        known["tool_calls"] = [
-            {"type": "function", "id": c.get("id", ""), "function": _function(c.get("function") or {})}
-            for c in calls
-        ]
-    return known | {"role": message.get("role") or "assistant", "content": content or ""}
+        row["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    row |= {name: str(fields.pop(name)) for name in ("name", "tool_call_id") if name in fields}
+    if sampled and (other := sorted(fields.keys() - _NOT_SAMPLED)):
+        raise RowlessError(f"a reply with `{other[0]:.40}`, which no row holds")
+    return row
 
 
-def _function(function: Mapping[str, Any]) -> dict[str, str]:
+def _call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise RowlessError("a tool call that calls no function")
     arguments = function.get("arguments", "")
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
-    return {"name": str(function.get("name", "")), "arguments": text}
+    named = {"name": str(function.get("name", "")), "arguments": text}
+    return {"type": "function", "id": str(call.get("id") or ""), "function": named}
 
 
 def _tools(conversation: Conversation) -> dict[str, str]:

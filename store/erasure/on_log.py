@@ -6,7 +6,7 @@ are no longer addressed (docs/erasure.md)."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
 import msgspec
@@ -17,6 +17,7 @@ from pipeline.events import (
     EVENTS,
     ClaimCheck,
     DeadLettered,
+    Event,
     GroupDiscarded,
     GroupScored,
     decode,
@@ -34,18 +35,13 @@ async def reached(
 ) -> AsyncGenerator[tuple[str, StoredMessage], None]:
     """Yield stream and message of all that the log holds of the plan's runs: their own events, the scored groups that
     they are in, and dead letters of either."""
-    for run in plan.runs:
-        for event in EVENTS:
-            if "trajectory" in event.subject_fields:
-                subject = subject_filter(event, project=project, trajectory=run)
-                async with aclosing(broker.messages(stream_of(event), subject=subject)) as found:
-                    async for message in found:
-                        yield stream_of(event), message
-    for group in plan.groups:
-        subject = subject_filter(GroupScored, project=project, model=group.model, group=group.group)
-        async with aclosing(broker.messages(stream_of(GroupScored), subject=subject)) as found:
-            async for message in found:
-                yield stream_of(GroupScored), message
+    for event, names in _names(plan):
+        subject = subject_filter(event, project=project, **names)
+        # The subject of a dead letter that was delivered again has one more token.
+        for each in (subject, f"{subject}.*") if subject[-1] != ">" else (subject,):
+            async with aclosing(broker.messages(stream_of(event), subject=each)) as found:
+                async for message in found:
+                    yield stream_of(event), message
     reaches = Reaches(project, plan)
     async with aclosing(broker.messages(stream_of(DeadLettered))) as found:
         async for message in found:
@@ -55,6 +51,14 @@ async def reached(
                 continue  # what it held is gone, as after an erasure that was killed between object and message
             if isinstance(letter, DeadLettered) and reaches(letter.original_subject):
                 yield stream_of(DeadLettered), message
+
+
+def _names(plan: Plan) -> Iterator[tuple[type[Event], dict[str, str]]]:
+    """Yield the classes of events about the plan's runs and groups, with the fields that name each of these."""
+    for run in plan.runs:
+        yield from ((event, {"trajectory": run}) for event in EVENTS if "trajectory" in event.subject_fields)
+    for group in plan.groups:
+        yield GroupScored, {"model": group.model, "group": group.group}
 
 
 class Reaches:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import decimal
+import fractions
 import json
 import mmap
 import os
@@ -13,6 +15,8 @@ import socket
 import sys
 import time
 from typing import Any
+
+import numpy as np
 
 
 def length(trajectory: dict[str, Any]) -> float:
@@ -55,6 +59,46 @@ def raises(trajectory: dict[str, Any]) -> float:
 
 def eats(_: dict[str, Any]) -> float:
     return float(len(bytearray(4 << 30)))
+
+
+NUMBERS: dict[str, Any] = {
+    "numpy float": np.float32(0.5),
+    "numpy int": np.int64(1),
+    "numpy bool": np.bool_(True),
+    "array": np.array(0.5),
+    "bool": True,
+    "decimal": decimal.Decimal("0.5"),
+    "fraction": fractions.Fraction(1, 2),
+    "int": 1,
+    "text": "0.5",
+    "bytes": b"1",
+    "none": None,
+    "complex": 1j,
+    "list": [0.5],
+    "nan": float("nan"),
+    "infinite": decimal.Decimal("Infinity"),
+}
+
+
+def number(trajectory: dict[str, Any]) -> Any:
+    return NUMBERS[trajectory["id"]]
+
+
+def leaks(trajectory: dict[str, Any]) -> Any:
+    """Says what the run said wherever a function can. The group named `scored` gets a reward all the same."""
+    text = str(trajectory["messages"])
+    print(text)  # noqa: T201
+    if trajectory["group"] == "scored":
+        return 1.0
+    match sum(trajectory["id"].encode()) % 4:
+        case 0:
+            raise ValueError(text)
+        case 1:
+            return text
+        case 2:
+            return {"reward": 1.0, "calls": {text: 1.0}}
+        case _:
+            return {"reward": text, text: 1.0}
 
 
 def words(_: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -345,6 +346,31 @@ async def test_a_dead_letter_that_is_delivered_again_joins_its_group(
         (group,) = await groups(broker, 1)
         await drained(broker)
     assert {m.trajectory for m in group.members} == set("abc")
+
+
+async def test_a_dead_letter_of_a_full_group_is_retried_to_a_verdict(
+    broker: Broker, nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The judge died twice of the group, so the completion that filled it became a dead letter."""
+
+    async def fail(*_: Any, **__: Any) -> GroupScored:
+        raise AssertionError("a fault of the judge")
+
+    await publish(broker, [completed("a"), completed("b"), completed("c")])
+    with monkeypatch.context() as patch:
+        patch.setattr("judge.service.score_closed", fail)
+        with anyio.fail_after(60):
+            while not (letters := await broker.read(DeadLettered)):
+                with contextlib.suppress(BaseExceptionGroup):
+                    async with judging(broker, settings(nats_config)):
+                        await drained(broker)
+    async with judging(broker, settings(nats_config)):
+        await drained(broker)
+        await dead_letters.retry(broker, letters[0])
+        (group,) = await groups(broker, 1)
+        await drained(broker)
+    assert {m.trajectory for m in group.members} == set("abc")
+    assert await broker.read(GroupDiscarded) == []
 
 
 async def test_a_judge_that_was_down_reads_its_backlog_before_it_closes_groups(

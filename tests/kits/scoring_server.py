@@ -132,7 +132,8 @@ def favoured(prompt: str, nonce: str, ids: list[str]) -> list[str]:
 class ScoringServer:
     """`POST /v1/chat/completions`, `GET /v1/models`, `GET /health` on a free port (or `port`)."""
 
-    answer: Callable[[Request], Answer] = field(default_factory=Scorer)
+    answer: Callable[[Request], Answer | bytes] = field(default_factory=Scorer)
+    """Bytes are the whole body of an answer with the status 200."""
     delay_s: float = 0.0
     refusal: str = "told to fail"
     """The message of an error answer."""
@@ -174,13 +175,13 @@ class ScoringServer:
                     body = await stream.receive_exactly(int(headers.get("content-length", "0")))
                     method, path, _ = line.split(" ", 2)
                     status, answer = await self._answer(method, path, headers, body)
-                    payload = json.dumps(answer).encode()
+                    payload = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                     head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}"
                     await connection.send(head.encode() + b"\r\n\r\n" + payload)
 
     async def _answer(
         self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, Any]]:
+    ) -> tuple[int, dict[str, Any] | bytes]:
         if method == "GET":
             models = [{"id": "scorer", "object": "model"}]
             return 200, {"object": "list", "data": models, "calls": self.calls, "most_at_once": self.most}
@@ -200,6 +201,8 @@ class ScoringServer:
             self.now -= 1
         if isinstance(text, int):
             return text, _error(self.refusal)
+        if isinstance(text, bytes):
+            return 200, text
         size = sum(len(str(m["content"])) for m in request["messages"])
         usage = {
             "prompt_tokens": size // 4,

@@ -21,6 +21,8 @@ import pydantic
 
 _STOP_S = 10.0
 """How long the process may take to end."""
+_ANSWER_S = 3600.0
+"""How long the process may take for a group."""
 _ATTEMPTS = 2
 """Processes that a group is given to: it is scored by the next one if the first dies."""
 _ERROR_BYTES = 4000
@@ -126,10 +128,17 @@ _process: JudgeProcess | None = None
 
 async def judge_answer(request: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the answer of the program's judge to `request`, a request of `judge.commands.serve` that has no `id` yet.
-    The process begins with the first request, and again where it died. Raises `JudgeDiedError`."""
+    The process begins with the first request, and again where it died. Raises `JudgeDiedError`, and `ValueError` if
+    there is no answer within `_ANSWER_S` seconds."""
+
+    async def ask() -> dict[str, Any]:
+        return await asyncio.wrap_future(await asyncio.to_thread(_ask, request, environment))
+
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return await asyncio.wrap_future(await asyncio.to_thread(_ask, request, environment))
+            return await asyncio.wait_for(ask(), _ANSWER_S)
+        except TimeoutError as error:
+            raise ValueError(f"the judge's process did not answer within {_ANSWER_S:.0f} s") from error
         except JudgeDiedError:
             if attempt == _ATTEMPTS:
                 raise

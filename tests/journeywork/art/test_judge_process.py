@@ -27,6 +27,12 @@ signal.pause()
 """
 
 
+_NEVER_ANSWERS = """
+import sys
+sys.stdin.read()
+"""
+
+
 def started(monkeypatch: pytest.MonkeyPatch, program: str) -> judge_process.JudgeProcess:
     start = judge_process.subprocess.Popen
     monkeypatch.setattr(
@@ -60,3 +66,15 @@ def test_lines_that_are_no_answers_are_passed_over(monkeypatch: pytest.MonkeyPat
         assert process.ask({}, {}).result(timeout=60) == {"id": 0}
     finally:
         process.close()
+
+
+@pytest.mark.anyio
+async def test_an_answer_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_process, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(judge_process, "_process", started(monkeypatch, _NEVER_ANSWERS))
+    try:
+        with pytest.raises(ValueError, match="did not answer within"):
+            await judge_process.judge_answer({}, {})
+    finally:
+        assert judge_process._process is not None
+        judge_process._process.close()

@@ -131,3 +131,10 @@ async def test_the_long_wait_for_a_group_is_that_of_its_request_alone() -> None:
         await gateway.complete_group("g", "m", [])
         await gateway.group("g", "m")
     assert waits == [("POST", 600.0), ("GET", 60.0)]
+
+
+async def test_groups_that_nobody_decides_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("journeywork.art.training._STEP_S", 0.1)
+    monkeypatch.setattr("journeywork.art.training._POLL_S", 0.01)
+    with pytest.raises(art.TrainingError, match="2 groups were neither trained nor discarded"):
+        await await_step(cast(Gateway, Scripted({})), "m", ("a", "b"))

@@ -14,7 +14,7 @@ import anyio
 import msgspec
 import pytest
 
-from judge.models.chat import ContextWindowError, ModelError
+from judge.models.chat import ContextWindowError, ModelError, describe
 from judge.models.judge_model import JudgeModel, open_judge_model
 from judge.models.litellm_client import LiteLlmClient
 from judge.models.openai_client import OpenAiClient
@@ -401,3 +401,19 @@ def test_without_a_judge_model_litellm_is_not_imported() -> None:
     code = "import judge.service, judge.rewards.compose, judge.models.judge_model, sys; print('litellm' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("temperature: must be at most 2", True),
+        ("can't decode 'Müller, Bahnhofstraße 1'", False),
+        ("can't decode {'text': 'M\\u00fcller, Bahnhofstra\\u00dfe 1'}", False),
+        ('bad: "I live at\\nM\u00fcller, Bahn"', False),
+    ],
+)
+def test_an_error_is_told_unless_it_repeats_the_prompt(said: str, told: bool) -> None:
+    sent = [{"role": "user", "content": [{"type": "text", "text": "I live at\nMüller, Bahnhofstraße 1"}]}]
+    assert describe(ValueError(said), sent) == (
+        f"ValueError: {said}" if told else "ValueError: its message repeats the prompt"
+    )

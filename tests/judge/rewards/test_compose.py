@@ -8,6 +8,7 @@ import anyio
 import msgspec
 import pytest
 
+from journeywork.trajectory import finite_number
 from judge.labelled import GroupFile, GroupMember
 from judge.rewards.compose import ConfiguredComposer, combine, open_composer, second_config
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
@@ -21,6 +22,7 @@ from pipeline.config import (
     SecondJudgeConfig,
     load,
 )
+from tests.judge.functions import NUMBERS
 from tests.judge.kit import Model, completed, loading, ruler, transcript
 from tests.kits.scoring_server import Scorer
 
@@ -44,11 +46,11 @@ async def test_a_function_s_number_is_the_reward() -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("raises", "ValueError: no bad"),
+        ("raises", "ValueError in line [0-9]+ of functions.py"),
         ("hangs", "took longer than 3"),
         ("dies", "ended its process"),
         ("eats", "MemoryError"),
-        ("words", "'good', not a number"),
+        ("words", "returned a str, not a number"),
         ("nothing", "nan|not a number|ended"),
         ("missing", "cannot be imported: AttributeError"),
     ],
@@ -59,6 +61,20 @@ async def test_a_function_that_misbehaves_fails_that_call_only(name: str, why: s
             await call({"id": "bad"})
         if name in ("hangs", "dies"):
             assert (await call({"id": "good"})).reward == 0.5
+
+
+async def test_functions_may_return_the_numbers_that_the_sdk_takes_as_rewards() -> None:
+    async with RewardFunction(function("number")).open() as call:
+        for name, value in NUMBERS.items():
+            try:
+                reward: float | None = finite_number("reward", value)
+            except (TypeError, ValueError):
+                reward = None
+            try:
+                returned: float | None = (await call({"id": name})).reward
+            except RewardFunctionError:
+                returned = None
+            assert returned == reward, name
 
 
 async def test_a_function_rewards_calls_by_what_followed_them() -> None:
@@ -77,12 +93,12 @@ async def test_a_function_rewards_calls_by_what_followed_them() -> None:
 @pytest.mark.parametrize(
     ("returned", "why"),
     [
-        ('{"calls": {"7": 1.0}}', "gave a reward to call '7', which is none"),
-        ('{"calls": {"0": "good"}}', "'good' for call 0, not a number"),
-        ('{"calls": {"0": 1e16}}', "a number for call 0 that is not from -1e15"),
-        ('{"calls": [1.0]}', "not a number or"),
-        ('{"call": {"0": 1.0}}', "not a number or"),
-        ('{"reward": null, "calls": {"0": 1.0}}', "None, not a number"),
+        ('{"calls": {"7": 1.0}}', "gave rewards to 1 calls that are none"),
+        ('{"calls": {"0": "good"}}', "a str for a call, not a number"),
+        ('{"calls": {"0": 1e16}}', "a number for a call that is not from -1e15"),
+        ('{"calls": [1.0]}', "returned a dict other than"),
+        ('{"call": {"0": 1.0}}', "returned a dict other than"),
+        ('{"reward": null, "calls": {"0": 1.0}}', "a NoneType, not a number"),
     ],
 )
 async def test_a_function_that_rewards_calls_wrongly_gives_no_reward(

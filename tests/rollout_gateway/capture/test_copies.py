@@ -205,6 +205,15 @@ async def test_what_became_of_a_group(gateway: GatewayProcess, nats_config: Nats
     dead = state("g4")
     assert (dead["status"], dead["reason"], dead["detail"]) == ("dead", "sampler_mismatch", "too far")
     assert state("g2")["status"] == "waiting"
+    completed = TrajectoryCompleted(project=PROJECT, trajectory="t", model="tictactoe", group="g5")
+    of_judge = msgspec.structs.replace(
+        letter, stream="ROLLOUTS", consumer="judge", reason="ended_service", payload=encode(completed)
+    )
+    async with Broker.connect(nats_config) as broker:
+        await broker.publish(of_judge)
+        assert state("g5")["status"] == "dead"
+        await broker.publish(msgspec.structs.replace(scored, group="g5"))  # it was retried
+        assert state("g5")["status"] == "waiting"
     assert (state("g3")["status"], state("g3")["reason"], state("g3")["detail"]) == (
         "discarded",
         "no_variance",

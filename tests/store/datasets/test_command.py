@@ -21,7 +21,6 @@ from pipeline.events import (
     TrajectoryOpened,
 )
 from store.datasets import command, folder
-from store.datasets.duplicates import near_duplicates
 from tests.store.kit import checkpoint, exchange, fill
 
 BASE = Path(__file__).parents[3] / "examples" / "tictactoe" / "model"
@@ -290,27 +289,12 @@ def test_the_splits_have_one_schema_also_if_a_field_occurs_in_one_of_them_only(
     assert "tool_calls" in str(schemas[0])
 
 
-def test_the_card_names_pairs_across_splits_first(tmp_path: Path) -> None:
+def test_the_card_counts_equal_rows_also_across_splits() -> None:
     tasks = ("two", "two", "one")
     rows: list[dict[str, Any]] = [{"prompt": "p", "run": f"r{i}", "task": t} for i, t in enumerate(tasks)]
+    rows.append({"prompt": "q", "run": "r3", "task": "two"})
     card = folder.files_of(rows, folder.Source("q", "prompts", [], [], Counter()), 0.3)["README.md"].decode()
-    assert "2 pairs share 0.9 of their runs of five words or more, 1 of them in different" in card
-    assert card.index("- `r0` and `r2`: 1.00") < card.index("- `r0` and `r1`: 1.00")
-
-
-def test_near_duplicates_are_pairs_above_the_overlap() -> None:
-    words = [f"w{i}" for i in range(200)]
-    texts = [
-        " ".join(words),
-        " ".join([*words[:-1], "other"]),
-        " ".join(reversed(words)),
-        " ".join(words),
-        "short",
-        "short",
-    ]
-    found = near_duplicates(texts)
-    assert [(a, b) for a, b, _ in found] == [(0, 1), (0, 3), (4, 5)]
-    assert found[0][2] == pytest.approx(195 / 197)
+    assert "2 rows repeat an earlier one. 3 rows stand in both splits." in card
 
 
 @pytest.mark.parametrize(

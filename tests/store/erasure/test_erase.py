@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ from pipeline.events import (
 from pipeline.log import objects
 from pipeline.log.broker import Broker
 from pipeline.running.runs import SETTINGS
-from pipeline.security import users
 from store.datasets import command as dataset
 from store.erasure import command, in_lake
 from store.erasure.in_lake import Rewriter
@@ -121,19 +120,6 @@ HISTORY: list[Event] = [
         for step, group in enumerate(("g1", "g0", "g2", "g3"), 1)
     ),
 ]  # fmt: skip
-
-
-@pytest.fixture
-def nats_server(start_nats: Callable[..., NatsServer], tmp_path: Path) -> NatsServer:
-    return start_nats(extra=users.authorization(tmp_path / "users"))
-
-
-@pytest.fixture
-async def nats_config(nats_server: NatsServer, tmp_path: Path) -> NatsConfig:
-    """A server that knows the services' users: the command has its own rights."""
-    made = NatsConfig(url=nats_server.url, users=str(tmp_path / "users"), publish_deadline_s=20)
-    async with Broker.connect(made):
-        return msgspec.structs.replace(made, provision=False)
 
 
 @pytest.fixture
