@@ -261,8 +261,8 @@ class TrajectoryDetector:
                 asked = msgspec.json.decode(last.request, type=dict[str, msgspec.Raw])
                 (choice,) = msgspec.json.decode(last.response)["choices"]
                 opened = trajectory.opened
-                answered = _conversation(opened.owner, opened.model, asked).with_answer(choice.get("message"))
-                history = answered.histories[-1]
+                said = choice.get("message") or {}
+                history = _conversation(opened.owner, opened.model, asked).with_answer(said).histories[-1]
             await self._put(WaitingRun(name, history, trajectory.recorded.next_seq, restored=True))
             restored += 1
         log.info("detected trajectories", waiting=len(waiting), restored=restored)

@@ -234,7 +234,7 @@ def decode_text(raw: msgspec.Raw | None) -> str:
     """Decode a JSON string. A missing one or null is empty."""
     if raw is None or is_null(raw):
         return ""
-    return str(msgspec.json.decode(raw))
+    return msgspec.json.decode(raw, type=str)
 
 
 def _type_of(raw: msgspec.Raw) -> str:

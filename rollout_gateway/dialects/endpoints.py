@@ -5,7 +5,9 @@ them."""
 
 from __future__ import annotations
 
+import hashlib
 from array import array
+from typing import Annotated, Any
 
 import msgspec
 
@@ -40,6 +42,9 @@ ADDED = ("prompt_token_ids", "prompt_text")
 _ADDED_TO_CHOICE = ("token_ids", "prompt_token_ids", "routed_experts")
 
 
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
 class _ChatParams(RequestParams, kw_only=True):
     messages: Raw
     logprobs: bool | None = None
@@ -63,6 +68,41 @@ class _Logprobs(msgspec.Struct):
 
 
 _logprobs_decoder = msgspec.json.Decoder(_Logprobs | None)
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: Tokens = 0
+    completion_tokens: Tokens | None = 0
+    total_tokens: Tokens = 0
+    prompt_tokens_details: dict[str, Any] | None = None
+    completion_tokens_details: dict[str, Any] | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+_usage_decoder = msgspec.json.Decoder(_Usage | None)
+_value_decoder = msgspec.json.Decoder()
+_TYPED = frozenset(
+    ("choices", "message", "delta", "usage", "prompt_token_ids", "token_ids", "routed_experts")
+)
+"""Fields of a reply or a choice that have decoders of their own."""
+MALFORMED = (msgspec.DecodeError, KeyError, OverflowError, RecursionError, UnicodeDecodeError)
+"""What reading a reply raises if it is none."""
 
 
 def read_chat(body: bytes) -> Call:
@@ -109,13 +149,17 @@ def upstream_body(call: Call, version: str, *, answer_id: str) -> bytes:
 def read_answer(body: bytes, call: Call) -> Answer:
     """Decode vLLM's reply, and remove what the client did not ask for.
 
-    Raises `msgspec.DecodeError` or `KeyError` if it is not such a reply."""
+    Raises one of `MALFORMED` if it is not such a reply."""
     params = call.params
     fields = _fields_decoder.decode(body)
     prompt_ids = pack_ids(fields.get("prompt_token_ids"))
     clean(fields, params)
-    choices = []
+    check_values(fields)
+    choices: list[SampledChoice] = []
     for position, choice in enumerate(choices_decoder.decode(fields["choices"])):
+        check_values(choice)
+        if call.served_by == CHAT:
+            choice["message"] = _read_message(choice["message"], fields.get("id"))
         ids = pack_ids(choice.get("token_ids"))
         sampled = SampledChoice(
             index=_index_decoder.decode(choice["index"]) if "index" in choice else position,
@@ -129,7 +173,35 @@ def read_answer(body: bytes, call: Call) -> Answer:
         clean_choice(choice, params)
         call.add_reference(choice, fields.get("id"))
         choices.append(sampled)
+    if sorted(choice.index for choice in choices) != list(range(call.choices)):
+        message = f"it has {len(choices)} choices where {call.choices} were asked for, or two with one index"
+        raise msgspec.ValidationError(message)
     return Answer(fields, prompt_ids, choices)
+
+
+def check_values(fields: Fields) -> None:
+    """Raise one of `MALFORMED` if a reply, chunk or choice holds what can't be decoded or written again."""
+    for name, raw in fields.items():
+        if name not in _TYPED:
+            _encode(_value_decoder.decode(raw))
+    if "usage" in fields:
+        _usage_decoder.decode(fields["usage"])
+
+
+def _read_message(raw: Raw, reply: Raw | None) -> Raw:
+    """Check the message of a choice, and give each of its tool calls an id. Raises one of `MALFORMED`."""
+    message = _value_decoder.decode(raw)
+    calls = msgspec.convert(message, _Message).tool_calls or ()
+    if all(call.id for call in calls):
+        return raw
+    for position, call in enumerate(message["tool_calls"]):
+        call["id"] = call.get("id") or new_call_id(reply, position)
+    return Raw(_encode(message))
+
+
+def new_call_id(reply: Raw | None, position: int) -> str:
+    """Return the id of a tool call to which the server gave none. Some models' templates take nine characters only."""
+    return hashlib.sha256(b"%b %d" % (bytes(reply or b""), position)).hexdigest()[:9]
 
 
 def clean(fields: Fields, params: RequestParams) -> None:

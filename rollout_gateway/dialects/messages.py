@@ -37,7 +37,9 @@ _BLOCKS = {
     "tool": _BlockFormat("tool_use", {"input": {}}, "input_json_delta", "partial_json"),
 }
 """The format of a block by its kind (`Translation.open`)."""
+_FORMATS = {form.type: form for form in _BLOCKS.values()}
 
+_ATTRIBUTION = "x-anthropic-billing-header"
 _ERROR_BYTES = 500
 """Number of bytes of an answer in an unknown format that become the message of the error."""
 
@@ -62,38 +64,13 @@ class _Source(msgspec.Struct):
         return f"data:{self.media_type};base64,{self.data}" if self.type == "base64" and self.data else ""
 
 
-class _Block(msgspec.Struct):
-    type: str
-    text: str = ""
-    thinking: str = ""
-    id: str = ""
-    name: str = ""
-    input: Any = None
-    tool_use_id: str = ""
-    tool_name: str = ""
-    is_error: bool | None = None
-    content: str | list[_Block] | None = None
-    source: _Source | None = None
-    title: str | None = None
-    context: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.type == "image" and not (self.source and self.source.image_url):
-            raise ValueError("an image needs a source of type `base64` with `data`, or `url` with `url`")
-
-
-class _InputMessage(msgspec.Struct):
-    role: Literal["user", "assistant", "system"]
-    content: str | list[_Block]
-
-
 class _ToolParam(msgspec.Struct):
     name: str
     type: str | None = None
-    description: str = ""
+    description: str | None = None
     input_schema: dict[str, Any] = {}
     strict: bool | None = None
-    defer_loading: bool = False
+    defer_loading: bool | None = None
     """The model is not shown the tool before the result of a search refers to it (`tool_reference`)."""
 
     def __post_init__(self) -> None:
@@ -105,12 +82,48 @@ class _ToolParam(msgspec.Struct):
             raise ApiError(400, "unsupported_tool", message, param="tools")
 
     def chat(self) -> dict[str, Any]:
+        parameters = (
+            self.input_schema if "type" in self.input_schema else {**self.input_schema, "type": "object"}
+        )
         function: dict[str, Any] = {
-            "name": self.name, "description": self.description, "parameters": self.input_schema
+            "name": self.name, "description": self.description or "", "parameters": parameters
         }  # fmt: skip
         if self.strict is not None:
             function["strict"] = self.strict
         return {"type": "function", "function": function}
+
+
+class _ToolChange(msgspec.Struct):
+    """A tool that a system message adds or removes: by the name of one of the request's tools, or by its definition."""
+
+    name: str = ""
+    definition: _ToolParam | None = None
+
+
+class _Block(msgspec.Struct):
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Any = None
+    tool_use_id: str | None = None
+    tool_name: str | None = None
+    is_error: bool | None = None
+    content: str | list[_Block] | None = None
+    source: _Source | None = None
+    title: str | None = None
+    context: str | None = None
+    tool: _ToolChange | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "image" and not (self.source and self.source.image_url):
+            raise ValueError("an image needs a source of type `base64` with `data`, or `url` with `url`")
+
+
+class _InputMessage(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[_Block]
 
 
 _Tools = dict[str, _ToolParam]
@@ -119,12 +132,12 @@ _Tools = dict[str, _ToolParam]
 
 class _ToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"] = "auto"
-    name: str = ""
-    disable_parallel_tool_use: bool = False
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class _OutputFormat(msgspec.Struct):
-    schema: dict[str, Any]
+    schema: dict[str, Any] | None = None
 
 
 class _OutputConfig(msgspec.Struct):
@@ -143,7 +156,7 @@ class _MessagesRequest(msgspec.Struct):
     temperature: float | None = None
     top_p: float | None = None
     seed: Seed | None = None
-    stream: bool = False
+    stream: bool | None = None
 
 
 class MessagesTranslation(Translation):
@@ -156,22 +169,35 @@ class MessagesTranslation(Translation):
         "inference_geo", "metadata", "service_tier", "speed", "thinking", "user_profile_id", "workspace_id",
     ))  # fmt: skip
     request: _MessagesRequest
+    _system_first = False
+    """System messages further on are put into the first one."""
+
+    def merge_system(self) -> bool:
+        changes = not self._system_first and any(m.role == "system" for m in self.request.messages)
+        self._system_first = True
+        return changes
 
     def chat(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> dict[str, Any]:
         request = self.request
         messages: list[dict[str, Any]] = []
-        if request.system:
-            messages.append({"role": "system", "content": _text(request.system)})
-        tools = {tool.name: tool for tool in request.tools or ()}
+        system = [_system_text(request.system)]
+        tools, removed = _tools(request)
         for message in request.messages:
-            messages += _chat_messages(message, tools)
+            if message.role != "system":
+                messages += _chat_messages(message, tools)
+            elif self._system_first:
+                system.append(_system_text(message.content))
+            elif text := _system_text(message.content):
+                messages.append({"role": "system", "content": text})
+        if text := "\n".join(filter(None, system)):
+            messages.insert(0, {"role": "system", "content": text})
         chat = self._chat(messages, request.max_tokens)
         if request.stop_sequences:
             chat["stop"] = request.stop_sequences
-        if request.output_config and (form := request.output_config.format):
+        if request.output_config and (form := request.output_config.format) and form.schema:
             json_schema = {"name": "output", "schema": form.schema}
             chat["response_format"] = {"type": "json_schema", "json_schema": json_schema}
-        if shown := [tool.chat() for tool in tools.values() if not tool.defer_loading]:
+        if shown := [t.chat() for t in tools.values() if not t.defer_loading and t.name not in removed]:
             chat["tools"] = shown
             choice = request.tool_choice or _ToolChoice()
             chat["tool_choice"] = {
@@ -199,25 +225,27 @@ class MessagesTranslation(Translation):
         return self.event("message_start", message=self.whole() | empty)
 
     def open(self, kind: str, call_id: str, name: str) -> bytes:
-        self._format = _BLOCKS[kind]
+        form = _BLOCKS[kind]
         tool = {"id": call_id, "name": name} if kind == "tool" else {}
-        block = {"type": self._format.type, **tool, **self._format.empty}
+        block = {"type": form.type, **tool, **form.empty}
         self.blocks.append(block)
         if not self.streams:
             return b""
-        return self._event("content_block_start", content_block=block)
+        return self.event("content_block_start", index=len(self.blocks) - 1, content_block=block)
 
-    def delta(self, text: str) -> bytes:
-        piece = {"type": self._format.delta_type, self._format.delta_field: text}
-        return self._event("content_block_delta", delta=piece)
+    def delta(self, place: int, text: str) -> bytes:
+        form = _FORMATS[self.blocks[place]["type"]]
+        piece = {"type": form.delta_type, form.delta_field: text}
+        return self.event("content_block_delta", index=place, delta=piece)
 
-    def complete(self, block: dict[str, Any]) -> bytes:
+    def complete(self, place: int) -> bytes:
+        block, text = self.blocks[place], self.text(place)
         match block["type"]:
             case "tool_use":
-                block["input"] = _arguments(self.text)
+                block["input"] = _arguments(text)
             case kind:
-                block[kind] = self.text
-        return self._event("content_block_stop") if self.streams else b""
+                block[kind] = text
+        return self.event("content_block_stop", index=place) if self.streams else b""
 
     def end(self) -> bytes:
         out = self.close()
@@ -230,10 +258,6 @@ class MessagesTranslation(Translation):
 
     def error(self, body: bytes, status: int) -> bytes:
         return messages_error(body, status)
-
-    def _event(self, kind: str, **data: Any) -> bytes:
-        """Encode an event about the last block."""
-        return self.event(kind, index=len(self.blocks) - 1, **data)
 
     def _stop(self) -> dict[str, str | None]:
         """Return the fields that tell why the model stopped."""
@@ -263,7 +287,10 @@ def _error(error: dict[str, Any], status: int) -> dict[str, Any]:
 
 def _usage(usage: dict[str, Any] | None) -> dict[str, int]:
     usage = usage or {}
-    return {"input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens", 0)}
+    return {
+        "input_tokens": usage.get("prompt_tokens", 0),
+        "output_tokens": usage.get("completion_tokens") or 0,
+    }
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -285,14 +312,38 @@ def _arguments_text(value: Any) -> str:
     return msgspec.json.encode(value or {}).decode()
 
 
-def _text(content: str | list[_Block] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(block.text for block in content if block.type == "text")
+def _tools(request: _MessagesRequest) -> tuple[_Tools, set[str]]:
+    """All tools of a request, and the names of those that a system message removed. Raises a 400 `ApiError`."""
+    tools, removed = {tool.name: tool for tool in request.tools or ()}, set[str]()
+    for block in (b for m in request.messages if not isinstance(m.content, str) for b in m.content):
+        if block.type not in ("tool_addition", "tool_removal") or (change := block.tool) is None:
+            continue
+        added = change.definition or tools.get(change.name)
+        if added is None:
+            message = f"A {block.type} names the tool {change.name!r}, which `tools` does not define."
+            raise ApiError(400, "invalid_body", message, param="messages")
+        if block.type == "tool_addition":
+            tools[added.name] = msgspec.structs.replace(added, defer_loading=False)
+            removed.discard(added.name)
+        else:
+            removed.add(added.name)
+    return tools, removed
+
+
+def _system_text(content: str | list[_Block] | None) -> str:
+    """The text of a system prompt, without the line in which Claude Code names its version and a hash of the call: it
+    would change the prompt with each call. vLLM leaves it out too."""
+    texts = [content] if isinstance(content, str) else [b.text for b in content or () if b.type == "text"]
+    return "\n".join(
+        rest
+        for text in filter(None, texts)
+        if (rest := text.partition("\n")[2] if text.startswith(_ATTRIBUTION) else text)
+    )
 
 
 def _chat_messages(message: _InputMessage, tools: _Tools) -> list[dict[str, Any]]:
-    """Convert a message to chat messages. Each tool result in it becomes a separate message."""
+    """Convert a message of the user or the assistant to chat messages. Each tool result in it becomes a separate
+    message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     out: list[dict[str, Any]] = []
@@ -302,20 +353,23 @@ def _chat_messages(message: _InputMessage, tools: _Tools) -> list[dict[str, Any]
     for block in message.content:
         match block.type:
             case "tool_use":
-                function = {"name": block.name, "arguments": _arguments_text(block.input)}
-                calls.append({"id": block.id, "type": "function", "function": function})
+                function = {"name": block.name or "", "arguments": _arguments_text(block.input)}
+                calls.append({"id": block.id or "", "type": "function", "function": function})
             case "tool_result":
-                out.append(
-                    {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block, tools)}
-                )
+                result = _result(block, tools)
+                out.append({"role": "tool", "tool_call_id": block.tool_use_id or "", "content": result})
             case "thinking":
-                reasoning += block.thinking
+                reasoning += block.thinking or ""
             case "redacted_thinking":
                 pass  # only its author can read it, and the gateway writes none
+            case "text" if not block.text:
+                pass
             case _:
                 parts.append(_part(block, tools))
-    if parts or calls:
-        said: dict[str, Any] = {"role": message.role, "content": joined(parts)}
+    if parts or message.role == "assistant":
+        # The assistant's text is one in a chat completion, and in blocks where it came between calls.
+        content = joined(parts, "" if message.role == "assistant" else "\n")
+        said: dict[str, Any] = {"role": message.role, "content": content}
         if reasoning:
             said["reasoning"] = reasoning  # the model's chat template decides whether it is shown
         if calls:
@@ -330,13 +384,13 @@ def _part(block: _Block, tools: _Tools) -> dict[str, Any]:
     source = block.source or _Source()
     match block.type, source.type:
         case "text", _:
-            return {"type": "text", "text": block.text}
+            return {"type": "text", "text": block.text or ""}
         case "image", _:
             return {"type": "image_url", "image_url": {"url": source.image_url}}
         case "document", "text":
             texts = (block.title, block.context, source.data)
             return {"type": "text", "text": "\n".join(text for text in texts if text)}
-        case "tool_reference", _ if tool := tools.get(block.tool_name):
+        case "tool_reference", _ if tool := tools.get(block.tool_name or ""):
             # The definition stands where it was found: among the tools, it would change the beginning of the prompt.
             return {"type": "text", "text": msgspec.json.encode(tool.chat()).decode()}
         case "document", kind:
