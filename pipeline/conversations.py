@@ -270,7 +270,7 @@ def _canonical(arguments: Any) -> Any:
             msgspec.json.decode(arguments) if isinstance(arguments, str) and arguments else arguments or {}
         )
         return msgspec.json.encode(decoded, order="sorted")
-    except (msgspec.DecodeError, OverflowError, RecursionError):
+    except (msgspec.DecodeError, RecursionError):
         return arguments
 
 

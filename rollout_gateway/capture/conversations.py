@@ -7,7 +7,6 @@ system prompt, or start agents of their own. `Quote` keeps of an answer what suc
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -245,9 +244,7 @@ def _canonical(message: dict[str, Any]) -> Canonical:
     return (
         str(message.get("role")),
         "".join(_texts(message.get("content"))).strip(),  # some clients leave out white space at the ends
-        json.dumps(calls, sort_keys=True)
-        if calls
-        else "",  # `msgspec` writes no integers of more than 64 bits
+        msgspec.json.encode(calls, order="sorted").decode() if calls else "",
     )
 
 

@@ -22,6 +22,7 @@ from rollout_gateway.dialects.calls import (
     Raw,
     RequestParams,
     SampledChoice,
+    decode_field,
     decode_text,
     pack_ids,
     read_fields,
@@ -101,7 +102,7 @@ _TYPED = frozenset(
     ("choices", "message", "delta", "usage", "prompt_token_ids", "token_ids", "routed_experts")
 )
 """Fields of a reply or a choice that have decoders of their own."""
-MALFORMED = (msgspec.DecodeError, KeyError, OverflowError, RecursionError, UnicodeDecodeError)
+MALFORMED = (msgspec.DecodeError, KeyError, RecursionError, UnicodeDecodeError)
 """What reading a reply raises if it is none."""
 
 
@@ -121,7 +122,7 @@ def read_completion(body: bytes) -> Call:
     if params.stream:
         message = "/v1/completions is not streamed: ask for the whole reply, or for a chat completion."
         raise ApiError(400, "unsupported", message, param="stream")
-    prompt = msgspec.json.decode(params.prompt)
+    prompt = decode_field(params.prompt, "prompt")
     if not isinstance(prompt, str | list):
         message = "prompt must be a string, a list of token ids, or a list of these."
         raise ApiError(400, "invalid_body", message, param="prompt")
@@ -180,10 +181,10 @@ def read_answer(body: bytes, call: Call) -> Answer:
 
 
 def check_values(fields: Fields) -> None:
-    """Raise one of `MALFORMED` if a reply, chunk or choice holds what can't be decoded or written again."""
+    """Raise one of `MALFORMED` if a reply, chunk or choice holds what can't be decoded."""
     for name, raw in fields.items():
         if name not in _TYPED:
-            _encode(_value_decoder.decode(raw))
+            _value_decoder.decode(raw)
     if "usage" in fields:
         _usage_decoder.decode(fields["usage"])
 

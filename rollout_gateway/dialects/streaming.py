@@ -292,12 +292,12 @@ class StreamCapture:
             # Before the tokens: if the delta is invalid, the record holds neither its text nor its tokens.
             choice["delta"] = self._take_delta(piece, state)
         ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
-        packed = pack_ids(ids)
+        packed, packed_logprobs = pack_ids(ids), pack_logprobs(logprobs)
         if packed:
             if not self.first_token_at:
                 self.first_token_at = now_us()
             state.ids += packed
-            state.logprobs += pack_logprobs(logprobs)[-len(packed) :]
+            state.logprobs += packed_logprobs[-len(packed) :]
         if self._params.wants_logprobs and logprobs is not None and not is_null(logprobs):
             state.kept_logprobs.append(logprobs)
         clean_choice(choice, self._params)
@@ -316,7 +316,6 @@ class StreamCapture:
         mended = [state.calls.mend(call, number, reply) for number, call in enumerate(calls)]
         state.deltas.append(delta)
         if not any(mended):
-            _encode(fields)
             return piece
         for said, call in zip(fields["tool_calls"], calls, strict=True):
             said |= {"index": call.index, "id": call.id}

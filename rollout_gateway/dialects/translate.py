@@ -16,7 +16,6 @@ import msgspec
 from pipeline.events import ExchangeRecorded
 from rollout_gateway.dialects.calls import Call, Raw, RequestParams, is_null, read_fields
 from rollout_gateway.dialects.permitted import FURTHER_SAMPLING, SENT, not_permitted
-from rollout_gateway.http.errors import ApiError
 from rollout_gateway.http.request import SSE_HEADERS, HeaderList, Request
 
 _encode = msgspec.json.Encoder().encode
@@ -97,13 +96,8 @@ class Translation(ABC):
 
     def call(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> Call:
         """Return the chat completion request as a call for the inference server. Raises a 400 `ApiError`."""
-        try:
-            chat = self.chat(exchanges)
-            fields = {name: Raw(_encode(value)) for name, value in chat.items()}
-            _encode(self.request)  # an answer repeats further fields of it
-        except OverflowError as error:
-            message = "The body is not valid: it holds an integer of more than 64 bits."
-            raise ApiError(400, "invalid_body", message) from error
+        chat = self.chat(exchanges)
+        fields = {name: Raw(_encode(value)) for name, value in chat.items()}
         return Call(_encode(fields), fields, RequestParams(chat["model"], chat["stream"]), self.path)
 
     def _chat(self, messages: list[dict[str, Any]], max_tokens: int | None) -> dict[str, Any]:
