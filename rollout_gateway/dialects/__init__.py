@@ -3,6 +3,7 @@
 | module | what lives there |
 | --- | --- |
 | `calls` | a call and its reply, whichever endpoint they came by |
+| `call_ids` | tool calls of a stream told apart |
 | `permitted` | which fields and media of a call reach the inference server |
 | `endpoints` | chat completions and completions: what to ask vLLM for, and what to remove from its reply |
 | `shape` | what is wrong with a call that a server could not read |

@@ -5,12 +5,12 @@ them."""
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from typing import Annotated, Any
 
 import msgspec
 
+from rollout_gateway.dialects.call_ids import new_call_id
 from rollout_gateway.dialects.calls import (
     CHAT,
     COMPLETIONS,
@@ -43,9 +43,6 @@ ADDED = ("prompt_token_ids", "prompt_text")
 _ADDED_TO_CHOICE = ("token_ids", "prompt_token_ids", "routed_experts")
 
 
-Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-
-
 class _ChatParams(RequestParams, kw_only=True):
     messages: Raw
     logprobs: bool | None = None
@@ -71,10 +68,13 @@ class _Logprobs(msgspec.Struct):
 _logprobs_decoder = msgspec.json.Decoder(_Logprobs | None)
 
 
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
 class _Usage(msgspec.Struct):
-    prompt_tokens: Tokens = 0
-    completion_tokens: Tokens | None = 0
-    total_tokens: Tokens = 0
+    prompt_tokens: _Tokens = 0
+    completion_tokens: _Tokens | None = 0
+    total_tokens: _Tokens = 0
     prompt_tokens_details: dict[str, Any] | None = None
     completion_tokens_details: dict[str, Any] | None = None
 
@@ -98,9 +98,9 @@ class _Message(msgspec.Struct):
 
 _usage_decoder = msgspec.json.Decoder(_Usage | None)
 _value_decoder = msgspec.json.Decoder()
-_TYPED = frozenset(
-    ("choices", "message", "delta", "usage", "prompt_token_ids", "token_ids", "routed_experts")
-)
+_TYPED = frozenset((
+    "choices", "message", "delta", "usage", "prompt_token_ids", "token_ids", "routed_experts",
+))  # fmt: skip
 """Fields of a reply or a choice that have decoders of their own."""
 MALFORMED = (msgspec.DecodeError, KeyError, RecursionError, UnicodeDecodeError)
 """What reading a reply raises if it is none."""
@@ -158,7 +158,6 @@ def read_answer(body: bytes, call: Call) -> Answer:
     check_values(fields)
     choices: list[SampledChoice] = []
     for position, choice in enumerate(choices_decoder.decode(fields["choices"])):
-        check_values(choice)
         if call.served_by == CHAT:
             choice["message"] = _read_message(choice["message"], fields.get("id"))
         ids = pack_ids(choice.get("token_ids"))
@@ -172,6 +171,7 @@ def read_answer(body: bytes, call: Call) -> Answer:
             prompt_ids=pack_ids(choice.get("prompt_token_ids")),
         )
         clean_choice(choice, params)
+        check_values(choice)
         call.add_reference(choice, fields.get("id"))
         choices.append(sampled)
     if sorted(choice.index for choice in choices) != list(range(call.choices)):
@@ -198,11 +198,6 @@ def _read_message(raw: Raw, reply: Raw | None) -> Raw:
     for position, call in enumerate(message["tool_calls"]):
         call["id"] = call.get("id") or new_call_id(reply, position)
     return Raw(_encode(message))
-
-
-def new_call_id(reply: Raw | None, position: int) -> str:
-    """Return the id of a tool call to which the server gave none. Some models' templates take nine characters only."""
-    return hashlib.sha256(b"%b %d" % (bytes(reply or b""), position)).hexdigest()[:9]
 
 
 def clean(fields: Fields, params: RequestParams) -> None:

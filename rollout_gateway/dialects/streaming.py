@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from pipeline.events import now_us
+from rollout_gateway.dialects.call_ids import CallIds, FunctionDelta, ToolDelta
 from rollout_gateway.dialects.calls import (
     Answer,
     Call,
@@ -34,7 +35,6 @@ from rollout_gateway.dialects.endpoints import (
     choices_decoder,
     clean,
     clean_choice,
-    new_call_id,
     pack_logprobs,
 )
 
@@ -70,23 +70,12 @@ class StreamError:
     code: int
 
 
-class _FunctionDelta(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _ToolDelta(msgspec.Struct):
-    index: int | None = None
-    id: str | None = None
-    function: _FunctionDelta | None = None
-
-
 class _Delta(msgspec.Struct):
     role: str | None = None
     content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[_ToolDelta] | None = None
+    tool_calls: list[ToolDelta] | None = None
 
 
 _index_decoder = msgspec.json.Decoder(int)
@@ -102,42 +91,8 @@ class _Choice:
     logprobs: bytearray = field(default_factory=bytearray)
     kept_logprobs: list[Raw] = field(default_factory=list)
     deltas: list[_Delta] = field(default_factory=list)
-    calls: _CallIds = field(default_factory=lambda: _CallIds())
+    calls: CallIds = field(default_factory=CallIds)
     finish: Fields | None = None
-
-
-class _CallIds:
-    """The ids of a choice's tool calls, by their positions: a server may give two calls one index, or a call no id."""
-
-    def __init__(self) -> None:
-        self._ids: list[str] = []
-        self._given: dict[tuple[int, str], int] = {}
-        """Positions of the calls to which the server gave an id, by index and id."""
-        self._newest: dict[int, int] = {}
-        """Position of the newest call with an index."""
-        self._made: set[int] = set()
-        """Positions of the calls whose ids are the gateway's."""
-
-    def mend(self, delta: _ToolDelta, number: int, reply: Raw | None) -> bool:
-        """Replace the index of a delta, the one with this number in its chunk, by its call's position, and its id by
-        the call's id where the call begins. Returns whether that changed the delta."""
-        before = delta.index, delta.id
-        index = number if delta.index is None else delta.index
-        position = self._newest.get(index)
-        if delta.id and position not in self._made:
-            position = self._given.get((index, delta.id))
-        if position is None:
-            position = len(self._ids)
-            self._ids.append(delta.id or new_call_id(reply, position))
-            if delta.id:
-                self._given[index, delta.id] = position
-            else:
-                self._made.add(position)
-            delta.id = self._ids[position]
-        elif delta.id != self._ids[position]:
-            delta.id = None  # the call has the gateway's id
-        self._newest[index], delta.index = position, position
-        return before != (delta.index, delta.id)
 
 
 class StreamCapture:
@@ -255,7 +210,7 @@ class StreamCapture:
         if not is_null(fields.get("error")):
             return self._take_error(msgspec.json.decode(fields["error"]))
         if "choices" not in fields:
-            return payload
+            return _encode(fields)
         if not self._top:
             self._top = {k: v for k, v in fields.items() if k not in ("choices", "usage", *ADDED)}
         if not self._prompt_ids and "prompt_token_ids" in fields:
@@ -279,7 +234,6 @@ class StreamCapture:
     def _take_choice(self, choice: Fields) -> bool:
         """Read a chunk's choice and clean it. Returns whether anything is left for the client. Raises
         `msgspec.DecodeError`."""
-        check_values(choice)
         index = _index_decoder.decode(choice["index"]) if "index" in choice else 0
         if not 0 <= index < self._expected:
             raise msgspec.ValidationError(
@@ -298,9 +252,10 @@ class StreamCapture:
                 self.first_token_at = now_us()
             state.ids += packed
             state.logprobs += packed_logprobs[-len(packed) :]
+        clean_choice(choice, self._params)
+        check_values(choice)
         if self._params.wants_logprobs and logprobs is not None and not is_null(logprobs):
             state.kept_logprobs.append(logprobs)
-        clean_choice(choice, self._params)
         if not is_null(choice.get("finish_reason")):
             decode_text(choice["finish_reason"])
             self._finished += state.finish is None
@@ -363,7 +318,7 @@ def _join_deltas(deltas: list[_Delta]) -> Raw:
     for call in (call for delta in deltas for call in delta.tool_calls or ()):
         tool = tools.setdefault(call.index, {"id": "", "type": "function", "function": {"name": ""}})
         tool["id"] = call.id or tool["id"]
-        function = call.function or _FunctionDelta()
+        function = call.function or FunctionDelta()
         tool["function"]["name"] += function.name or ""
         # Joined at the end: in a dictionary, `+=` copies the whole text each time.
         arguments.setdefault(call.index, []).append(function.arguments or "")
@@ -387,9 +342,9 @@ def _with_line_feeds(data: bytes, after_cr: bool) -> tuple[bytes, bool]:
 
 
 def _payload(event: bytes) -> bytes:
-    """Return the data of a server-sent event without its other fields and comments."""
+    """Return the data of a server-sent event without its other fields and comments, on one line, since it is JSON."""
     lines = event.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    return b"\n".join([line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")])
+    return b" ".join([line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")])
 
 
 def _join_logprobs(parts: list[Raw]) -> Raw:

@@ -131,6 +131,7 @@ def captured(data: bytes, size: int, sink: TranslatedSink) -> dict[str, Any]:
     capture = StreamCapture(sink._translation.call())
     for at in range(0, len(data), size):
         if seen := capture.take(data[at : at + size]):
+            assert all(event.count(b"\n") == 0 for event in seen.split(b"\n\n"))
             sink.write(seen)
     assert capture.ended
     assert capture.error is None
