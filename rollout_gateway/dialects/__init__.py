@@ -9,6 +9,6 @@
 | `shape` | what is wrong with a call that a server could not read |
 | `streaming` | a streamed reply: cleaned for the client, assembled for the log |
 | `translate` | what the translations of other APIs into chat completions share |
-| `messages` | Anthropic's messages |
+| `messages`, `messages_input` | Anthropic's messages |
 | `responses`, `responses_input` | OpenAI's responses |
 """
