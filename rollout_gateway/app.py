@@ -217,11 +217,8 @@ class App:
         sink = TranslatedSink(request, translation, headers) if call.stream else None
         status, answer = await self._calls.answer(call, caller, sink)
         if status == 400 and translation.merge_system():
-            merged = translation.call()
-            call.body, call.fields = (
-                merged.body,
-                merged.fields,
-            )  # still the call that a trajectory was found for
+            merged = translation.call()  # it stays the call for which a trajectory was found
+            call.body, call.fields = merged.body, merged.fields
             self._gateway.permitted.check(call.fields)
             status, answer = await self._calls.answer(call, caller, sink)
         if status == 200 and not call.stream:

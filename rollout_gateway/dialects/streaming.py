@@ -45,14 +45,11 @@ DONE = b"data: [DONE]\n\n"
 
 _STRING = rb'"[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})[^"\\\x00-\x1f]*)*"'
 """A JSON string, but for escaped surrogates."""
-_DROPPED_STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
 _NUMBER = rb"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 _EVENT = (
     rb'data: (\{"id":"[^"\\]*","object":"chat\.completion\.chunk","created":\d+,"model":"[^"\\]*",'
     rb'"choices":\[\{"index":0,"delta":\{"content":(' + _STRING + rb')\},"logprobs":)'
-    rb'\{"content":\[\{"token":'
-    + _DROPPED_STRING
-    + rb',"logprob":('
+    rb'\{"content":\[\{"token":"[^"\\]*(?:\\.[^"\\]*)*","logprob":('
     + _NUMBER
     + rb'),"bytes":(?:\[[0-9,]*\]|null),'
     rb'"top_logprobs":\[\]\}\]\}'
