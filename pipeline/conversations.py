@@ -263,9 +263,12 @@ def _content_key(message: Message) -> int:
 
 
 def _canonical(arguments: Any) -> Any:
-    """Return the arguments of a tool call without the differences of spaces and key order."""
+    """Return the arguments of a tool call without the differences of spaces and key order. None are an empty object, as
+    clients send them back."""
     try:
-        decoded = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+        decoded = (
+            msgspec.json.decode(arguments) if isinstance(arguments, str) and arguments else arguments or {}
+        )
         return msgspec.json.encode(decoded, order="sorted")
     except (msgspec.DecodeError, RecursionError):
         return arguments

@@ -167,10 +167,9 @@ class App:
             call = read(request.body)
             self._gateway.permitted.check(call.fields)
             caller = await self._caller(call, admitted, request)
-            if call.stream:
-                status, answer = await self._calls.stream(call, caller, StreamSink(request))
-            else:
-                status, answer = await self._calls.plain(call, caller)
+            status, answer = await self._calls.answer(
+                call, caller, StreamSink(request) if call.stream else None
+            )
             if not request.started:
                 request.answer(status, answer)
         except ClientGoneError:
@@ -215,14 +214,15 @@ class App:
             caller = await self._caller(call, admitted, request)
         translation.stored = caller.trajectory is not None
         headers = _left_out_header(translation)
-        if call.stream:
-            sink = TranslatedSink(request, translation, headers)
-            status, answer = await self._calls.stream(call, caller, sink)
-        else:
-            status, answer = await self._calls.plain(call, caller)
-            if status == 200:
-                answer = _encode(translation.answer(msgspec.json.decode(answer)))
-                request.answer(200, answer, headers)
+        sink = TranslatedSink(request, translation, headers) if call.stream else None
+        status, answer = await self._calls.answer(call, caller, sink)
+        if status == 400 and translation.merge_system():
+            merged = translation.call()  # it stays the call for which a trajectory was found
+            call.body, call.fields = merged.body, merged.fields
+            self._gateway.permitted.check(call.fields)
+            status, answer = await self._calls.answer(call, caller, sink)
+        if status == 200 and not call.stream:
+            request.answer(200, _encode(translation.answer(msgspec.json.decode(answer))), headers)
         if not request.started:
             request.answer(status, translation.error(answer, status))
         return status

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rollout_gateway.api.control_request import ControlRequest, RawAnswer
-from rollout_gateway.dialects.calls import Fields, RequestParams, read_fields
+from rollout_gateway.dialects.calls import Call, Fields, RequestParams, read_fields
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
 from rollout_gateway.http.errors import ApiError, bad_answer
 from rollout_gateway.http.upstream import UpstreamError
@@ -30,13 +30,19 @@ async def tokenize(request: ControlRequest) -> RawAnswer:
 
 async def count_tokens(request: ControlRequest) -> RawAnswer:
     """The tokens of a message's prompt, tools included, in Anthropic's format."""
-    call = MessagesTranslation(request.http.body).call()
-    request.gateway.permitted.check(call.fields)
-    prompt: Fields = {name: call.fields[name] for name in ("messages", "tools") if name in call.fields}
-    answer = await _tokenize(request, call.params.model, prompt)
+    translation = MessagesTranslation(request.http.body)
+    answer = await _tokenize_call(request, translation.call())
+    if answer.status == 400 and translation.merge_system():
+        answer = await _tokenize_call(request, translation.call())
     if answer.status != 200:
         return RawAnswer(answer.status, messages_error(answer.body, answer.status))
     return RawAnswer(200, _encode({"input_tokens": _read(answer.body).count}))
+
+
+async def _tokenize_call(request: ControlRequest, call: Call) -> RawAnswer:
+    request.gateway.permitted.check(call.fields)
+    prompt: Fields = {name: call.fields[name] for name in ("messages", "tools") if name in call.fields}
+    return await _tokenize(request, call.params.model, prompt)
 
 
 async def token_ids(request: ControlRequest, model: str, prompt: Mapping[str, Any]) -> list[int]:

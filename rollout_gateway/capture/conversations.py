@@ -215,7 +215,12 @@ def _texts(content: Any) -> list[str]:
 
 
 def _call_ids(message: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(str(c.get("id")) for c in message.get("tool_calls") or () if isinstance(c, dict))
+    return tuple(str(call.get("id")) for call in _calls(message))
+
+
+def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
 
 
 def _function(tool: Any) -> dict[str, Any]:
@@ -234,13 +239,11 @@ def canonicals(messages: Sequence[Any]) -> tuple[Canonical, ...]:
 
 def _canonical(message: dict[str, Any]) -> Canonical:
     calls = [
-        (f.get("name"), _arguments(f.get("arguments")))
-        for c in message.get("tool_calls") or ()
-        if (f := _function(c))
+        (f.get("name"), _arguments(f.get("arguments"))) for call in _calls(message) if (f := _function(call))
     ]
     return (
         str(message.get("role")),
-        "".join(_texts(message.get("content"))),
+        "".join(_texts(message.get("content"))).strip(),  # some clients leave out white space at the ends
         msgspec.json.encode(calls, order="sorted").decode() if calls else "",
     )
 

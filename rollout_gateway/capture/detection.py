@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from pipeline.config import GatewayConfig
-from pipeline.events import TrajectoryOpened
+from pipeline.events import ExchangeRecorded, TrajectoryOpened
 from pipeline.log.broker import BrokerError
 from pipeline.names import InvalidNameError, new_dated_id, new_id
 from pipeline.telemetry.logs import get_logger
@@ -37,7 +37,7 @@ from rollout_gateway.capture.conversations import Conversation, Match, Quote, qu
 from rollout_gateway.capture.registry import Completion, Registry
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.capture.waiting_runs import WaitingRun, WaitingRuns, no_history
-from rollout_gateway.dialects.calls import Answer, Call, Fields
+from rollout_gateway.dialects.calls import Answer, Call, Fields, decode_field
 from rollout_gateway.http.errors import ApiError
 
 log = get_logger("rollout_gateway.capture.detection")
@@ -253,16 +253,10 @@ class TrajectoryDetector:
                 if not msgspec.json.decode(bytes(trajectory.opened.metadata)).get("inferred"):
                     continue
                 last = await trajectory.last_answer()
+                history = _history_of(trajectory, last) if last is not None else no_history(name)
             except (ApiError, BrokerError, InvalidNameError) as error:
                 log.warning("detected trajectory not restored", trajectory=name, error=str(error))
                 continue
-            history = no_history(name)
-            if last is not None:
-                asked = msgspec.json.decode(last.request, type=dict[str, msgspec.Raw])
-                (choice,) = msgspec.json.decode(last.response)["choices"]
-                opened = trajectory.opened
-                answered = _conversation(opened.owner, opened.model, asked).with_answer(choice.get("message"))
-                history = answered.histories[-1]
             await self._put(WaitingRun(name, history, trajectory.recorded.next_seq, restored=True))
             restored += 1
         log.info("detected trajectories", waiting=len(waiting), restored=restored)
@@ -299,6 +293,14 @@ class TrajectoryDetector:
             log.warning("detected trajectory not completed", trajectory=waiting.run, error=error.message)
 
 
+def _history_of(trajectory: Trajectory, last: ExchangeRecorded) -> str:
+    """The history of a run that ends with its last answer."""
+    opened, asked = trajectory.opened, msgspec.json.decode(last.request, type=Fields)
+    (choice,) = msgspec.json.decode(last.response)["choices"]
+    answered = _conversation(opened.owner, opened.model, asked).with_answer(choice.get("message") or {})
+    return answered.histories[-1]
+
+
 def _conversation(owner: str, model: str, fields: Fields) -> Conversation:
-    messages, tools = (fields.get(name, msgspec.Raw(b"null")) for name in ("messages", "tools"))
-    return Conversation.read(owner, model, msgspec.json.decode(messages), msgspec.json.decode(tools))
+    messages, tools = (decode_field(fields.get(n, msgspec.Raw(b"null")), n) for n in ("messages", "tools"))
+    return Conversation.read(owner, model, messages, tools)

@@ -19,7 +19,7 @@ from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.dispatch import Attempt, Dispatcher
 from rollout_gateway.capture.exchange import Caller, Exchange, Status
 from rollout_gateway.dialects.calls import Answer, Call, Fields
-from rollout_gateway.dialects.endpoints import merged, read_answer
+from rollout_gateway.dialects.endpoints import MALFORMED, merged, read_answer
 from rollout_gateway.dialects.streaming import DONE, StreamCapture, replay
 from rollout_gateway.dialects.translate import StreamSink
 from rollout_gateway.http.errors import ApiError, ClientGoneError, bad_answer, timed_out
@@ -47,34 +47,17 @@ class CallHandler:
         self._recording: set[asyncio.Task[None]] = set()
         """The records of streams, which are made even if their calls are cancelled."""
 
-    async def plain(self, call: Call, caller: Caller) -> tuple[int, bytes]:
-        """Status and body of the answer. Raises `ApiError`, and `ClientGoneError` if the client left before the end."""
+    async def answer(self, call: Call, caller: Caller, sink: StreamSink | None = None) -> tuple[int, bytes]:
+        """Status and body of the answer. A streamed one with status 200 is written to `sink`, and the body is empty.
+
+        Raises `ApiError`, and `ClientGoneError` if the client left before the end, unless `sink` was started."""
         if caller.trajectory is not None:
             caller.trajectory.begin()
         try:
             exchange = await self._exchange(call, caller)
             if caller.is_retry and (before := await self._answered_before(exchange)) is not None:
-                return 200, msgspec.json.encode(before)
-            attempt = await self._answer_or_record_failure(exchange)
-            if attempt.status != 200 or not exchange.captured:
-                return attempt.status, attempt.body
-            exchange.answer = _read_answer(exchange, attempt.body)
-            await self._record(exchange, "complete")
-            await self._report_answer(exchange)
-            return 200, exchange.answer.client_body()
-        finally:
-            if caller.trajectory is not None:
-                caller.trajectory.end()
-
-    async def stream(self, call: Call, caller: Caller, sink: StreamSink) -> tuple[int, bytes]:
-        """Status, and the body if it is an error. Otherwise the whole answer was written to `sink`.
-
-        Raises as `plain` does, unless `sink` was started."""
-        if caller.trajectory is not None:
-            caller.trajectory.begin()
-        try:
-            exchange = await self._exchange(call, caller)
-            if caller.is_retry and (before := await self._answered_before(exchange)) is not None:
+                if sink is None:
+                    return 200, msgspec.json.encode(before)
                 sink.start(ignore_flow)
                 sink.write(replay(before))
                 sink.end()
@@ -82,13 +65,16 @@ class CallHandler:
             attempt = await self._answer_or_record_failure(exchange)
             if attempt.status != 200:
                 return attempt.status, attempt.body
-            sink.start(attempt.reply.flow)
+            if sink is not None:
+                sink.start(attempt.reply.flow)
+                await self._stream(exchange, attempt, sink)
+                sink.end()
+                return 200, b""
+            exchange.answer = _read_answer(exchange, attempt.body)
             if exchange.captured:
-                await self._capture_stream(exchange, attempt, sink)
-            else:
-                await self._pass_through(exchange, attempt, sink)
-            sink.end()
-            return 200, b""
+                await self._record(exchange, "complete")
+                await self._report_answer(exchange)
+            return 200, exchange.answer.client_body()
         finally:
             if caller.trajectory is not None:
                 caller.trajectory.end()
@@ -117,20 +103,7 @@ class CallHandler:
 
     # -- streams -------------------------------------------------------------------------------------------------
 
-    async def _pass_through(self, exchange: Exchange, attempt: Attempt, sink: StreamSink) -> None:
-        error_event, server_failed = b"", False
-        try:
-            with exchange.caller.cancellation:
-                await attempt.reply.pipe(sink.write)
-        except ClientGoneError:
-            pass  # nobody reads the rest, and nothing is recorded
-        except (ApiError, UpstreamError) as error:
-            error_event, server_failed = _stream_error(attempt, error)
-        finally:
-            _end_stream(attempt, server_failed)
-        sink.write(error_event)
-
-    async def _capture_stream(self, exchange: Exchange, attempt: Attempt, sink: StreamSink) -> None:
+    async def _stream(self, exchange: Exchange, attempt: Attempt, sink: StreamSink) -> None:
         capture = StreamCapture(exchange.call)
         status: Status = "failed"
         error_event, server_failed = b"", False
@@ -154,7 +127,7 @@ class CallHandler:
                 raise UpstreamError("the stream ended without its last event", answered=True)
         except ClientGoneError:
             status = "cancelled"
-        except (ApiError, UpstreamError, msgspec.DecodeError) as error:
+        except (ApiError, UpstreamError, *MALFORMED) as error:
             if not capture.ended:
                 error_event, server_failed = _stream_error(attempt, error)
         finally:
@@ -162,14 +135,16 @@ class CallHandler:
                 status = "failed" if capture.error else "complete"
             exchange.first_token_at = capture.first_token_at
             _end_stream(attempt, server_failed or capture.server_failed)
-            exchange.recorded_in.begin_work()
-            recording = asyncio.ensure_future(self._record_stream(exchange, capture, status))
-            self._recording.add(recording)
-            recording.add_done_callback(self._recording.discard)
-        try:
-            await asyncio.shield(recording)  # the record is made even if this task is cancelled
-        except ApiError as error:
-            error_event = b"data: %b\n\n" % error.body()
+            if exchange.captured:
+                exchange.recorded_in.begin_work()
+                recording = asyncio.ensure_future(self._record_stream(exchange, capture, status))
+                self._recording.add(recording)
+                recording.add_done_callback(self._recording.discard)
+        if exchange.captured:
+            try:
+                await asyncio.shield(recording)  # the record is made even if this task is cancelled
+            except ApiError as error:
+                error_event = b"data: %b\n\n" % error.body()
         sink.write(error_event or capture.last_events + DONE)
 
     async def _record_stream(self, exchange: Exchange, capture: StreamCapture, status: Status) -> None:
@@ -217,7 +192,7 @@ class CallHandler:
 def _read_answer(exchange: Exchange, body: bytes) -> Answer:
     try:
         return read_answer(body, exchange.call)
-    except (msgspec.DecodeError, KeyError) as error:
+    except MALFORMED as error:
         raise bad_answer(exchange.call.served_by, error) from error
 
 

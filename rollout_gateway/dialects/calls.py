@@ -194,7 +194,7 @@ class Call:
         tools, tool_choice = fields.get("tools"), fields.get("tool_choice")
         if tools is None or is_null(tools):
             return ""
-        asked = msgspec.json.decode(tool_choice) if tool_choice is not None else None
+        asked = decode_field(tool_choice, "tool_choice") if tool_choice is not None else None
         if isinstance(asked, dict) or asked == "required":
             return "all"
         return "tool_calls" if asked != "none" and _STRICT.search(bytes(tools)) else ""
@@ -218,6 +218,15 @@ def _check_length(name: str, raw: msgspec.Raw, list_type: Any) -> None:
         raise ApiError(400, "invalid_body", message, param=name) from error
 
 
+def decode_field(raw: msgspec.Raw, name: str) -> Any:
+    """Decode a field that `read_fields` left as it came. Raises a 400 `ApiError` if it can't be, because a number in it
+    is out of range."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        raise ApiError(400, "invalid_body", f"`{name}` is not valid: {error}.", param=name) from error
+
+
 def is_null(raw: msgspec.Raw | None) -> bool:
     """Whether a field is missing or null."""
     return raw is None or bytes(raw) == b"null"
@@ -234,7 +243,7 @@ def decode_text(raw: msgspec.Raw | None) -> str:
     """Decode a JSON string. A missing one or null is empty."""
     if raw is None or is_null(raw):
         return ""
-    return str(msgspec.json.decode(raw))
+    return msgspec.json.decode(raw, type=str)
 
 
 def _type_of(raw: msgspec.Raw) -> str:

@@ -6,9 +6,11 @@ them."""
 from __future__ import annotations
 
 from array import array
+from typing import Annotated, Any
 
 import msgspec
 
+from rollout_gateway.dialects.call_ids import new_call_id
 from rollout_gateway.dialects.calls import (
     CHAT,
     COMPLETIONS,
@@ -20,6 +22,7 @@ from rollout_gateway.dialects.calls import (
     Raw,
     RequestParams,
     SampledChoice,
+    decode_field,
     decode_text,
     pack_ids,
     read_fields,
@@ -65,6 +68,44 @@ class _Logprobs(msgspec.Struct):
 _logprobs_decoder = msgspec.json.Decoder(_Logprobs | None)
 
 
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Tokens = 0
+    completion_tokens: _Tokens | None = 0
+    total_tokens: _Tokens = 0
+    prompt_tokens_details: dict[str, Any] | None = None
+    completion_tokens_details: dict[str, Any] | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+_usage_decoder = msgspec.json.Decoder(_Usage | None)
+_value_decoder = msgspec.json.Decoder()
+_TYPED = frozenset((
+    "choices", "message", "delta", "usage", "prompt_token_ids", "token_ids", "routed_experts",
+))  # fmt: skip
+"""Fields of a reply or a choice that have decoders of their own."""
+MALFORMED = (msgspec.DecodeError, KeyError, RecursionError, UnicodeDecodeError)
+"""What reading a reply raises if it is none."""
+
+
 def read_chat(body: bytes) -> Call:
     """Decode a request of `/v1/chat/completions`. Raises a 400 `ApiError` if it is invalid."""
     fields, params = read_fields(body, _ChatParams)
@@ -81,7 +122,7 @@ def read_completion(body: bytes) -> Call:
     if params.stream:
         message = "/v1/completions is not streamed: ask for the whole reply, or for a chat completion."
         raise ApiError(400, "unsupported", message, param="stream")
-    prompt = msgspec.json.decode(params.prompt)
+    prompt = decode_field(params.prompt, "prompt")
     if not isinstance(prompt, str | list):
         message = "prompt must be a string, a list of token ids, or a list of these."
         raise ApiError(400, "invalid_body", message, param="prompt")
@@ -109,13 +150,16 @@ def upstream_body(call: Call, version: str, *, answer_id: str) -> bytes:
 def read_answer(body: bytes, call: Call) -> Answer:
     """Decode vLLM's reply, and remove what the client did not ask for.
 
-    Raises `msgspec.DecodeError` or `KeyError` if it is not such a reply."""
+    Raises one of `MALFORMED` if it is not such a reply."""
     params = call.params
     fields = _fields_decoder.decode(body)
     prompt_ids = pack_ids(fields.get("prompt_token_ids"))
     clean(fields, params)
-    choices = []
+    check_values(fields)
+    choices: list[SampledChoice] = []
     for position, choice in enumerate(choices_decoder.decode(fields["choices"])):
+        if call.served_by == CHAT:
+            choice["message"] = _read_message(choice["message"], fields.get("id"))
         ids = pack_ids(choice.get("token_ids"))
         sampled = SampledChoice(
             index=_index_decoder.decode(choice["index"]) if "index" in choice else position,
@@ -127,9 +171,33 @@ def read_answer(body: bytes, call: Call) -> Answer:
             prompt_ids=pack_ids(choice.get("prompt_token_ids")),
         )
         clean_choice(choice, params)
+        check_values(choice)
         call.add_reference(choice, fields.get("id"))
         choices.append(sampled)
+    if sorted(choice.index for choice in choices) != list(range(call.choices)):
+        message = f"it has {len(choices)} choices where {call.choices} were asked for, or two with one index"
+        raise msgspec.ValidationError(message)
     return Answer(fields, prompt_ids, choices)
+
+
+def check_values(fields: Fields) -> None:
+    """Raise one of `MALFORMED` if a reply, chunk or choice holds what can't be decoded."""
+    for name, raw in fields.items():
+        if name not in _TYPED:
+            _value_decoder.decode(raw)
+    if "usage" in fields:
+        _usage_decoder.decode(fields["usage"])
+
+
+def _read_message(raw: Raw, reply: Raw | None) -> Raw:
+    """Check the message of a choice, and give each of its tool calls an id. Raises one of `MALFORMED`."""
+    message = _value_decoder.decode(raw)
+    calls = msgspec.convert(message, _Message).tool_calls or ()
+    if all(call.id for call in calls):
+        return raw
+    for position, call in enumerate(message["tool_calls"]):
+        call["id"] = call.get("id") or new_call_id(reply, position)
+    return Raw(_encode(message))
 
 
 def clean(fields: Fields, params: RequestParams) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pipeline.events import ExchangeRecorded
-from rollout_gateway.dialects.calls import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Seed
-from rollout_gateway.dialects.translate import Translation, joined
-from rollout_gateway.http.errors import ApiError
+from rollout_gateway.dialects.messages_input import (
+    MessagesRequest,
+    ToolChoice,
+    chat_messages,
+    system_text,
+    tools_of,
+)
+from rollout_gateway.dialects.translate import Translation
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
@@ -37,6 +42,7 @@ _BLOCKS = {
     "tool": _BlockFormat("tool_use", {"input": {}}, "input_json_delta", "partial_json"),
 }
 """The format of a block by its kind (`Translation.open`)."""
+_FORMATS = {form.type: form for form in _BLOCKS.values()}
 
 _ERROR_BYTES = 500
 """Number of bytes of an answer in an unknown format that become the message of the error."""
@@ -46,134 +52,47 @@ class _OpenAiError(msgspec.Struct):
     error: dict[str, Any]
 
 
-class _Source(msgspec.Struct):
-    """Of an image or a document."""
-
-    type: str = ""
-    media_type: str = "image/png"
-    data: str = ""
-    url: str = ""
-
-    @property
-    def image_url(self) -> str:
-        """`url`, or `data` as a data URL, for these two values of `type`; else empty. `media_type` is not checked."""
-        if self.type == "url":
-            return self.url
-        return f"data:{self.media_type};base64,{self.data}" if self.type == "base64" and self.data else ""
-
-
-class _Block(msgspec.Struct):
-    type: str
-    text: str = ""
-    thinking: str = ""
-    id: str = ""
-    name: str = ""
-    input: Any = None
-    tool_use_id: str = ""
-    tool_name: str = ""
-    is_error: bool | None = None
-    content: str | list[_Block] | None = None
-    source: _Source | None = None
-    title: str | None = None
-    context: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.type == "image" and not (self.source and self.source.image_url):
-            raise ValueError("an image needs a source of type `base64` with `data`, or `url` with `url`")
-
-
-class _InputMessage(msgspec.Struct):
-    role: Literal["user", "assistant", "system"]
-    content: str | list[_Block]
-
-
-class _ToolParam(msgspec.Struct):
-    name: str
-    type: str | None = None
-    description: str = ""
-    input_schema: dict[str, Any] = {}
-    strict: bool | None = None
-    defer_loading: bool = False
-    """The model is not shown the tool before the result of a search refers to it (`tool_reference`)."""
-
-    def __post_init__(self) -> None:
-        if self.type not in (None, "custom") and not self.input_schema:
-            message = (
-                f"The tool {self.name!r} has the type {self.type!r}, which only Anthropic's models and servers know. "
-                "Leave it out, or define it with a `description` and an `input_schema`, and run it yourself."
-            )
-            raise ApiError(400, "unsupported_tool", message, param="tools")
-
-    def chat(self) -> dict[str, Any]:
-        function: dict[str, Any] = {
-            "name": self.name, "description": self.description, "parameters": self.input_schema
-        }  # fmt: skip
-        if self.strict is not None:
-            function["strict"] = self.strict
-        return {"type": "function", "function": function}
-
-
-_Tools = dict[str, _ToolParam]
-"""Tools of a request by name."""
-
-
-class _ToolChoice(msgspec.Struct):
-    type: Literal["auto", "any", "tool", "none"] = "auto"
-    name: str = ""
-    disable_parallel_tool_use: bool = False
-
-
-class _OutputFormat(msgspec.Struct):
-    schema: dict[str, Any]
-
-
-class _OutputConfig(msgspec.Struct):
-    format: _OutputFormat | None = None
-
-
-class _MessagesRequest(msgspec.Struct):
-    model: str
-    messages: Annotated[list[_InputMessage], MAX_MESSAGES]
-    max_tokens: int | None = None
-    system: str | list[_Block] | None = None
-    tools: Annotated[list[_ToolParam], MAX_TOOLS] | None = None
-    tool_choice: _ToolChoice | None = None
-    stop_sequences: Annotated[list[str], MAX_STOPS] | None = None
-    output_config: _OutputConfig | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: Seed | None = None
-    stream: bool = False
-
-
 class MessagesTranslation(Translation):
     """One call of `/v1/messages`."""
 
     path = "/v1/messages"
-    kind = _MessagesRequest
+    kind = MessagesRequest
     dropped = frozenset((
         "billing_policy", "cache_control", "context_management", "diagnostics", "fallback_credit_token",
         "inference_geo", "metadata", "service_tier", "speed", "thinking", "user_profile_id", "workspace_id",
     ))  # fmt: skip
-    request: _MessagesRequest
+    request: MessagesRequest
+    _system_first = False
+    """System messages further on are put into the first one."""
+
+    def merge_system(self) -> bool:
+        changes = not self._system_first and any(m.role == "system" for m in self.request.messages)
+        self._system_first = True
+        return changes
 
     def chat(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> dict[str, Any]:
         request = self.request
         messages: list[dict[str, Any]] = []
-        if request.system:
-            messages.append({"role": "system", "content": _text(request.system)})
-        tools = {tool.name: tool for tool in request.tools or ()}
+        system = [system_text(request.system)]
+        tools, removed = tools_of(request)
         for message in request.messages:
-            messages += _chat_messages(message, tools)
+            if message.role != "system":
+                messages += chat_messages(message, tools)
+            elif self._system_first:
+                system.append(system_text(message.content))
+            elif text := system_text(message.content):
+                messages.append({"role": "system", "content": text})
+        if text := "\n".join(filter(None, system)):
+            messages.insert(0, {"role": "system", "content": text})
         chat = self._chat(messages, request.max_tokens)
         if request.stop_sequences:
             chat["stop"] = request.stop_sequences
-        if request.output_config and (form := request.output_config.format):
+        if request.output_config and (form := request.output_config.format) and form.schema:
             json_schema = {"name": "output", "schema": form.schema}
             chat["response_format"] = {"type": "json_schema", "json_schema": json_schema}
-        if shown := [tool.chat() for tool in tools.values() if not tool.defer_loading]:
+        if shown := [t.chat() for t in tools.values() if not t.defer_loading and t.name not in removed]:
             chat["tools"] = shown
-            choice = request.tool_choice or _ToolChoice()
+            choice = request.tool_choice or ToolChoice()
             chat["tool_choice"] = {
                 "auto": "auto", "any": "required", "none": "none",
                 "tool": {"type": "function", "function": {"name": choice.name}},
@@ -199,25 +118,27 @@ class MessagesTranslation(Translation):
         return self.event("message_start", message=self.whole() | empty)
 
     def open(self, kind: str, call_id: str, name: str) -> bytes:
-        self._format = _BLOCKS[kind]
+        form = _BLOCKS[kind]
         tool = {"id": call_id, "name": name} if kind == "tool" else {}
-        block = {"type": self._format.type, **tool, **self._format.empty}
+        block = {"type": form.type, **tool, **form.empty}
         self.blocks.append(block)
         if not self.streams:
             return b""
-        return self._event("content_block_start", content_block=block)
+        return self.event("content_block_start", index=len(self.blocks) - 1, content_block=block)
 
-    def delta(self, text: str) -> bytes:
-        piece = {"type": self._format.delta_type, self._format.delta_field: text}
-        return self._event("content_block_delta", delta=piece)
+    def delta(self, place: int, text: str) -> bytes:
+        form = _FORMATS[self.blocks[place]["type"]]
+        piece = {"type": form.delta_type, form.delta_field: text}
+        return self.event("content_block_delta", index=place, delta=piece)
 
-    def complete(self, block: dict[str, Any]) -> bytes:
+    def complete(self, place: int) -> bytes:
+        block, text = self.blocks[place], self.text(place)
         match block["type"]:
             case "tool_use":
-                block["input"] = _arguments(self.text)
+                block["input"] = _arguments(text)
             case kind:
-                block[kind] = self.text
-        return self._event("content_block_stop") if self.streams else b""
+                block[kind] = text
+        return self.event("content_block_stop", index=place) if self.streams else b""
 
     def end(self) -> bytes:
         out = self.close()
@@ -230,10 +151,6 @@ class MessagesTranslation(Translation):
 
     def error(self, body: bytes, status: int) -> bytes:
         return messages_error(body, status)
-
-    def _event(self, kind: str, **data: Any) -> bytes:
-        """Encode an event about the last block."""
-        return self.event(kind, index=len(self.blocks) - 1, **data)
 
     def _stop(self) -> dict[str, str | None]:
         """Return the fields that tell why the model stopped."""
@@ -263,7 +180,10 @@ def _error(error: dict[str, Any], status: int) -> dict[str, Any]:
 
 def _usage(usage: dict[str, Any] | None) -> dict[str, int]:
     usage = usage or {}
-    return {"input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens", 0)}
+    return {
+        "input_tokens": usage.get("prompt_tokens", 0),
+        "output_tokens": usage.get("completion_tokens") or 0,
+    }
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -274,86 +194,3 @@ def _arguments(text: str) -> dict[str, Any]:
     except msgspec.DecodeError:
         value = None
     return value if isinstance(value, dict) else {"_raw": text}
-
-
-def _arguments_text(value: Any) -> str:
-    """Encode a tool call's arguments. The text of malformed ones, which `_arguments` or a client marked as such, stays
-    as the model wrote it."""
-    match value:
-        case {"_raw": str(text), **others} | {"__unparsedToolInput": str(text), **others} if not others:
-            return text
-    return msgspec.json.encode(value or {}).decode()
-
-
-def _text(content: str | list[_Block] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(block.text for block in content if block.type == "text")
-
-
-def _chat_messages(message: _InputMessage, tools: _Tools) -> list[dict[str, Any]]:
-    """Convert a message to chat messages. Each tool result in it becomes a separate message."""
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
-    out: list[dict[str, Any]] = []
-    parts: list[dict[str, Any]] = []
-    calls: list[dict[str, Any]] = []
-    reasoning = ""
-    for block in message.content:
-        match block.type:
-            case "tool_use":
-                function = {"name": block.name, "arguments": _arguments_text(block.input)}
-                calls.append({"id": block.id, "type": "function", "function": function})
-            case "tool_result":
-                out.append(
-                    {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block, tools)}
-                )
-            case "thinking":
-                reasoning += block.thinking
-            case "redacted_thinking":
-                pass  # only its author can read it, and the gateway writes none
-            case _:
-                parts.append(_part(block, tools))
-    if parts or calls:
-        said: dict[str, Any] = {"role": message.role, "content": joined(parts)}
-        if reasoning:
-            said["reasoning"] = reasoning  # the model's chat template decides whether it is shown
-        if calls:
-            said["tool_calls"] = calls
-        out.append(said)
-    return out
-
-
-def _part(block: _Block, tools: _Tools) -> dict[str, Any]:
-    """Convert a block that is text, an image, a document in text or a reference to one of `tools`. Raises a 400
-    `ApiError` for another one."""
-    source = block.source or _Source()
-    match block.type, source.type:
-        case "text", _:
-            return {"type": "text", "text": block.text}
-        case "image", _:
-            return {"type": "image_url", "image_url": {"url": source.image_url}}
-        case "document", "text":
-            texts = (block.title, block.context, source.data)
-            return {"type": "text", "text": "\n".join(text for text in texts if text)}
-        case "tool_reference", _ if tool := tools.get(block.tool_name):
-            # The definition stands where it was found: among the tools, it would change the beginning of the prompt.
-            return {"type": "text", "text": msgspec.json.encode(tool.chat()).decode()}
-        case "document", kind:
-            message = f"A document with a source of type {kind!r} is not supported: send its text."
-        case kind, _:
-            message = f"Content of type {kind!r} is not supported."
-    raise ApiError(400, "unsupported_content", message, param="messages")
-
-
-def _result(block: _Block, tools: _Tools) -> str | list[dict[str, Any]]:
-    """The content of a tool's result. A chat completion has no field for a failed tool, so the text says it."""
-    if isinstance(block.content, str):
-        content: str | list[dict[str, Any]] = block.content
-    else:
-        content = joined([_part(inner, tools) for inner in block.content or ()]) or ""
-    if not block.is_error:
-        return content
-    if isinstance(content, str):
-        return f"Error: {content}"
-    return [{"type": "text", "text": "Error:"}, *content]

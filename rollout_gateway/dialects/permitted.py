@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_gateway.dialects.calls import Fields, is_null
+from rollout_gateway.dialects.calls import Fields, decode_field, is_null
 from rollout_gateway.http.errors import ApiError
 
 _SAMPLING = (
@@ -107,7 +107,8 @@ class Permitted:
         except msgspec.ValidationError:
             return  # no list of messages: the inference server answers with the error
         for number, content in enumerate(contents):
-            parts = msgspec.json.decode(content) if bytes(memoryview(content)[:1]) in (b"[", b"{") else ()
+            has_parts = bytes(memoryview(content)[:1]) in (b"[", b"{")
+            parts = decode_field(content, f"messages[{number}].content") if has_parts else ()
             for part in parts if isinstance(parts, list) else (parts,):
                 if isinstance(part, dict):
                     self._check_part(part, f"messages[{number}].content")

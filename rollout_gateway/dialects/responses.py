@@ -27,6 +27,7 @@ from rollout_gateway.http.errors import ApiError
 
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
 """How the ids of output items begin."""
+_KINDS = {prefix: kind for kind, prefix in _PREFIXES.items()}
 _ITEM_ID = re.compile(r"(rs|msg|fc|ctc)_(\d{1,4})-(.+)")
 """Kind of an output item, its number among those of its kind in the response, and the chat completion's id."""
 _RESPONSE_ID = re.compile(r"resp_([in])-(.+)")
@@ -88,15 +89,14 @@ class ResponsesTranslation(Translation):
         if isinstance(request.input, str):
             messages.append({"role": "user", "content": request.input})
         else:
+            before = ""
             for item in request.input:
                 if item.type != "item_reference":
-                    add_item(messages, item)
+                    add_item(messages, item, before)
                 elif exchanges:
-                    _add_reference(messages, item.id or "", exchanges)
-        # Reasoning that no answer followed: the turn was cut off there.
-        messages = [
-            m for m in messages if m["role"] != "assistant" or m["content"] is not None or "tool_calls" in m
-        ]
+                    before = _add_reference(messages, item.id or "", exchanges, before)
+                    continue
+                before = item.type
         chat = self._chat(messages, request.max_output_tokens)
         tools, choice = self._tools.choose(request.tool_choice if request.tools else None)
         if tools:
@@ -139,42 +139,45 @@ class ResponsesTranslation(Translation):
         self.blocks.append(item)
         if not self.streams:
             return b""
-        index = len(self.blocks) - 1
-        out = self.event("response.output_item.added", output_index=index, item=item | unfinished)
-        return out + self._part_event("added") if kind in _PARTS else out
+        place = len(self.blocks) - 1
+        out = self.event("response.output_item.added", output_index=place, item=item | unfinished)
+        return out + self._part_event(place, "added") if kind in _PARTS else out
 
-    def delta(self, text: str) -> bytes:
-        kind = self.blocks[-1]["type"]
+    def delta(self, place: int, text: str) -> bytes:
+        kind = self.blocks[place]["type"]
         if kind in _PARTS:
-            return self._text_event("delta", delta=text)
+            return self._text_event(place, "delta", delta=text)
         if kind == "function_call":
-            return self._item_event("response.function_call_arguments.delta", delta=text)
+            return self._item_event(place, "response.function_call_arguments.delta", delta=text)
         return b""  # the text of a custom tool is sent once it is complete
 
-    def complete(self, block: dict[str, Any]) -> bytes:
-        """Set the content of the finished item `block`, the last one. Returns its closing events if the answer is
-        streamed.
+    def complete(self, place: int) -> bytes:
+        """Set the content of a finished item. Returns its closing events if the answer is streamed.
 
-        An item that the token limit cut off is marked incomplete; no event says that the input of its tool call is
-        done."""
-        self._set_content(block)
-        if self._hit_token_limit:
+        An item that the token limit cut off, the last one, is marked incomplete; no event says that the input of its
+        tool call is done."""
+        block, cut = self._set_content(place), self._hit_token_limit and place == len(self.blocks) - 1
+        if cut:
             _mark_incomplete(block)
         if not self.streams:
             return b""
         out = b""
         match block["type"]:
-            case "function_call" if not self._hit_token_limit:
+            case "function_call" if not cut:
                 done = {"arguments": block["arguments"], "name": block["name"]}
-                out = self._item_event("response.function_call_arguments.done", **done)
+                out = self._item_event(place, "response.function_call_arguments.done", **done)
             case "custom_tool_call":
                 if block["input"]:
-                    out = self._item_event("response.custom_tool_call_input.delta", delta=block["input"])
-                if not self._hit_token_limit:
-                    out += self._item_event("response.custom_tool_call_input.done", input=block["input"])
+                    out = self._item_event(
+                        place, "response.custom_tool_call_input.delta", delta=block["input"]
+                    )
+                if not cut:
+                    out += self._item_event(
+                        place, "response.custom_tool_call_input.done", input=block["input"]
+                    )
             case "reasoning" | "message":
-                out = self._text_event("done", text=self.text) + self._part_event("done")
-        return out + self.event("response.output_item.done", output_index=len(self.blocks) - 1, item=block)
+                out = self._text_event(place, "done", text=self.text(place)) + self._part_event(place, "done")
+        return out + self.event("response.output_item.done", output_index=place, item=block)
 
     def end(self) -> bytes:
         out = (b"" if self._number else self.begin()) + self.close()
@@ -182,9 +185,8 @@ class ResponsesTranslation(Translation):
         return out + self.event("response." + response["status"], response=response)
 
     def stream_error(self, error: dict[str, Any]) -> bytes:
-        if self._open is not None:
-            self._set_content(self.blocks[-1])
-            _mark_incomplete(self.blocks[-1])
+        for place in self.open_blocks:
+            _mark_incomplete(self._set_content(place))
         out = b"" if self._number else self.begin()
         shown = {"code": "server_error", "message": error.get("message")}
         return out + self.event("response.failed", response=self._response("failed", error=shown, usage=None))
@@ -195,22 +197,21 @@ class ResponsesTranslation(Translation):
         self._number += 1
         return super().event(kind, sequence_number=self._number - 1, **data)
 
-    def _item_event(self, kind: str, **data: Any) -> bytes:
-        """Return an event about the last item."""
-        return self.event(kind, item_id=self.blocks[-1]["id"], output_index=len(self.blocks) - 1, **data)
+    def _item_event(self, place: int, kind: str, **data: Any) -> bytes:
+        """Return an event about an item."""
+        return self.event(kind, item_id=self.blocks[place]["id"], output_index=place, **data)
 
-    def _part_event(self, what: str) -> bytes:
-        """Return the event that the last item's only part was added or is done (`what`)."""
-        item = self.blocks[-1]
+    def _part_event(self, place: int, what: str) -> bytes:
+        """Return the event that an item's only part was added or is done (`what`)."""
+        item = self.blocks[place]
         field, kind, _ = _PARTS[item["type"]]
-        return self._item_event(f"{kind}.{what}", **{f"{field}_index": 0}, part=item[field][0])
+        return self._item_event(place, f"{kind}.{what}", **{f"{field}_index": 0}, part=item[field][0])
 
-    def _text_event(self, what: str, **text: str) -> bytes:
-        """Return the event with a further piece (`what` is `delta`) or the whole (`done`) of the last item's text."""
-        item = self.blocks[-1]
-        field, _, kind = _PARTS[item["type"]]
+    def _text_event(self, place: int, what: str, **text: str) -> bytes:
+        """Return the event with a further piece (`what` is `delta`) or the whole (`done`) of an item's text."""
+        field, _, kind = _PARTS[self.blocks[place]["type"]]
         logprobs: dict[str, Any] = {"logprobs": []} if field == "content" else {}
-        return self._item_event(f"{kind}.{what}", **{f"{field}_index": 0}, **text, **logprobs)
+        return self._item_event(place, f"{kind}.{what}", **{f"{field}_index": 0}, **text, **logprobs)
 
     # -- the response ----------------------------------------------------------------------------------------------
 
@@ -219,23 +220,25 @@ class ResponsesTranslation(Translation):
         """Whether the token limit ended the answer."""
         return self.ended.get("finish_reason") == "length"
 
-    def _set_content(self, item: dict[str, Any]) -> None:
+    def _set_content(self, place: int) -> dict[str, Any]:
         """Set an item's content to what the model wrote so far: its text, a function call's arguments as JSON text, or
-        the input of a custom tool."""
+        the input of a custom tool. Returns the item."""
+        item, text = self.blocks[place], self.text(place)
         match item["type"]:
             case "function_call":
-                item["arguments"] = self.text
+                item["arguments"] = text
             case "custom_tool_call":
                 try:
-                    values = msgspec.json.decode(self.text or "null")
-                except msgspec.DecodeError:
+                    values = msgspec.json.decode(text or "null")
+                except (msgspec.DecodeError, RecursionError):
                     values = None
                 has_input = isinstance(values, dict) and CUSTOM_INPUT in values
-                item["input"] = str(values[CUSTOM_INPUT]) if has_input else self.text
+                item["input"] = str(values[CUSTOM_INPUT]) if has_input else text
             case kind:
-                item[_PARTS[kind][0]][0]["text"] = self.text
+                item[_PARTS[kind][0]][0]["text"] = text
                 if kind == "reasoning" and _SEALED in (self.request.include or ()):
-                    item["encrypted_content"] = seal(self.text)
+                    item["encrypted_content"] = seal(text)
+        return item
 
     def _response(self, status: str, **changed: Any) -> dict[str, Any]:
         """The response as it is now. `changed` are fields with other values."""
@@ -299,22 +302,14 @@ def _messages_through(response_id: str, exchanges: Mapping[str, ExchangeRecorded
     messages: list[dict[str, Any]] = msgspec.json.decode(exchange.request)["messages"]
     messages = messages[1:] if instructed == "i" else messages
     answer = _answer(exchange)
-    add_reasoning(messages, answer.get("reasoning") or "")
-    if (text := answer.get("content")) is not None:
-        add_text(messages, text)
-    for call in answer.get("tool_calls") or ():
-        _add_recorded_call(messages, call)
-    return messages
-
-
-def _add_recorded_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
-    add_call(messages, call["id"], call["function"]["name"], call["function"]["arguments"])
+    said = {name: answer[name] for name in ("reasoning", "tool_calls") if answer.get(name)}
+    return [*messages, {"role": "assistant", "content": answer.get("content"), **said}]
 
 
 def _add_reference(
-    messages: list[dict[str, Any]], name: str, exchanges: Mapping[str, ExchangeRecorded]
-) -> None:
-    """Add an output item of a recorded response."""
+    messages: list[dict[str, Any]], name: str, exchanges: Mapping[str, ExchangeRecorded], before: str
+) -> str:
+    """Add an output item of a recorded response, after an item of the type `before`. Returns its type."""
     prefix, number, completion = _match(_ITEM_ID, name).groups()
     answer, index = _answer(exchanges[completion]), int(number)
     match prefix:
@@ -322,12 +317,14 @@ def _add_reference(
         case "rs" if not index:
             add_reasoning(messages, answer.get("reasoning") or "")
         case "msg" if not index:
-            add_text(messages, answer.get("content") or "")
+            add_text(messages, answer.get("content") or "", before)
         case "fc" | "ctc":
             calls = answer.get("tool_calls") or []
             if index >= len(calls):
                 raise not_recorded(name)
-            _add_recorded_call(messages, calls[index])
+            call = calls[index]
+            add_call(messages, call["id"], call["function"]["name"], call["function"]["arguments"])
+    return _KINDS[prefix]
 
 
 def _mark_incomplete(item: dict[str, Any]) -> None:
@@ -343,9 +340,9 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
         return (usage.get(f"{part}_tokens_details") or {}).get(name) or 0
 
     return {
-        "input_tokens": usage["prompt_tokens"],
+        "input_tokens": usage.get("prompt_tokens", 0),
         "input_tokens_details": {"cached_tokens": detail("prompt", "cached_tokens")},
-        "output_tokens": usage.get("completion_tokens", 0),
+        "output_tokens": usage.get("completion_tokens") or 0,
         "output_tokens_details": {"reasoning_tokens": detail("completion", "reasoning_tokens")},
-        "total_tokens": usage["total_tokens"],
+        "total_tokens": usage.get("total_tokens", 0),
     }

@@ -197,16 +197,21 @@ def _invalid_choice(why: str) -> ApiError:
     return ApiError(400, "invalid_body", f"tool_choice is invalid: {why}.", param="tool_choice")
 
 
-def add_item(messages: list[dict[str, Any]], item: InputItem) -> None:
-    """Add an input item to the messages of a chat completion. Raises a 400 `ApiError` for an unknown type.
+_TURN = frozenset(("reasoning", "function_call", "custom_tool_call"))
+"""Types of items after which a text of the assistant belongs to the same turn. A text after a text begins another."""
+
+
+def add_item(messages: list[dict[str, Any]], item: InputItem, before: str = "") -> None:
+    """Add an input item, which comes after one of the type `before`, to the messages of a chat completion. Raises a 400
+    `ApiError` for an unknown type.
 
     Reasoning, text and tool calls of a turn are items of their own here, and one message in a chat completion."""
     match item.type:
         case "message" if item.role == "assistant":
-            add_text(messages, _content(item.content))
+            add_text(messages, _content(item.content), before)
         case "message":
-            role = "system" if item.role == "developer" else item.role or "user"
-            messages.append({"role": role, "content": _content(item.content)})
+            # vLLM makes a system message of a developer's if the chat template knows no developer.
+            messages.append({"role": item.role or "user", "content": _content(item.content)})
         case "function_call":
             add_call(messages, item.call_id, flat_name(item.namespace, item.name), item.arguments)
         case "custom_tool_call":
@@ -232,35 +237,38 @@ def add_item(messages: list[dict[str, Any]], item: InputItem) -> None:
             raise ApiError(400, "unsupported_content", message, param="input")
 
 
+def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message of the assistant at the end; a new one if there is none."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
 def add_reasoning(messages: list[dict[str, Any]], text: str) -> None:
-    """Begin a message of the assistant with its reasoning, or add to what reasoning began before it. The model's chat
-    template decides whether it is shown."""
-    if text and messages and _awaits_answer(messages[-1]):
-        messages[-1]["reasoning"] = "\n\n".join(filter(None, (messages[-1].get("reasoning"), text)))
-    elif text:
-        messages.append({"role": "assistant", "content": None, "reasoning": text})
+    """Add reasoning to the assistant's turn. The model's chat template decides whether it is shown."""
+    if not text:
+        return
+    turn = _turn(messages)
+    goes_on = turn["content"] is not None or "tool_calls" in turn
+    turn["reasoning"] = ("" if goes_on else "\n\n").join(filter(None, (turn.get("reasoning"), text)))
 
 
-def _awaits_answer(message: dict[str, Any]) -> bool:
-    """Whether a message is reasoning of the assistant that neither text nor a tool call followed yet."""
-    return message["role"] == "assistant" and message.get("content") is None and "tool_calls" not in message
-
-
-def add_text(messages: list[dict[str, Any]], content: str | list[dict[str, Any]]) -> None:
-    """Add text of the assistant, to the message that its reasoning began if there is one."""
-    if messages and _awaits_answer(messages[-1]):
-        messages[-1]["content"] = content
+def add_text(messages: list[dict[str, Any]], content: str | list[dict[str, Any]], before: str) -> None:
+    """Add text to the assistant's turn. `before`: the type of the item before it."""
+    turn = _turn(messages)
+    said = turn["content"]
+    if said is None:
+        turn["content"] = content
+    elif before in _TURN and isinstance(said, str) and isinstance(content, str):
+        turn["content"] = said + content
     else:
         messages.append({"role": "assistant", "content": content})
 
 
 def add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
-    """Add a tool call, to the message of the assistant before it if there is one."""
+    """Add a tool call to the assistant's turn."""
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    if messages and messages[-1]["role"] == "assistant":
-        messages[-1].setdefault("tool_calls", []).append(call)
-    else:
-        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    _turn(messages).setdefault("tool_calls", []).append(call)
 
 
 def seal(reasoning: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from pipeline.events import now_us
+from rollout_gateway.dialects.call_ids import CallIds, FunctionDelta, ToolDelta
 from rollout_gateway.dialects.calls import (
     Answer,
     Call,
@@ -28,20 +29,31 @@ from rollout_gateway.dialects.calls import (
     is_null,
     pack_ids,
 )
-from rollout_gateway.dialects.endpoints import ADDED, choices_decoder, clean, clean_choice, pack_logprobs
+from rollout_gateway.dialects.endpoints import (
+    ADDED,
+    check_values,
+    choices_decoder,
+    clean,
+    clean_choice,
+    pack_logprobs,
+)
 
 _encode = msgspec.json.Encoder().encode
 _fields_decoder = msgspec.json.Decoder(Fields)
 _NULL = Raw(b"null")
 DONE = b"data: [DONE]\n\n"
 
-_STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
+_STRING = rb'"[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})[^"\\\x00-\x1f]*)*"'
+"""A JSON string, but for escaped surrogates."""
+_NUMBER = rb"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 _EVENT = (
     rb'data: (\{"id":"[^"\\]*","object":"chat\.completion\.chunk","created":\d+,"model":"[^"\\]*",'
     rb'"choices":\[\{"index":0,"delta":\{"content":(' + _STRING + rb')\},"logprobs":)'
-    rb'\{"content":\[\{"token":' + _STRING + rb',"logprob":(-?[0-9.eE+-]+),"bytes":(?:\[[0-9,]*\]|null),'
+    rb'\{"content":\[\{"token":"[^"\\]*(?:\\.[^"\\]*)*","logprob":('
+    + _NUMBER
+    + rb'),"bytes":(?:\[[0-9,]*\]|null),'
     rb'"top_logprobs":\[\]\}\]\}'
-    rb',"finish_reason":null,"token_ids":\[(\d+)\]\}\]\}'
+    rb',"finish_reason":null,"token_ids":\[(\d{1,9})\]\}\]\}'
 )
 _PIECE = re.compile(_EVENT, re.DOTALL)
 """A chunk with one token of the only choice, in vLLM's order of fields. Groups: all up to the logprobs, the content,
@@ -52,22 +64,12 @@ _TAIL = b'null,"finish_reason":null}]}\n\n'
 _ADDED = len(b"data: ") + len(_TAIL)
 
 
-class StreamError(msgspec.Struct):
+@dataclass(frozen=True)
+class StreamError:
     """The error in an event that ends a stream."""
 
-    message: str = ""
-    code: int = 500
-
-
-class _FunctionDelta(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _ToolDelta(msgspec.Struct):
-    index: int = 0
-    id: str | None = None
-    function: _FunctionDelta | None = None
+    message: str
+    code: int
 
 
 class _Delta(msgspec.Struct):
@@ -75,10 +77,10 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[_ToolDelta] | None = None
+    tool_calls: list[ToolDelta] | None = None
 
 
-_error_decoder = msgspec.json.Decoder(StreamError, strict=False)
+_index_decoder = msgspec.json.Decoder(int)
 _delta_decoder = msgspec.json.Decoder(_Delta)
 _TEXTS = ("content", "reasoning", "refusal")
 
@@ -91,6 +93,7 @@ class _Choice:
     logprobs: bytearray = field(default_factory=bytearray)
     kept_logprobs: list[Raw] = field(default_factory=list)
     deltas: list[_Delta] = field(default_factory=list)
+    calls: CallIds = field(default_factory=CallIds)
     finish: Fields | None = None
 
 
@@ -100,6 +103,8 @@ class StreamCapture:
     def __init__(self, call: Call) -> None:
         self._call, self._params, self._expected = call, call.params, call.choices
         self._buffer = b""
+        self._after_cr = False
+        """What came last ended with a carriage return, to which a line feed may belong."""
         self._prompt_ids = b""
         self._top: Fields = {}
         self._usage: Raw | None = None
@@ -130,6 +135,8 @@ class StreamCapture:
     def take(self, data: bytes) -> bytes:
         """Read what arrived. Returns what the client gets of it now. Raises `msgspec.DecodeError` for an invalid
         chunk."""
+        if self._after_cr or b"\r" in data:
+            data, self._after_cr = _with_line_feeds(data, self._after_cr)
         if self._buffer:
             data, self._buffer = self._buffer + data, b""
         out: list[bytes] = []
@@ -173,12 +180,10 @@ class StreamCapture:
                     self.first_token_at = now_us()
                 out.append(b"data: %b%b" % (piece[1], _TAIL))
                 return
-        event = data[start:end]
-        if not event.startswith(b"data:"):
-            return
-        payload = event[6:] if event.startswith(b"data: ") else event[5:].lstrip()
+        payload = _payload(data[start:end])
         if payload == b"[DONE]":
             self.ended = True
+        if not payload or self.ended:
             return
         self._flush()
         shown = self._decode(payload)
@@ -195,17 +200,19 @@ class StreamCapture:
         # What is between the quotation marks of JSON strings can be joined without decoding it.
         joined = b"".join([content[1:-1] for content in contents])
         if joined:
-            state.deltas.append(_delta_decoder.decode(b'{"content":"%b"}' % joined))
+            valid = joined.decode(errors="replace").encode()
+            state.deltas.append(_delta_decoder.decode(b'{"content":"%b"}' % valid))
         state.ids += array("i", map(int, tokens)).tobytes()
         state.logprobs += array("f", map(float, logprobs)).tobytes()
 
     def _decode(self, payload: bytes) -> bytes | None:
         """Read a chunk. Returns what the client gets of it, or `None` if it held only what the gateway asked for."""
         fields = _fields_decoder.decode(payload)
+        check_values(fields)
+        if not is_null(fields.get("error")):
+            return self._take_error(msgspec.json.decode(fields["error"]))
         if "choices" not in fields:
-            if "error" in fields:
-                self.error = _error_decoder.decode(fields["error"])
-            return payload
+            return _encode(fields)
         if not self._top:
             self._top = {k: v for k, v in fields.items() if k not in ("choices", "usage", *ADDED)}
         if not self._prompt_ids and "prompt_token_ids" in fields:
@@ -219,32 +226,57 @@ class StreamCapture:
             return None
         return _encode({**fields, "choices": visible})
 
+    def _take_error(self, error: Any) -> bytes:
+        """Read the error that ends the stream. Returns the event for the client."""
+        error = error if isinstance(error, dict) else {"message": str(error)}
+        code = error.get("code")
+        self.error = StreamError(str(error.get("message")), code if isinstance(code, int) else 500)
+        return _encode({"error": error})
+
     def _take_choice(self, choice: Fields) -> bool:
         """Read a chunk's choice and clean it. Returns whether anything is left for the client. Raises
         `msgspec.DecodeError`."""
-        index = int(bytes(choice["index"])) if "index" in choice else 0
+        index = _index_decoder.decode(choice["index"]) if "index" in choice else 0
+        if not 0 <= index < self._expected:
+            raise msgspec.ValidationError(
+                f"a choice has the index {index} where {self._expected} were asked for"
+            )
         state = self._choices.setdefault(index, _Choice())
         piece = choice.get("delta", _NULL)
         empty = bytes(piece) in (b"null", b"{}")
         if not empty:
             # Before the tokens: if the delta is invalid, the record holds neither its text nor its tokens.
-            state.deltas.append(_delta_decoder.decode(piece))
+            choice["delta"] = self._take_delta(piece, state)
         ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
-        packed = pack_ids(ids)
+        packed, packed_logprobs = pack_ids(ids), pack_logprobs(logprobs)
         if packed:
             if not self.first_token_at:
                 self.first_token_at = now_us()
             state.ids += packed
-            state.logprobs += pack_logprobs(logprobs)[-len(packed) :]
+            state.logprobs += packed_logprobs[-len(packed) :]
+        clean_choice(choice, self._params)
+        check_values(choice)
         if self._params.wants_logprobs and logprobs is not None and not is_null(logprobs):
             state.kept_logprobs.append(logprobs)
-        clean_choice(choice, self._params)
         if not is_null(choice.get("finish_reason")):
-            self._finished += 1
+            decode_text(choice["finish_reason"])
+            self._finished += state.finish is None
             self._call.add_reference(choice, self._top.get("id"))
             state.finish = {k: v for k, v in choice.items() if k not in ("delta", "logprobs", "token_ids")}
             return True
         return not empty or self._params.wants_logprobs or bool(self._params.return_token_ids)
+
+    def _take_delta(self, piece: Raw, state: _Choice) -> Raw:
+        """Read a delta. Returns it with the positions and ids of its tool calls."""
+        fields, delta = msgspec.json.decode(piece), _delta_decoder.decode(piece)
+        reply, calls = self._top.get("id"), delta.tool_calls or []
+        mended = [state.calls.mend(call, number, reply) for number, call in enumerate(calls)]
+        state.deltas.append(delta)
+        if not any(mended):
+            return piece
+        for said, call in zip(fields["tool_calls"], calls, strict=True):
+            said |= {"index": call.index, "id": call.id}
+        return Raw(_encode(fields))
 
     def answer(self) -> Answer:
         """Return the reply as if it had not been streamed, as far as it has come."""
@@ -282,13 +314,13 @@ def _join_deltas(deltas: list[_Delta]) -> Raw:
     tool calls and no text.
 
     Texts, a function's name and its arguments come in parts. The id of a tool call comes whole, in one delta or again
-    in each."""
-    tools: dict[int, dict[str, Any]] = {}
-    arguments: dict[int, list[str]] = {}
+    in each. The calls are in the order in which they began."""
+    tools: dict[int | None, dict[str, Any]] = {}
+    arguments: dict[int | None, list[str]] = {}
     for call in (call for delta in deltas for call in delta.tool_calls or ()):
         tool = tools.setdefault(call.index, {"id": "", "type": "function", "function": {"name": ""}})
         tool["id"] = call.id or tool["id"]
-        function = call.function or _FunctionDelta()
+        function = call.function or FunctionDelta()
         tool["function"]["name"] += function.name or ""
         # Joined at the end: in a dictionary, `+=` copies the whole text each time.
         arguments.setdefault(call.index, []).append(function.arguments or "")
@@ -300,8 +332,21 @@ def _join_deltas(deltas: list[_Delta]) -> Raw:
     message: dict[str, Any] = {"role": role, "content": content if content or not tools else None}
     message |= {name: text for name, text in texts.items() if text}
     if tools:
-        message["tool_calls"] = [tools[i] for i in sorted(tools)]
+        message["tool_calls"] = list(tools.values())
     return Raw(_encode(message))
+
+
+def _with_line_feeds(data: bytes, after_cr: bool) -> tuple[bytes, bool]:
+    """Return `data` with a line feed at the end of each line, and whether it ends with a carriage return. `after_cr`:
+    whether the data before it did."""
+    data = data[1:] if after_cr and data.startswith(b"\n") else data
+    return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n"), data.endswith(b"\r")
+
+
+def _payload(event: bytes) -> bytes:
+    """Return the data of a server-sent event without its other fields and comments, on one line, since it is JSON."""
+    lines = event.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    return b" ".join([line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")])
 
 
 def _join_logprobs(parts: list[Raw]) -> Raw:

@@ -6,7 +6,9 @@ like any other."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
@@ -18,6 +20,17 @@ from rollout_gateway.http.request import SSE_HEADERS, HeaderList, Request
 
 _encode = msgspec.json.Encoder().encode
 _NAMED_ALIKE = ("temperature", "top_p", "seed", "parallel_tool_calls")
+
+
+@dataclass(eq=False, slots=True)
+class _ToolCall:
+    """A tool call of the answer. Name and arguments are collected until it has a block."""
+
+    id: str
+    name: str = ""
+    arguments: str = ""
+    place: int | None = None
+    """Of its block."""
 
 
 class Translation(ABC):
@@ -57,10 +70,17 @@ class Translation(ABC):
         self.ended: dict[str, Any] = {}
         """The choice with the finish reason; empty until it has arrived."""
         self.blocks: list[dict[str, Any]] = []
-        self.text = ""
-        """The text of the open block so far."""
-        self._open: tuple[str, int] | None = None
-        """Kind of the open block, and its number if it is a tool call."""
+        self._texts: list[list[str]] = []
+        """What has come of each block's text."""
+        self._text_block: tuple[str, int] | None = None
+        """Kind and place of the block of reasoning or content that goes on."""
+        self.open_blocks: list[int] = []
+        """Places of the blocks that are not complete. Tool calls are complete when the answer is, since pieces of
+        several may come by turns."""
+        self._calls: dict[int, _ToolCall] = {}
+        """Tool calls by their index, in the order in which they began."""
+        self._waiting: deque[_ToolCall] = deque()
+        """Tool calls without a block."""
 
     # -- the request -----------------------------------------------------------------------------------------------
 
@@ -69,8 +89,13 @@ class Translation(ABC):
         """Return the chat completion request. `exchanges` are those that `continued` names. Without them, the
         messages lack what the call refers to."""
 
+    def merge_system(self) -> bool:
+        """Put what the next `call` says as the system into its first message, for a chat template that refuses system
+        messages further on. Returns whether that changes the call."""
+        return False
+
     def call(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> Call:
-        """Return the chat completion request as a call for the inference server."""
+        """Return the chat completion request as a call for the inference server. Raises a 400 `ApiError`."""
         chat = self.chat(exchanges)
         fields = {name: Raw(_encode(value)) for name, value in chat.items()}
         return Call(_encode(fields), fields, RequestParams(chat["model"], chat["stream"]), self.path)
@@ -102,41 +127,75 @@ class Translation(ABC):
             self.head, self.id = completion, str(completion.get("id", ""))
             out = self.begin() if self.streams else b""
         self.usage = completion.get("usage") or self.usage
-        for choice in completion["choices"]:
+        for choice in completion.get("choices") or ():
             said = choice.get(part) or {}
             for kind in ("reasoning", "content"):
                 if said.get(kind):
-                    out += self._write(kind, said[kind])
+                    out += self._write_text(kind, said[kind])
             for position, call in enumerate(said.get("tool_calls") or ()):
-                function = call.get("function") or {}
-                names = call.get("id", ""), function.get("name", "")
-                out += self._write(
-                    "tool", function.get("arguments") or "", names, call.get("index", position)
-                )
+                out += self._write_call(call.get("index", position), call)
             if choice.get("finish_reason"):
                 self.ended = choice
         return out
 
-    def _write(self, kind: str, text: str, call: tuple[str, str] = ("", ""), number: int = 0) -> bytes:
+    def _write_text(self, kind: str, text: str) -> bytes:
         out = b""
-        if self._open != (kind, number):
-            out = self.close()
-            self._open = kind, number
-            out += self.open(kind, *call)
-        if text:
-            self.text += text
-            if self.streams:
-                out += self.delta(text)
+        if self._text_block is None or self._text_block[0] != kind:
+            out = self._close_text() + self._open(kind)
+            self._text_block = kind, len(self.blocks) - 1
+        return out + self._write(self._text_block[1], text)
+
+    def _write_call(self, index: int, said: dict[str, Any]) -> bytes:
+        """Add a piece of a tool call. Its block is opened when the first of its arguments come, since its name is
+        complete then, and after those of the calls that began before it."""
+        function = said.get("function") or {}
+        call = self._calls.get(index)
+        if call is None:
+            call = self._calls[index] = _ToolCall(said.get("id") or "")
+            self._waiting.append(call)
+        if call.place is not None:
+            return self._write(call.place, function.get("arguments") or "")
+        call.name += function.get("name") or ""
+        call.arguments += function.get("arguments") or ""
+        out = b""
+        while self._waiting and self._waiting[0].arguments:
+            out += self._open_call(self._waiting.popleft())
         return out
 
-    def close(self) -> bytes:
-        """Complete the open block, if there is one, and return its last events."""
-        if self._open is None:
+    def _open_call(self, call: _ToolCall) -> bytes:
+        out = self._close_text() + self._open("tool", call.id, call.name)
+        call.place = len(self.blocks) - 1
+        return out + self._write(call.place, call.arguments)
+
+    def _open(self, kind: str, call_id: str = "", name: str = "") -> bytes:
+        self.open_blocks.append(len(self._texts))
+        self._texts.append([])
+        return self.open(kind, call_id, name)
+
+    def _write(self, place: int, text: str) -> bytes:
+        self._texts[place].append(text)
+        return self.delta(place, text) if self.streams and text else b""
+
+    def _close_text(self) -> bytes:
+        """End the block of reasoning or content. It is complete now, or after the calls that are open before it."""
+        (_, place), self._text_block = self._text_block or ("", -1), None
+        if self.open_blocks != [place]:
             return b""
-        self._open = None
-        out = self.complete(self.blocks[-1])
-        self.text = ""
+        self.open_blocks.clear()
+        return self.complete(place)
+
+    def close(self) -> bytes:
+        """Complete all open blocks and return their last events."""
+        out = self._close_text()
+        while self._waiting:
+            out += self._open_call(self._waiting.popleft())
+        out += b"".join([self.complete(place) for place in self.open_blocks])
+        self.open_blocks.clear()
         return out
+
+    def text(self, place: int) -> str:
+        """The text of a block as far as it has come."""
+        return "".join(self._texts[place])
 
     @abstractmethod
     def begin(self) -> bytes:
@@ -148,11 +207,11 @@ class Translation(ABC):
         call. Return the block's first events if the client `streams`; otherwise nothing."""
 
     @abstractmethod
-    def delta(self, text: str) -> bytes:
-        """Return the event for a further piece of text of the open block."""
+    def delta(self, place: int, text: str) -> bytes:
+        """Return the event for a further piece of text of a block."""
 
     @abstractmethod
-    def complete(self, block: dict[str, Any]) -> bytes:
+    def complete(self, place: int) -> bytes:
         """Put the collected `text` into a block that is complete. Return its last events if the client `streams`."""
 
     @abstractmethod
@@ -176,10 +235,10 @@ class Translation(ABC):
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **data}))
 
 
-def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]] | None:
+def joined(parts: list[dict[str, Any]], between: str = "\n") -> str | list[dict[str, Any]] | None:
     """The content of a chat message with these parts: text where there is nothing else."""
     if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts) or None
+        return between.join(part["text"] for part in parts) or None
     return parts
 
 
@@ -215,7 +274,6 @@ class TranslatedSink(StreamSink):
     def __init__(self, request: Request, translation: Translation, headers: HeaderList = ()) -> None:
         super().__init__(request, headers)
         self._translation = translation
-        self._buffer = b""
         self._failed = False
 
     @property
@@ -223,17 +281,16 @@ class TranslatedSink(StreamSink):
         return None  # the other API has other events
 
     def write(self, data: bytes) -> None:
-        """Translate what has come of the stream. An incomplete event is kept until its end has come."""
-        *events, self._buffer = (self._buffer + data).split(b"\n\n")
+        """Translate whole events of the stream, as `StreamCapture` and `replay` write them."""
         out = b""
-        for event in events:
-            payload = event[5:].lstrip()
-            if not event.startswith(b"data:") or payload == b"[DONE]":
+        for event in data.split(b"\n\n"):
+            payload = event[6:]
+            if self._failed or not payload or payload == b"[DONE]":
                 continue
             chunk = msgspec.json.decode(payload)
-            if "error" in chunk:
+            if error := chunk.get("error"):
                 self._failed = True
-                out += self._translation.stream_error(chunk["error"])
+                out += self._translation.stream_error(error)
             else:
                 out += self._translation.take(chunk)
         self.request.write(out)

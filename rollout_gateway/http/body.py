@@ -29,6 +29,7 @@ _BRACKETS_IN_TEXT = re.compile(rb'"[^"]*"')
 _WHERE = re.compile(r"`\$\.([^`]*)`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]*)`")
 _CONSTANT = re.compile(rb"NaN|Infinity")
+_SURROGATE, _HALF = re.compile(rb"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
 
 
 def read_body(body: bytes, kind: type[_T]) -> _T:
@@ -48,6 +49,9 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if path := _not_finite(body):
             message = f"The body is not valid: {path} must be a finite number; JSON has no NaN or Infinity."
+            raise ApiError(400, "invalid_body", message, param=path) from error
+        if path := _half_of_pair(body):
+            message = f"The body is not valid: half of a surrogate pair (\\ud800 to \\udfff) stands alone in {path}."
             raise ApiError(400, "invalid_body", message, param=path) from error
         raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error}") from error
     except RecursionError as error:
@@ -102,13 +106,24 @@ def _advice(error: str, param: str | None, kind: type) -> str:
 
 def _not_finite(body: bytes) -> str:
     """Return the path of the first NaN or infinite number in a body that is JSON otherwise; empty if there is none."""
-    if not _CONSTANT.search(body):
-        return ""
+    numbers = _numbers(_loaded(body)) if _CONSTANT.search(body) else ()
+    return next((path for path, number in numbers if not math.isfinite(number)), "")
+
+
+def _half_of_pair(body: bytes) -> str:
+    """Return the path of the first text or name with half of a surrogate pair in a body that is JSON otherwise; empty
+    if there is none. Python reads such a text, which can't be written as UTF-8."""
+    leaves = _leaves(_loaded(body)) if _SURROGATE.search(body) else ()
+    halves = (path for path, text in leaves if isinstance(text, str) and _HALF.search(text))
+    return next(halves, "").encode(errors="replace").decode()
+
+
+def _loaded(body: bytes) -> Any:
+    """The value of a body that Python can read, though it may not be JSON; else `None`."""
     try:
-        value = json.loads(body)
+        return json.loads(body)
     except (ValueError, RecursionError):
-        return ""
-    return next((path for path, number in _numbers(value) if not math.isfinite(number)), "")
+        return None
 
 
 def check_numbers(value: Any) -> None:
@@ -121,12 +136,19 @@ def check_numbers(value: Any) -> None:
 
 def _numbers(value: Any) -> Iterator[tuple[str, float]]:
     """Yield the floats in dicts, lists and tuples, each with its path, in their order."""
+    return ((path, leaf) for path, leaf in _leaves(value) if isinstance(leaf, float))
+
+
+def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names in dicts, and the values in dicts, lists and tuples that are none of these, each with its path,
+    in their order."""
     waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:
         path, value = waiting.pop()
-        if isinstance(value, float):
-            yield path.lstrip("."), value
-        elif isinstance(value, dict):
-            waiting += [(f"{path}.{name}", inner) for name, inner in reversed(value.items())]
+        if isinstance(value, dict):
+            for name, inner in reversed(value.items()):
+                waiting += [(f"{path}.{name}", inner), (f"{path}.{name}", name)]
         elif isinstance(value, list | tuple):
             waiting += [(f"{path}[{at}]", value[at]) for at in reversed(range(len(value)))]
+        else:
+            yield path.lstrip("."), value

@@ -47,7 +47,7 @@ class GatewayParts:
     async def call(self, trajectory: str = "", model: str = "tictactoe") -> tuple[int, Any]:
         body = msgspec.json.encode({"model": model, "messages": []})
         found = await self.registry.find(trajectory) if trajectory else None
-        status, answer = await self.chat.plain(read_chat(body), Caller(found))
+        status, answer = await self.chat.answer(read_chat(body), Caller(found))
         return status, msgspec.json.decode(answer)
 
     async def open(self, name: str) -> None:

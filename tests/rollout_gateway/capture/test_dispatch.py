@@ -39,7 +39,7 @@ async def test_a_client_that_leaves_before_a_server_was_asked_is_not_recorded(
         caller = Caller(await gateway.registry.find("t"))
         asyncio.get_running_loop().call_soon(caller.cancellation.cancel, ClientGoneError())
         with anyio.fail_after(60), pytest.raises(ClientGoneError):
-            await gateway.chat.plain(CALL, caller)
+            await gateway.chat.answer(CALL, caller)
         assert caller.trajectory is not None
         assert caller.trajectory.in_flight == 0
         assert await exchanges(gateway.broker, "t") == []
@@ -55,7 +55,7 @@ async def test_a_call_that_is_ended_while_its_server_works_is_recorded(
         server.held = asyncio.Event()
         await gateway.open("t")
         caller = Caller(await gateway.registry.find("t"))
-        call = asyncio.ensure_future(gateway.chat.plain(CALL, caller))
+        call = asyncio.ensure_future(gateway.chat.answer(CALL, caller))
         with anyio.fail_after(60):
             while not server.calls:
                 await anyio.sleep(0.01)  # until the server has the call

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import anthropic
+from msgspec import Raw
 
+from pipeline.events import ExchangeRecorded
 from tests.kits.clients import closed_after_test
 from tests.rollout_gateway.conftest import GatewayProcess
 
@@ -33,3 +36,17 @@ def claude(gateway: GatewayProcess, opened: dict[str, Any]) -> anthropic.Anthrop
     """Anthropic's clients add `/v1` themselves. The client is closed when the test ends."""
     base_url = opened["base_url"].removesuffix("/v1")
     return closed_after_test(anthropic.Anthropic(base_url=base_url, api_key=opened["api_key"], max_retries=0))
+
+
+def completion(message: dict[str, Any]) -> dict[str, Any]:
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    return {"id": "chatcmpl-7f", "created": 7, "model": "m@0", "choices": [choice], "usage": usage}
+
+
+def recorded(request: dict[str, Any], message: dict[str, Any]) -> ExchangeRecorded:
+    return ExchangeRecorded(
+        project="p", trajectory="t", seq=0, model="m", policy_version="m@0", step=0,
+        request=Raw(json.dumps(request).encode()), response=Raw(json.dumps(completion(message)).encode()),
+        prompt_ids=b"", sampled_ids=b"", logprobs=b"",
+    )  # fmt: skip

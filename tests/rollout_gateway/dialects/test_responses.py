@@ -127,15 +127,15 @@ def test_input_items_keep_their_reasoning_and_their_namespace() -> None:
 
 
 def test_reasoning_items_of_a_turn_are_one_message() -> None:
-    """The first of two was lost, for example around a search that OpenAI's server made."""
+    """Around a search that OpenAI's server made, and after the text."""
     first, second = (
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
         for text in ("Search.", "Found.")
     )
-    items = [first, {"type": "web_search_call"}, second, {"role": "assistant", "content": "a1"}, first]
+    items = [first, {"type": "web_search_call"}, second, {"role": "assistant", "content": "a1"}, second]
     body = {"model": "m", "input": items}
     (said,) = ResponsesTranslation(json.dumps(body).encode()).chat()["messages"]
-    assert said == {"role": "assistant", "content": "a1", "reasoning": "Search.\n\nFound."}
+    assert said == {"role": "assistant", "content": "a1", "reasoning": "Search.\n\nFound.Found."}
 
 
 def streamed(deltas: list[dict[str, Any]], finish: str | None, **asked: Any) -> list[dict[str, Any]]:

@@ -187,7 +187,7 @@ def test_deltas_of_all_kinds_are_joined() -> None:
         "reasoning": "so so",
         "refusal": "no",
         "tool_calls": [
-            {"id": "t-0", "type": "function", "function": {"name": "stop", "arguments": ""}},
             {"id": "t-1", "type": "function", "function": {"name": "seek", "arguments": '{"a":1}'}},
+            {"id": "t-0", "type": "function", "function": {"name": "stop", "arguments": ""}},
         ],
     }

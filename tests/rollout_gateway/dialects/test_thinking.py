@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import Raw
 
-from pipeline.events import ExchangeRecorded
 from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.responses import ResponsesTranslation
 from rollout_gateway.dialects.translate import Translation
 from rollout_gateway.http.errors import ApiError
-from tests.rollout_gateway.dialects.kit import CODEX
+from tests.rollout_gateway.dialects.kit import CODEX, completion, recorded
 
 USER = {"role": "user", "content": "Which cell?"}
 TOOLS = [{"name": "exec", "input_schema": {"type": "object"}}]
@@ -25,20 +23,6 @@ TOOLS = [{"name": "exec", "input_schema": {"type": "object"}}]
 
 def tool_call(number: int, arguments: str = '{"cell":"a1"}') -> dict[str, Any]:
     return {"id": f"call_{number}", "type": "function", "function": {"name": "exec", "arguments": arguments}}
-
-
-def completion(message: dict[str, Any]) -> dict[str, Any]:
-    choice = {"index": 0, "message": message, "finish_reason": "stop"}
-    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    return {"id": "chatcmpl-7f", "created": 7, "model": "m@0", "choices": [choice], "usage": usage}
-
-
-def recorded(request: dict[str, Any], message: dict[str, Any]) -> ExchangeRecorded:
-    return ExchangeRecorded(
-        project="p", trajectory="t", seq=0, model="m", policy_version="m@0", step=0,
-        request=Raw(json.dumps(request).encode()), response=Raw(json.dumps(completion(message)).encode()),
-        prompt_ids=b"", sampled_ids=b"", logprobs=b"",
-    )  # fmt: skip
 
 
 def said(reasoning: str, content: str, calls: int) -> dict[str, Any]:
@@ -102,10 +86,11 @@ def test_responses_give_the_model_its_own_turn_again(turn: tuple[str, str, int],
     assert chat["messages"] == [system, USER, message, *results(turn[2])]
 
 
-def test_reasoning_that_no_answer_followed_is_left_out() -> None:
+def test_reasoning_that_no_answer_followed_stays_a_turn() -> None:
+    """As in the record of the call, which the token limit ended."""
     cut_off = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Well"}]}
     chat = translated(ResponsesTranslation, input=[USER, cut_off, USER]).chat()
-    assert chat["messages"] == [USER, USER]
+    assert chat["messages"] == [USER, {"role": "assistant", "content": None, "reasoning": "Well"}, USER]
     stranger = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA_of another server"}
     with pytest.raises(ApiError, match="encrypted_content"):
         translated(ResponsesTranslation, input=[USER, stranger]).chat()
