@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections import Counter
@@ -42,6 +43,7 @@ _MODEL_CALLS = _READERS.keys() | _TRANSLATIONS.keys()
 
 LEFT_OUT_HEADER = b"x-journeywork-left-out"
 """Types of tools that a call named and the model was not shown."""
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
 SIDE_CALL_HEADER = b"x-journeywork-side-call"
 ROLE_HEADER = b"x-journeywork-role"
 
@@ -283,8 +285,9 @@ def _role(headers: Headers) -> str:
 
 
 def _left_out_header(translation: Translation) -> HeaderList:
-    """The header that names the tools which the model was not shown, if there are any."""
-    left_out = list(translation.left_out)
+    """The header that names the tools which the model was not shown, if there are any. The names are a client's: only
+    the first are shown, cut, and without what a header can't hold."""
+    left_out = [_NOT_IN_NAMES.sub("?", name[:64]) for name in translation.left_out[:16]]
     if not left_out:
         return ()
     log.warning("tools that only OpenAI can run were left out", types=left_out)
