@@ -101,7 +101,7 @@ def test_a_value_that_is_not_allowed_is_one_line_with_the_setting_and_what_is_al
     ("gateway.port", "not a port", "gateway.port: expected `int`, got text"),
     ("gateway.port", 70_000, "gateway.port: expected `int` <= 65535"),
     ("gateway.http.max_body_bytes", 0, "gateway.http.max_body_bytes: expected `int` >= "),
-    ("gateway.keys", (KeyConfig(sha256="x", calls_per_minute=-1),), "gateway.keys.0.calls_per_minute: expected `int` >= 0"),
+    ("gateway.keys", (KeyConfig(sha256="x", calls_per_minute=-1),), "keys.0.calls_per_minute: expected `int` >= 0"),
     ("vllm.urls", "http://a", "vllm.urls: expected list, got text"),
     ("judge.timeout_s", math.inf, "judge.timeout_s: expected a finite number"),
 ])  # fmt: skip
