@@ -49,6 +49,8 @@ class Access:
     """Models it may use. Empty: all."""
     trajectory: str = ""
     """The trajectory whose token this is. Empty for an API key."""
+    charged: bool = False
+    """Of a token: the request was counted for the key that opened the trajectory."""
 
     def owns(self, owner: str) -> bool:
         """Whether it may use the runs that `owner` opened."""
@@ -131,16 +133,21 @@ class ApiKeys:
 
     # -- checking ------------------------------------------------------------------------------------------------
 
-    def authenticate(self, key: str) -> Access:
-        """Count one request of the key and return what it permits. Raises a 401 or 429 `ApiError`."""
+    def authenticate(self, key: str, calls: int = 1) -> Access:
+        """Count a request of the key as so many calls and return what it permits. Raises a 401 or 429 `ApiError`."""
         if not self.required:
             return FULL_ACCESS
         # The look-up is by hash, so its duration reveals nothing about the keys.
         access, expiry = self._keys.get(hashlib.sha256(key.encode()).hexdigest(), (FULL_ACCESS, -math.inf))
         if expiry <= time.time():
             raise invalid_key()
-        self._accounts[access.owner, access.feedback_only].spend(access.owner)
+        self._accounts[access.owner, access.feedback_only].spend(access.owner, calls)
         return access
+
+    def spend(self, owner: str, calls: int) -> None:
+        """Count further calls of the keys named `owner`. Raises a 429 `ApiError` if none is left."""
+        if account := self._accounts.get((owner, False)):
+            account.spend(owner, calls)
 
     @contextmanager
     def charging(self, access: Access, request: int, runs: int) -> Iterator[list[str]]:
@@ -171,8 +178,8 @@ class ApiKeys:
         if account is not None:
             account.left -= calls
 
-    def charge(self, owner: str, model: str) -> None:
-        """Count a call with a trajectory's token as a call of the key that opened the trajectory, named `owner`.
+    def charge(self, owner: str, model: str, calls: int = 1) -> None:
+        """Count a request with a trajectory's token as calls of the key that opened the trajectory, named `owner`.
 
         Raises a 401, 403 or 429 `ApiError` if that key has expired, may not use the model or has no call left.
         `owner` is empty if the trajectory was opened without a key, which limits nothing."""
@@ -182,7 +189,7 @@ class ApiKeys:
         if account is None or account.expires_at <= time.time():
             raise invalid_key()
         Access(models=account.models).check_model(model)
-        account.spend(owner)
+        account.spend(owner, calls)
 
     # -- the file ------------------------------------------------------------------------------------------------
 
