@@ -253,7 +253,10 @@ class App:
         """The call that refers to recorded answers, with these from the log."""
         del call.fields["messages"]  # they are not complete, so no trajectory can be detected by them
         caller = await self._caller(call, admitted, request)
-        exchanges = await self._gateway.registry.exchanges_of(translation.continued, admitted.access)
+        async with self._gateway.api_keys.reading(request.owner) as read:
+            exchanges = await self._gateway.registry.exchanges_of(
+                translation.continued, admitted.access, read
+            )
         for missing in translation.continued - exchanges.keys():
             raise not_recorded(missing)
         whole = translation.call(exchanges)

@@ -112,6 +112,11 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     public_url: str = ""
     """Start of `base_url` in the answer that opens a trajectory, such as `https://gateway.example.com`. Empty:
     `http://` and the request's `Host`."""
+    max_run_bytes: Count = 256 * 1024 * 1024
+    """Bytes of a run's calls: whole requests, responses and tokens. A run that has more takes no further call. The
+    judge holds all of a run, in about five times as much memory."""
+    max_group_size: Count = 1024
+    """Most runs in a group that is opened or completed. The judge holds all runs of a group at once."""
     drain_s: NotNegative = 10.0
     """How long running calls may continue when the gateway stops. New calls get a 503 `stopping`. Calls that are
     not done by then are cut off with an error and recorded as `failed`."""

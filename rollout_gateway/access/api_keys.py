@@ -10,9 +10,9 @@ import asyncio
 import hashlib
 import math
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -123,6 +123,8 @@ class ApiKeys:
         """Access and expiry by the key's SHA-256."""
         self._accounts: dict[tuple[str, bool], _Account] = {}
         """By the keys' name, and whether they are for feedback only: such a key keeps no run's token valid."""
+        self._reading: defaultdict[tuple[str, bool], asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Held by the key's name while a run is read for it."""
         if not self.reload():
             self._use(())
         if not self.required and not is_loopback(config.host):
@@ -148,6 +150,28 @@ class ApiKeys:
         """Count further calls of the keys named `owner`. Raises a 429 `ApiError` if none is left."""
         if account := self._accounts.get((owner, False)):
             account.spend(owner, calls)
+
+    @asynccontextmanager
+    async def reading(
+        self, owner: str, *, feedback_only: bool = False
+    ) -> AsyncIterator[Callable[[int], None]]:
+        """Count what is read of a run for a request of the keys named `owner`. The block gets a function and calls it
+        with the bytes of each part. Each MiB counts as a further call. The keys of a name read one run at a time, and
+        those that follow need a call that is left. Raises a 429 `ApiError` if none is."""
+        size, which = 0, (owner, feedback_only)
+
+        def count(part: int) -> None:
+            nonlocal size
+            size += part
+
+        async with self._reading[which]:
+            if account := self._accounts.get(which):
+                account.spend(owner, 0)
+            try:
+                yield count
+            finally:
+                if account := self._accounts.get(which):
+                    account.left -= size >> 20
 
     @contextmanager
     def charging(self, access: Access, request: int, runs: int) -> Iterator[list[str]]:
