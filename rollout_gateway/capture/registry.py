@@ -140,10 +140,10 @@ class Registry:
     async def exchanges_of(
         self, answers: Iterable[str], access: Access, read: Callable[[int], None] = lambda size: None
     ) -> dict[str, ExchangeRecorded]:
-        """The complete exchanges of answers, by the answers' ids. `read`: as for `Trajectory.exchanges_of`. Left out are
-        those that the log does not hold, and those of runs that the caller may not use. Each run is read once at most,
-        and none after one that lacks an answer: a request that names thousands of runs costs no more than its first
-        wrong one."""
+        """The complete exchanges of answers, by the answers' ids. `read`: as for `Trajectory.exchanges_of`. Left out
+        are those that the log does not hold, and those of runs that the caller may not use. Each run is read once at
+        most, and none after one that lacks an answer: a request that names thousands of runs costs no more than its
+        first wrong one."""
         of_run: defaultdict[str, list[str]] = defaultdict(list)
         for answer in answers:
             trajectory = trajectory_of(answer)
