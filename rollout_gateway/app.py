@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections import Counter
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
+import anyio
+import anyio.to_thread
 import msgspec
 
 from pipeline.log.broker import BrokerError
@@ -40,8 +43,11 @@ _TRANSLATIONS: dict[str, Callable[[bytes], Translation]] = {
 }
 _MODEL_CALLS = _READERS.keys() | _TRANSLATIONS.keys()
 
+_LARGE_BODY = 256 * 1024
+"""Bytes. Smaller bodies are read within a few milliseconds."""
 LEFT_OUT_HEADER = b"x-journeywork-left-out"
 """Types of tools that a call named and the model was not shown."""
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
 SIDE_CALL_HEADER = b"x-journeywork-side-call"
 ROLE_HEADER = b"x-journeywork-role"
 
@@ -69,6 +75,7 @@ class App:
         self._running: set[Request] = set()
         """Model calls under way."""
         self._stopping = False
+        self._large_bodies = anyio.CapacityLimiter(1)
 
     def stop(self) -> None:
         """From now on, answer model calls and openings with a 503 `stopping`."""
@@ -94,7 +101,7 @@ class App:
         if path in _MODEL_CALLS:
             if request.method != "POST":
                 raise not_allowed("POST")
-            access = self._identity.admit(request.headers, "call", named)
+            access = self._identity.admit(request.headers, "call", named, _announced(request))
             request.admitted, request.owner = _Admitted(access, path, named), self._owner(access)
             return
         route, values = find(request.method, path)
@@ -106,7 +113,7 @@ class App:
                 access = self._identity.admit(request.headers, "call", None)
         else:
             about = values[0] if values and route.auth in ("trajectory", "completion", "feedback") else named
-            access = self._identity.admit(request.headers, route.auth, about)
+            access = self._identity.admit(request.headers, route.auth, about, _announced(request))
         request.admitted, request.owner = _Admitted(access, path, named, route, values), self._owner(access)
 
     def _owner(self, access: Access) -> str:
@@ -160,12 +167,11 @@ class App:
                 raise stopping()
             self._check_calls(request.owner)
             _check_size(request)
-            read = _READERS.get(path)
-            if read is None:
-                status = await self._translated_call(request, admitted, _TRANSLATIONS[path](request.body))
+            await self._identity.charge_body(admitted.access, request)
+            call, translation = await self._read(request, path)
+            if translation is not None:
+                status = await self._translated_call(request, admitted, translation, call)
                 return
-            call = read(request.body)
-            self._gateway.permitted.check(call.fields)
             caller = await self._caller(call, admitted, request)
             status, answer = await self._calls.answer(
                 call, caller, StreamSink(request) if call.stream else None
@@ -181,6 +187,20 @@ class App:
         finally:
             self._running.discard(request)
             self._gateway.metrics.count_call(path, status, time.perf_counter() - started)
+
+    async def _read(self, request: Request, path: str) -> tuple[Call, Translation | None]:
+        """Read and check the body of a model call. Large ones are read in a thread, one at a time, so that other
+        requests are answered meanwhile."""
+
+        def read() -> tuple[Call, Translation | None]:
+            translation = _TRANSLATIONS[path](request.body) if path in _TRANSLATIONS else None
+            call = translation.call() if translation is not None else _READERS[path](request.body)
+            self._gateway.permitted.check(call.fields)
+            return call, translation
+
+        if len(request.body) < _LARGE_BODY:
+            return read()
+        return await anyio.to_thread.run_sync(read, limiter=self._large_bodies)
 
     def _check_calls(self, owner: str) -> None:
         """Raise a 429 `ApiError` if `gateway.max_calls` is exceeded, and `owner` has more than its share: the limit
@@ -204,10 +224,10 @@ class App:
             request.cancellation,
         )
 
-    async def _translated_call(self, request: Request, admitted: _Admitted, translation: Translation) -> int:
-        """Answer a call of another API as a chat completion. Returns the status."""
-        call = translation.call()
-        self._gateway.permitted.check(call.fields)
+    async def _translated_call(
+        self, request: Request, admitted: _Admitted, translation: Translation, call: Call
+    ) -> int:
+        """Answer a call of another API as the chat completion `call`. Returns the status."""
         if translation.continued:
             caller, call = await self._continued_call(translation, call, admitted, request)
         else:
@@ -233,13 +253,22 @@ class App:
         """The call that refers to recorded answers, with these from the log."""
         del call.fields["messages"]  # they are not complete, so no trajectory can be detected by them
         caller = await self._caller(call, admitted, request)
-        exchanges = await self._gateway.registry.exchanges_of(translation.continued, admitted.access)
+        async with self._gateway.api_keys.reading(request.owner) as read:
+            exchanges = await self._gateway.registry.exchanges_of(
+                translation.continued, admitted.access, read
+            )
         for missing in translation.continued - exchanges.keys():
             raise not_recorded(missing)
         whole = translation.call(exchanges)
         if caller.trajectory is None:
             caller = await self._caller(whole, admitted, request)
         return caller, whole
+
+
+def _announced(request: Request) -> int:
+    """Return the bytes of the body by the request's head; 0 if it does not say, or if the body is not read."""
+    size = int(request.headers.get(b"content-length", b"0"))
+    return size if size <= request.max_body else 0
 
 
 def _check_size(request: Request) -> None:
@@ -283,8 +312,9 @@ def _role(headers: Headers) -> str:
 
 
 def _left_out_header(translation: Translation) -> HeaderList:
-    """The header that names the tools which the model was not shown, if there are any."""
-    left_out = list(translation.left_out)
+    """The header that names the tools which the model was not shown, if there are any. The names are a client's: only
+    the first are shown, cut, and without what a header can't hold."""
+    left_out = [_NOT_IN_NAMES.sub("?", name[:64]) for name in translation.left_out[:16]]
     if not left_out:
         return ()
     log.warning("tools that only OpenAI can run were left out", types=left_out)

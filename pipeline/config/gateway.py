@@ -20,8 +20,9 @@ class KeyConfig(Section, frozen=True, kw_only=True):
     else. `operator`: every trajectory, decisions about versions, and metrics."""
     calls_per_minute: Natural = 0
     """Calls per minute with the key, and with the keys of trajectories that it opened. Completing a group or
-    a run made of others' calls, or ranking runs, counts as a call for each run that is looked at; each MiB that the
-    calls of a run add to the log counts as a further one. 0: no limit. Each gateway process counts by itself."""
+    a run made of others' calls, or ranking runs, counts as a call for each run that is looked at; each MiB of a body,
+    and each MiB that the calls of a run add to the log, counts as a further one. 0: no limit. Each gateway process
+    counts by itself."""
     models: tuple[str, ...] = ()
     """Models that the key may call and open trajectories for. Empty: all."""
     calls_only: bool = False
@@ -37,8 +38,9 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     """Connections of clients at once. Beyond it the connection that has been idle longest is closed, then the
     oldest with an incomplete request. If all are being answered, a new one gets a 503. The limit on open files
     of the process bounds it."""
-    max_body_bytes: Count = 64 * 1024 * 1024
-    """Longest body of a model call. A longer one gets a 413 and is not read."""
+    max_body_bytes: Count = 16 * 1024 * 1024
+    """Longest body of a model call. A longer one gets a 413 and is not read. A conversation of a million tokens takes
+    about 5 MB; the rest is for images. Reading 16 MiB takes 0.1 to 0.3 s of the gateway's one processor."""
     max_control_body_bytes: Count = 1024 * 1024
     """Longest body of a call of the control API."""
     max_buffered_bytes: Count = 512 * 1024 * 1024
@@ -110,6 +112,11 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     public_url: str = ""
     """Start of `base_url` in the answer that opens a trajectory, such as `https://gateway.example.com`. Empty:
     `http://` and the request's `Host`."""
+    max_run_bytes: Count = 256 * 1024 * 1024
+    """Bytes of a run's calls: whole requests, responses and tokens. A run that has more takes no further call. The
+    judge holds all of a run, in about five times as much memory."""
+    max_group_size: Count = 1024
+    """Most runs in a group that is opened or completed. The judge holds all runs of a group at once."""
     drain_s: NotNegative = 10.0
     """How long running calls may continue when the gateway stops. New calls get a 503 `stopping`. Calls that are
     not done by then are cut off with an error and recorded as `failed`."""

@@ -45,8 +45,8 @@ def set_override(tree: dict[str, Any], root: type, text: str) -> None:
         raise ConfigError(f"{dotted}: {error}") from error
 
 
-def convert(tree: dict[str, Any], root: type[T], where: str = "") -> T:
-    """Convert raw settings to struct `root`, which is the section named `where` (empty: the whole tree).
+def convert(tree: Any, root: type[T], where: str = "") -> T:
+    """Convert raw settings to `root`, the type of the section or setting named `where` (empty: the whole tree).
 
     Raises `ConfigError`, which names the setting by its dotted key and says what the setting takes."""
     for dotted, value in _leaves(tree, where):
@@ -58,15 +58,18 @@ def convert(tree: dict[str, Any], root: type[T], where: str = "") -> T:
         raise ConfigError(_named(str(error), root, where)) from error
 
 
-def with_values(section: S, values: Mapping[str, Any]) -> S:
-    """Return `section` with other values, given by dotted key: `{"optimizer.learning_rate": 1e-3}`. Limits are not
-    checked."""
+def with_values(section: S, values: Mapping[str, Any], where: str = "") -> S:
+    """Return `section`, which is named `where`, with other values by dotted key: `{"optimizer.learning_rate": 1e-3}`.
+
+    Raises `ConfigError`, as `convert` does, for a value that its setting does not take."""
     changes: dict[str, Any] = {}
     for dotted, value in values.items():
         name, _, rest = dotted.partition(".")
-        changes[name] = (
-            with_values(changes.get(name, getattr(section, name)), {rest: value}) if rest else value
-        )
+        named = f"{where}.{name}" if where else name
+        if rest:
+            changes[name] = with_values(changes.get(name, getattr(section, name)), {rest: value}, named)
+        else:
+            changes[name] = convert(msgspec.to_builtins(value), _type_at(type(section), [name]), named)
     return msgspec.structs.replace(section, **changes)
 
 

@@ -42,6 +42,7 @@ from pipeline.log.history import Reader
 from pipeline.log.messages import Recorded as Recorded
 from pipeline.log.messages import StoredMessage, parse_ack_subject
 from pipeline.log.pulling import pulling
+from pipeline.security.users import OPERATOR
 from pipeline.security.users import READER as READER
 from pipeline.telemetry.logs import get_logger
 
@@ -138,7 +139,7 @@ class Broker(Reader):
     @classmethod
     @asynccontextmanager
     async def connect(
-        cls, config: NatsConfig, *, name: str = "journeywork", provision: bool = True
+        cls, config: NatsConfig, *, name: str = OPERATOR, provision: bool = True
     ) -> AsyncIterator[Broker]:
         """Connect to the servers of `config.url`, and reconnect to any of them for as long as the block runs. `name`
         decides the NATS user (`pipeline.security.users`).

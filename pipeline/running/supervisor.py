@@ -231,7 +231,7 @@ class Supervisor:
         """Delete the oldest events while the log's server needs more memory than `nats.max_memory`."""
         while True:
             try:
-                async with Broker.connect(self.config.nats, name="supervisor", provision=False) as broker:
+                async with Broker.connect(self.config.nats, name="memory", provision=False) as broker:
                     while True:
                         await memory.trim(broker, self.config.nats.max_memory)
                         await anyio.sleep(TRIM_EVERY_S)

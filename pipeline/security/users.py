@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import streams
+from pipeline.errors import ConfigError
 from pipeline.security import nkey
 
 OPERATOR = "operator"
@@ -54,9 +55,12 @@ class User:
     """Whether it writes, reads and deletes the detected runs that wait for their next call."""
     sets_timers: bool = False
     """Whether it may set and cancel timers of groups."""
+    purges: tuple[str, ...] = ()
+    """Streams whose oldest events it may delete; NATS has no right to do only that, so it may delete all of them."""
     provisions: bool = False
-    """Whether it may create and update streams, consumers and buckets, and delete single messages and the oldest events
-    (`pipeline.log.memory`), but never whole streams."""
+    """Whether it may create and update streams, consumers and buckets, and delete dead letters."""
+    connections: tuple[str, ...] = ()
+    """Names of connections that are this user's, besides its own."""
 
 
 USERS: tuple[User, ...] = (
@@ -130,6 +134,14 @@ USERS: tuple[User, ...] = (
         fetches=(streams.ADAPTERS_BUCKET,),
         probes=EVENT_STREAMS,
         provisions=True,
+        connections=("calibrate", "dead", "export", "influence", "provision", "rejudge", "replay", "status",
+                     "supervisor", "what-if"),
+    ),
+    User(
+        "memory", "`journeywork up`: deletes the oldest events where `nats.max_memory` asks for it",
+        reads=tuple(streams.MEMORY_SHARES),
+        purges=tuple(streams.MEMORY_SHARES),
+        awaits=tuple(c.name for c in streams.CONSUMERS if c.stream in streams.MEMORY_SHARES and c.start == "all"),
     ),
 )  # fmt: skip
 
@@ -144,8 +156,12 @@ class Rights:
 
 
 def user(name: str) -> User:
-    """Return the user of a service; for any other name, the operator."""
-    return next((u for u in USERS if u.name == name), USERS[-1])
+    """Return the user of a connection. Raises `ConfigError` for a name that no user has."""
+    for each in USERS:
+        if name == each.name or name in each.connections:
+            return each
+    known = ", ".join(sorted(n for u in USERS for n in (u.name, *u.connections)))
+    raise ConfigError(f"{name!r} is no user of the log: name the connection after one of {known}")
 
 
 def inbox_prefix(name: str) -> str:
@@ -170,6 +186,7 @@ def rights(user: User) -> Rights:
             publish += [f"dead.*.{name}", f"dead.*.{name}.*"]
     read, fetched, stored = _streams_and_buckets(user)
     publish += [f"{api}STREAM.MSG.DELETE.{stream}" for stream in user.trims]
+    publish += [f"{api}STREAM.PURGE.{stream}" for stream in user.purges]
     for bucket in sorted(stored):
         publish += [f"$O.{bucket}.>", f"{api}STREAM.PURGE.OBJ_{bucket}"]
     if user.detects:
@@ -208,10 +225,7 @@ def rights(user: User) -> Rights:
     if user.provisions:
         publish += [f"{api}STREAM.{verb}.*" for verb in ("CREATE", "UPDATE", "INFO")]
         publish += [f"{api}CONSUMER.{verb}.*.>" for verb in ("CREATE", "DURABLE.CREATE", "INFO")]
-        publish += [
-            f"{api}STREAM.MSG.DELETE.DEAD",
-            *(f"{api}STREAM.PURGE.{s}" for s in streams.MEMORY_SHARES),
-        ]
+        publish.append(f"{api}STREAM.MSG.DELETE.DEAD")
     return Rights(tuple(publish), tuple(deny), (f"{inbox_prefix(user.name)}.>",))
 
 

@@ -10,9 +10,9 @@ import asyncio
 import hashlib
 import math
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +49,8 @@ class Access:
     """Models it may use. Empty: all."""
     trajectory: str = ""
     """The trajectory whose token this is. Empty for an API key."""
+    charged: bool = False
+    """Of a token: the request was counted for the key that opened the trajectory."""
 
     def owns(self, owner: str) -> bool:
         """Whether it may use the runs that `owner` opened."""
@@ -121,6 +123,8 @@ class ApiKeys:
         """Access and expiry by the key's SHA-256."""
         self._accounts: dict[tuple[str, bool], _Account] = {}
         """By the keys' name, and whether they are for feedback only: such a key keeps no run's token valid."""
+        self._reading: defaultdict[tuple[str, bool], asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Held by the key's name while a run is read for it."""
         if not self.reload():
             self._use(())
         if not self.required and not is_loopback(config.host):
@@ -131,16 +135,43 @@ class ApiKeys:
 
     # -- checking ------------------------------------------------------------------------------------------------
 
-    def authenticate(self, key: str) -> Access:
-        """Count one request of the key and return what it permits. Raises a 401 or 429 `ApiError`."""
+    def authenticate(self, key: str, calls: int = 1) -> Access:
+        """Count a request of the key as so many calls and return what it permits. Raises a 401 or 429 `ApiError`."""
         if not self.required:
             return FULL_ACCESS
         # The look-up is by hash, so its duration reveals nothing about the keys.
         access, expiry = self._keys.get(hashlib.sha256(key.encode()).hexdigest(), (FULL_ACCESS, -math.inf))
         if expiry <= time.time():
             raise invalid_key()
-        self._accounts[access.owner, access.feedback_only].spend(access.owner)
+        self._accounts[access.owner, access.feedback_only].spend(access.owner, calls)
         return access
+
+    def spend(self, owner: str, calls: int) -> None:
+        """Count further calls of the keys named `owner`. Raises a 429 `ApiError` if none is left."""
+        if account := self._accounts.get((owner, False)):
+            account.spend(owner, calls)
+
+    @asynccontextmanager
+    async def reading(
+        self, owner: str, *, feedback_only: bool = False
+    ) -> AsyncIterator[Callable[[int], None]]:
+        """Count what is read of a run for a request of the keys named `owner`. The block gets a function and calls it
+        with the bytes of each part. Each MiB counts as a further call. The keys of a name read one run at a time, and
+        those that follow need a call that is left. Raises a 429 `ApiError` if none is."""
+        size, which = 0, (owner, feedback_only)
+
+        def count(part: int) -> None:
+            nonlocal size
+            size += part
+
+        async with self._reading[which]:
+            if account := self._accounts.get(which):
+                account.spend(owner, 0)
+            try:
+                yield count
+            finally:
+                if account := self._accounts.get(which):
+                    account.left -= size >> 20
 
     @contextmanager
     def charging(self, access: Access, request: int, runs: int) -> Iterator[list[str]]:
@@ -171,8 +202,8 @@ class ApiKeys:
         if account is not None:
             account.left -= calls
 
-    def charge(self, owner: str, model: str) -> None:
-        """Count a call with a trajectory's token as a call of the key that opened the trajectory, named `owner`.
+    def charge(self, owner: str, model: str, calls: int = 1) -> None:
+        """Count a request with a trajectory's token as calls of the key that opened the trajectory, named `owner`.
 
         Raises a 401, 403 or 429 `ApiError` if that key has expired, may not use the model or has no call left.
         `owner` is empty if the trajectory was opened without a key, which limits nothing."""
@@ -182,7 +213,7 @@ class ApiKeys:
         if account is None or account.expires_at <= time.time():
             raise invalid_key()
         Access(models=account.models).check_model(model)
-        account.spend(owner)
+        account.spend(owner, calls)
 
     # -- the file ------------------------------------------------------------------------------------------------
 

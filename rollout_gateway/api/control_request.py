@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import parse_qsl
 
+from pipeline.events import TrajectoryOpened
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.http.body import read_body
@@ -38,6 +40,12 @@ class ControlRequest:
     def charging(self, runs: int) -> AbstractContextManager[list[str]]:
         """Count the request as so many calls of its key (`ApiKeys.charging`)."""
         return self.gateway.api_keys.charging(self.access, hash((self.http.target, self.http.body)), runs)
+
+    def reading(self, opened: TrajectoryOpened) -> AbstractAsyncContextManager[Callable[[int], None]]:
+        """Count what is read of a run as calls of the request's key (`ApiKeys.reading`)."""
+        access = self.access
+        owner = opened.owner if access.trajectory else access.owner
+        return self.gateway.api_keys.reading(owner, feedback_only=access.feedback_only)
 
 
 @dataclass(eq=False, slots=True)

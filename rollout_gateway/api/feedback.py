@@ -22,6 +22,7 @@ from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.api.schemas import AnswerFeedback, Feedback, RunFeedback
 from rollout_gateway.capture.answer_ids import trajectory_of
+from rollout_gateway.capture.trajectory import size_of
 from rollout_gateway.http.errors import ApiError, check_shared, unknown_trajectory
 from rollout_gateway.serving.idempotency import publish_once, refuse_different
 
@@ -181,7 +182,7 @@ async def _checked_signal(
     opened = await _opened(gateway, target.trajectory, access)
     by = opened.owner if access.trajectory else access.owner
     if target.answer:
-        await _call(gateway, opened, target.answer)
+        await _call(request, opened, target.answer)
     event = SignalGiven(
         project=gateway.project,
         # The `:` of a key's name is escaped, so no two names make the same id.
@@ -199,9 +200,9 @@ async def _checked_signal(
     if target.role:
         recorded = await gateway.broker.read_last(SignalGiven, **keys_of(event)) if body.key else None
         given = recorded.event.call if recorded is not None else -1
-        call = await _last_call(gateway, opened, target.role, given)
+        call = await _last_call(request, opened, target.role, given)
     else:
-        call = await _call(gateway, opened, target.call)
+        call = await _call(request, opened, target.call)
     event = await gateway.registry.log.masks.apply(msgspec.structs.replace(event, call=call))
     await _check_number(gateway, event)
     state = await _state(gateway, opened)
@@ -252,14 +253,16 @@ async def _check_number(gateway: Gateway, event: SignalGiven) -> None:
         raise ApiError(409, "too_many_signals", message)
 
 
-async def _last_call(gateway: Gateway, opened: TrajectoryOpened, role: str, given: int) -> int:
+async def _last_call(request: ControlRequest, opened: TrajectoryOpened, role: str, given: int) -> int:
     """Return the `seq` of the last call of an agent of a run, or `given` if that is a call of the agent: the one that
     was the last when an earlier request with the same key came. Raises a 404 `ApiError`."""
     last: dict[str, int] = {}
-    async for call in gateway.registry.log.calls(opened.trajectory):
-        if call.seq == given and call.role == role:
-            return given
-        last[call.role] = max(call.seq, last.get(call.role, -1))
+    async with request.reading(opened) as read:
+        async for call in request.gateway.registry.log.calls(opened.trajectory):
+            read(size_of(call))
+            if call.seq == given and call.role == role:
+                return given
+            last[call.role] = max(call.seq, last.get(call.role, -1))
     if role not in last:
         named = ", ".join(sorted(filter(None, last))) or "none"
         message = f"Run {opened.trajectory!r} has no call of the role {role!r}. Its roles are: {named}."
@@ -267,14 +270,15 @@ async def _last_call(gateway: Gateway, opened: TrajectoryOpened, role: str, give
     return last[role]
 
 
-async def _call(gateway: Gateway, opened: TrajectoryOpened, call: int | str) -> int:
+async def _call(request: ControlRequest, opened: TrajectoryOpened, call: int | str) -> int:
     """Return the `seq` of a call of a run, by its number or by the id of its answer. Raises a 404 `ApiError`."""
     if call == -1:
         return -1
-    trajectory = opened.trajectory
+    gateway, trajectory = request.gateway, opened.trajectory
     if isinstance(call, str):
         run = await gateway.registry.find_to_read(trajectory)
-        exchange = (await run.exchanges_of([call], complete=False)).get(call)
+        async with request.reading(opened) as read:
+            exchange = (await run.exchanges_of([call], complete=False, read=read)).get(call)
         if exchange is None:
             raise _unknown_answer(call, f"Run {trajectory!r}")
         return exchange.seq

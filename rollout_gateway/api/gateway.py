@@ -42,6 +42,7 @@ class Gateway:
         self.config, self.broker, self.origins, self.api_keys = config, broker, origins, api_keys
         self.policies, self.pacing, self.registry = policies, pacing, registry
         registry.log.count_calls = api_keys.count_calls
+        registry.log.max_run_bytes = settings.max_run_bytes
         self.permitted = Permitted(settings.further_fields, config.vllm.allowed_media_domains)
         self.fleet = Fleet(api_key(config), settings.replicas.serving_share)
         self.router = VersionRouter(policies, self.fleet, {m.name: m.base for m in config.models})

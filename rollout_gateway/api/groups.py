@@ -27,7 +27,7 @@ from rollout_gateway.api.demonstrations import (
 from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.api.schemas import GroupCompletion, GroupMember
 from rollout_gateway.api.trajectories import check_batch, check_completion, complete_checked, runs_named
-from rollout_gateway.http.errors import ApiError, check_shared, unknown_trajectory
+from rollout_gateway.http.errors import ApiError, check_group_size, check_shared, unknown_trajectory
 
 _TASK_BYTES = 16 * 1024 * 1024
 """Bytes that the task of one request may take on the log: each member's opening has it."""
@@ -41,6 +41,7 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
     nevertheless, the same request completes the rest, and costs a single call."""
     gateway, access, (group,) = request.gateway, request.access, request.values
     body = request.read(GroupCompletion)
+    check_group_size("trajectories", len(body.trajectories), gateway.config.gateway.max_group_size)
     check_shared("task", body.task, len(body.trajectories), _TASK_BYTES)
     ids = [member.id for member in body.trajectories]
     if repeated := next((name for i, name in enumerate(ids) if name in ids[:i]), None):

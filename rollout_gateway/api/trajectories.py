@@ -15,7 +15,7 @@ from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.api.schemas import Opening
 from rollout_gateway.capture.registry import BatchRequest, Completion
-from rollout_gateway.http.errors import ApiError, retired_version
+from rollout_gateway.http.errors import ApiError, check_group_size, retired_version
 from rollout_gateway.http.request import Headers
 
 # -- opening -------------------------------------------------------------------------------------------------------
@@ -26,6 +26,7 @@ async def open_trajectory(request: ControlRequest) -> dict[str, Any]:
     gateway, access, opening = request.gateway, request.access, request.read(Opening)
     access.check_model(gateway.router.name(opening.model))
     _check_model(gateway, opening, access)
+    check_group_size("group_size", opening.group_size, gateway.config.gateway.max_group_size)
     trajectory = opening.id or new_dated_id("t")
     group = opening.group or trajectory
     for name in (trajectory, group):

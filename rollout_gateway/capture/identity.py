@@ -15,7 +15,7 @@ from rollout_gateway.capture.registry import Registry
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Call
 from rollout_gateway.http.errors import ApiError, invalid_key, unknown_trajectory
-from rollout_gateway.http.request import Headers
+from rollout_gateway.http.request import Headers, Request
 from rollout_gateway.serving.routing import VersionRouter
 
 KeyKind = Literal["optional", "call", "agent", "operator", "trajectory", "completion", "feedback"]
@@ -25,6 +25,8 @@ trajectory in the path; `completion`: the same, of a token only if the trajector
 `feedback`: as `completion`, or a feedback key, and the handler checks whose the trajectory is; `optional`: none, or
 a key as for `agent`."""
 
+_CALL_BYTES = 1 << 20
+"""Bytes of a body that count as a further call."""
 TRAJECTORY_HEADER = b"x-journeywork-trajectory"
 GROUP_HEADER = b"x-journeywork-group"
 ATTEMPT_HEADER = b"x-journeywork-attempt"
@@ -62,8 +64,10 @@ class Identity:
 
     # -- by the head of a request. Nothing is read from the log ----------------------------------------------------
 
-    def admit(self, headers: Headers, wanted: KeyKind, trajectory: str | None) -> Access:
-        """Check a request's key and return its permissions. `trajectory` is the one named in its path.
+    def admit(self, headers: Headers, wanted: KeyKind, trajectory: str | None, size: int = 0) -> Access:
+        """Check a request's key, count the request as one call and one for each MiB of its body, and return the key's
+        permissions. `trajectory` is the one named in its path, `size` the bytes of its body as far as its head says
+        them. The token of a trajectory that is not in memory is counted by `charge_body`.
 
         Raises an `ApiError`: 401 for an invalid key, 403 for one that does not permit this, 429 for too many
         requests."""
@@ -77,8 +81,11 @@ class Identity:
                 raise ApiError(403, "wrong_role", message)
             if trajectory is not None:
                 _check_own(trajectory, own)
-            return Access(trajectory=own)
-        access = self._api_keys.authenticate(key)
+            run = self._registry.get(own)
+            if run is not None:
+                self._api_keys.charge(run.opened.owner, run.opened.model, 1 + size // _CALL_BYTES)
+            return Access(trajectory=own, charged=run is not None)
+        access = self._api_keys.authenticate(key, 1 + size // _CALL_BYTES)
         if wanted == "operator" and not access.operator:
             raise ApiError(403, "wrong_role", "This request needs an operator's key.")
         if access.calls_only and wanted != "call":
@@ -96,7 +103,7 @@ class Identity:
         Raises `ApiError`: a 404 one for a trajectory of another key, as for one that does not
         exist."""
         if access.trajectory and wanted != "optional":
-            opened = await self.charge(access.trajectory)
+            opened = await self.charge(access)
             if wanted in ("completion", "feedback") and not opened.key_completes:
                 message = (
                     "This trajectory's key can't complete it or give feedback on it. Open with `key_completes`, or use "
@@ -108,16 +115,27 @@ class Identity:
             await self._registry.opening_for(trajectory, access)
         return access
 
-    async def charge(self, trajectory: str) -> TrajectoryOpened:
-        """Count a request with a trajectory's key as one of the key that opened the trajectory, and return its opening.
+    async def charge(self, access: Access, calls: int = 1) -> TrajectoryOpened:
+        """Count a request with a trajectory's token as calls of the key that opened the trajectory, unless `admit` did,
+        and return its opening.
 
         Raises an `ApiError`: 401 if that key is revoked or expired, 403 if it no longer permits the model, 429 for too
         many."""
-        opened = await self._registry.opening(trajectory)
+        opened = await self._registry.opening(access.trajectory)
         if opened is None:
-            raise unknown_trajectory(trajectory)
-        self._api_keys.charge(opened.owner, opened.model)
+            raise unknown_trajectory(access.trajectory)
+        if not access.charged:
+            self._api_keys.charge(opened.owner, opened.model, calls)
         return opened
+
+    async def charge_body(self, access: Access, request: Request) -> None:
+        """Count what `admit` could not: the token of a trajectory that was not in memory, and a body in chunks. Raises
+        as `charge`."""
+        calls = len(request.body) // _CALL_BYTES
+        if access.trajectory and not access.charged:
+            await self.charge(access, 1 + calls)
+        elif calls and b"content-length" not in request.headers:
+            self._api_keys.spend(request.owner, calls)
 
     async def trajectory(
         self, access: Access, url: str | None, headers: Headers, call: Call
@@ -127,8 +145,6 @@ class Identity:
         if access.trajectory:
             for name in named.trajectories:
                 _check_own(name, access.trajectory)
-            # The key that opened it is charged before the calls are read.
-            await self.charge(access.trajectory)
             return await self._registry.find(access.trajectory)
         model = self._router.name(call.params.model)
         if access.models:

@@ -137,10 +137,13 @@ class Registry:
             raise unknown_trajectory(trajectory)
         return opened
 
-    async def exchanges_of(self, answers: Iterable[str], access: Access) -> dict[str, ExchangeRecorded]:
-        """The complete exchanges of answers, by the answers' ids. Left out are those that the log does not hold, and
-        those of runs that the caller may not use. Each run is read once at most, and none after one that lacks an
-        answer: a request that names thousands of runs costs no more than its first wrong one."""
+    async def exchanges_of(
+        self, answers: Iterable[str], access: Access, read: Callable[[int], None] = lambda size: None
+    ) -> dict[str, ExchangeRecorded]:
+        """The complete exchanges of answers, by the answers' ids. `read`: as for `Trajectory.exchanges_of`. Left out
+        are those that the log does not hold, and those of runs that the caller may not use. Each run is read once at
+        most, and none after one that lacks an answer: a request that names thousands of runs costs no more than its
+        first wrong one."""
         of_run: defaultdict[str, list[str]] = defaultdict(list)
         for answer in answers:
             trajectory = trajectory_of(answer)
@@ -150,7 +153,7 @@ class Registry:
         for trajectory, wanted in of_run.items():
             run = self._known.get(trajectory) or await self._read_opening(trajectory)
             if run is not None and (access.trajectory or access.owns(run.opened.owner)):
-                out |= await run.exchanges_of(wanted)
+                out |= await run.exchanges_of(wanted, read=read)
             if not out.keys() >= set(wanted):
                 break
         return out

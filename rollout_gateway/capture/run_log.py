@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -32,6 +33,8 @@ class RunLog:
         self.masks = masks or Masks()
         self.count_calls: Callable[[str, int], None] = lambda owner, calls: None
         """Counts calls of the key named `owner` for what its runs add to the log."""
+        self.max_run_bytes = sys.maxsize
+        """Bytes of a run's calls, beyond which it takes no further ones."""
         self._newest: tuple[int, Event] | None = None
         """The newest event that this process published or read, with its stream sequence."""
         self._checked_reconnects = 0

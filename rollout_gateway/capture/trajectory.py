@@ -30,12 +30,19 @@ _CALL_BYTES = 1024 * 1024
 """So many bytes that the calls of a run add to the log count as one more call of the key that opened it."""
 
 
+def size_of(event: ExchangeRecorded) -> int:
+    """Return the bytes of an exchange: its texts and prompt tokens."""
+    return len(event.request) + len(event.response) + len(event.prompt_ids) + len(event.experts)
+
+
 @dataclass(eq=False, slots=True)
 class RecordedCalls:
     """The calls of a run that are on the log."""
 
     exchanges: int = 0
     """Number of exchange events."""
+    bytes: int = 0
+    """Their size (`size_of`)."""
     next_seq: int = 0
     last_stream_seq: int = 0
     """Stream sequence of the last message on the run's subject; 0 if there is none."""
@@ -55,6 +62,7 @@ class RecordedCalls:
 
     def add(self, event: ExchangeRecorded, stream_seq: int) -> None:
         self.exchanges += 1
+        self.bytes += size_of(event)
         self.next_seq = max(self.next_seq, event.seq + 1)
         self.last_stream_seq = stream_seq
         self.first_step = event.step if self.first_step < 0 else min(self.first_step, event.step)
@@ -127,6 +135,12 @@ class Trajectory:
         self.log.check_age(self.id, self.opened.at)
         if self.completing:
             raise already_completed(self.id, "it takes no further calls")
+        if self.recorded.bytes >= self.log.max_run_bytes:
+            message = (
+                f"The calls of trajectory {self.id!r} hold {self.recorded.bytes:,} bytes: it takes no further ones "
+                f"(gateway.max_run_bytes is {self.log.max_run_bytes:,}). Complete it, and open another."
+            )
+            raise ApiError(413, "run_too_large", message)
         self.used_at = time.monotonic()
         self.begin_work()
 
@@ -200,7 +214,7 @@ class Trajectory:
         return False
 
     def _count_bytes(self, event: ExchangeRecorded, form: Form) -> None:
-        size = len(event.request) + len(event.response) + len(event.prompt_ids) + len(event.experts)
+        size = size_of(event)
         saved = form.saved if isinstance(form, Continuation) else 0
         calls, self.uncounted_bytes = divmod(self.uncounted_bytes + size - saved, _CALL_BYTES)
         self.log.count_calls(self.opened.owner, calls)
@@ -275,10 +289,15 @@ class Trajectory:
             return None
 
     async def exchanges_of(
-        self, replies: Iterable[str], *, complete: bool = True
+        self,
+        replies: Iterable[str],
+        *,
+        complete: bool = True,
+        read: Callable[[int], None] = lambda size: None,
     ) -> dict[str, ExchangeRecorded]:
         """The exchanges whose answers have these ids, by id. An id may have the prefix of any API (`unwrapped`).
-        `complete`: only if the answer was complete. Reads the whole run, once, if one of them is not a recent one."""
+        `complete`: only if the answer was complete. Reads the whole run, once, if one of them is not a recent one, and
+        then calls `read` with the size of each exchange."""
         left, out = defaultdict[str, list[str]](list), dict[str, ExchangeRecorded]()
         for reply in replies:
             left[unwrapped(reply)].append(reply)
@@ -288,6 +307,7 @@ class Trajectory:
                 out |= dict.fromkeys(left.pop(unwrapped(_reply_id(call[0])), ()), call[0])
         if left:
             async for event in self.log.calls(self.id):
+                read(size_of(event))
                 if event.status == "complete" or not complete:
                     out |= dict.fromkeys(left.pop(unwrapped(_reply_id(event)), ()), event)
         return out

@@ -55,6 +55,13 @@ def check_shared(field: str, text: str, runs: int, most: int) -> None:
         raise ApiError(413, "body_too_large", message, param=field)
 
 
+def check_group_size(field: str, runs: int, most: int) -> None:
+    """Raise a 413 `ApiError` for a group of more runs than `gateway.max_group_size`, which is `most`."""
+    if runs > most:
+        message = f"`{field}` makes a group of {runs:,} runs; gateway.max_group_size is {most:,}. Make smaller groups."
+        raise ApiError(413, "group_too_large", message, param=field)
+
+
 def unknown_model(model: str, known: Sequence[str], param: str = "model") -> ApiError:
     message = f"The model {model!r} does not exist. Available models: {', '.join(known)}."
     return ApiError(404, "model_not_found", message, param=param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -19,8 +20,19 @@ SSE_HEADERS: HeaderList = (
 )
 
 _STATUS = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
+_HEADER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+: [\t\x20-\x7e\x80-\xff]*")
 _JSON = b"application/json"
 _JSON_200 = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+
+
+def header_line(name: bytes, value: bytes) -> bytes:
+    """Return a header as it is sent. Raises `ValueError` for a name or value that would end its line or the head."""
+    line = b"%b: %b" % (name, value)
+    if _HEADER.fullmatch(line) is None:
+        raise ValueError(
+            f"the name or the value of the header {name[:100]!r} can't be sent: it may hold a line break"
+        )
+    return line + b"\r\n"
 
 
 def ignore_flow(_: bool) -> None:
@@ -85,29 +97,31 @@ class Request:
         return host_and_port(*self._channel.transport.get_extra_info("sockname")[:2])
 
     def answer(self, status: int, body: bytes, headers: HeaderList = (), content_type: bytes = _JSON) -> None:
-        """Write a whole answer."""
-        self._begin()
-        if self._is_lost():
-            return
+        """Write a whole answer. Raises `ValueError` for an invalid header, before anything is written."""
+        if self._channel.closing:
+            self.keep_alive = False
         if status == 200 and self.keep_alive and not headers and content_type == _JSON:
             head = _JSON_200 % len(body)
         else:
             length = () if status == 204 else ((b"content-length", b"%d" % len(body)),)
             kind = ((b"content-type", content_type),) if body else ()
             head = self._head(status, (*kind, *length, *headers))
+        self.started = True
+        if self._is_lost():
+            return
         self._channel.transport.write(head if self.method == "HEAD" else head + body)
         self._channel.answered(self)
 
     def start(self, status: int, headers: HeaderList) -> None:
-        """Write the head of a streamed answer."""
-        self._begin()
-        if self._is_lost():
-            return
+        """Write the head of a streamed answer. Raises `ValueError` for an invalid header, as `answer` does."""
         if self.chunked:
             headers = (*headers, (b"transfer-encoding", b"chunked"))
-        else:
+        if self._channel.closing or not self.chunked:
             self.keep_alive = False
-        self._channel.transport.write(self._head(status, headers))
+        head = self._head(status, headers)
+        self.started = True
+        if not self._is_lost():
+            self._channel.transport.write(head)
 
     def write(self, data: bytes) -> None:
         """Write a part of a streamed answer."""
@@ -126,18 +140,13 @@ class Request:
                 self._channel.transport.write(b"0\r\n\r\n")
             self._channel.answered(self)
 
-    def _begin(self) -> None:
-        self.started = True
-        if self._channel.closing:
-            self.keep_alive = False
-
     def _is_lost(self) -> bool:
         """Whether nothing can be written any more. The transport knows it a moment before `gone` is set."""
         return self.gone or self._channel.transport.is_closing()
 
     def _head(self, status: int, headers: HeaderList) -> bytes:
         lines = [_STATUS.get(status) or b"HTTP/1.1 %d Status\r\n" % status]
-        lines += [b"%b: %b\r\n" % header for header in headers]
+        lines += [header_line(*header) for header in headers]
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")

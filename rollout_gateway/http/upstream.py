@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import ssl
 from collections import deque
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from rollout_gateway.http.request import header_line
 from rollout_gateway.http.upstream_connection import Cutter, Sink, UpstreamConnection
 from rollout_gateway.http.upstream_connection import UpstreamError as UpstreamError
 from rollout_gateway.http.upstream_connection import UpstreamTimeoutError as UpstreamTimeoutError
 
+_PATH = re.compile(r"[!-~]*")
 _TIMEOUT_CHECK_S = 0.25
 """How often timeouts are checked. A timer for each request would cost more than all these checks."""
 _CONNECT_S = 10.0
@@ -80,15 +83,17 @@ class Upstream:
 
     def __init__(self, url: str, *, api_key: str = "") -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname or not _PATH.fullmatch(parts.path):
             raise ValueError(f"{url!r} is no http(s) URL")
         self.url = url.rstrip("/")
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.prefix = parts.path.rstrip("/")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._host_header = parts.netloc.rpartition("@")[2].encode()
-        self._authorization = f"Authorization: Bearer {api_key}\r\n".encode() if api_key else b""
+        self._headers = header_line(b"Host", parts.netloc.rpartition("@")[2].encode())
+        self._headers += header_line(b"Content-Type", b"application/json")
+        if api_key:
+            self._headers += header_line(b"Authorization", f"Bearer {api_key}".encode())
         self._heads: dict[tuple[str, str], bytes] = {}
         self._idle: deque[UpstreamConnection] = deque()
         self._all: set[UpstreamConnection] = set()
@@ -98,9 +103,7 @@ class Upstream:
     def _head(self, method: str, path: str, length: int) -> bytes:
         start = self._heads.get((method, path))
         if start is None:
-            start = b"%b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n%b" % (
-                f"{method} {self.prefix}{path}".encode(), self._host_header, self._authorization
-            )  # fmt: skip
+            start = b"%b HTTP/1.1\r\n%b" % (f"{method} {self.prefix}{path}".encode(), self._headers)
             if len(self._heads) < _HEADS:
                 self._heads[method, path] = start
         return b"%bContent-Length: %d\r\n\r\n" % (start, length)

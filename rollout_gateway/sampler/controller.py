@@ -170,8 +170,12 @@ class ServerController:
         folders = await server_state.loaded_adapters(self._server)
         self._checked = time.monotonic()
         # A restarted server has lost its adapters. If none was loaded, only the metrics, which cost more, show it.
-        if not self.loaded or not self.loaded.keys() <= folders.keys():
+        if not self.loaded or not self._expected() <= folders.keys():
             await self._handshake()
+
+    def _expected(self) -> set[str]:
+        """Return the versions that the server should hold: what it has loaded, by this agent and by the log."""
+        return {*self.loaded, *self._policies.loaded(self.name, self.server_start)}
 
     async def _handshake(self) -> None:
         """Check the server's health, and read whether it was restarted and which adapters it has loaded.
@@ -180,8 +184,8 @@ class ServerController:
         await server_state.check_health(self._server)
         server_start = await server_state.process_start_time(self._server)
         folders = await server_state.loaded_adapters(self._server)
-        lost = self.loaded.keys() - folders.keys()
         if not server_start:  # no metrics: only the loss of its adapters shows a restart
+            lost = self.loaded.keys() - folders.keys()
             server_start = self.server_start if self.server_start and not lost else f"{time.time():.3f}"
         if server_start != self.server_start:
             names = [version_name(model, 0) for model in self._policies.models]
@@ -194,11 +198,14 @@ class ServerController:
             self._unloading.clear()
         self._found = set(folders.values())  # none of them is deleted before it is adopted
         self.server_start, self._checked = server_start, time.monotonic()
-        for version in lost & self.loaded.keys():
-            log.warning("the inference server lost an adapter", replica=self.name, version=version)
-            # Until the log says so, gateways that notice it send the server no calls.
+        for version in self._expected() - folders.keys():
+            log.warning(
+                "the inference server lacks an adapter that it had loaded", replica=self.name, version=version
+            )
+            # Until the log says so, gateways send the server no calls. The log may have lost its end, and with it that
+            # the adapter was unloaded.
             await self._publish_unloaded(version)
-            del self.loaded[version]
+            self.loaded.pop(version, None)
             self._unloading.pop(version, None)
         for version, folder in folders.items():
             if version not in self.loaded:

@@ -149,8 +149,9 @@ class Membership:
                         await self._handshake(replica)
                     pause_s = self._settings.health_interval_s
                 except (UpstreamError, msgspec.DecodeError) as error:
-                    if replica.up or replica.suspected:
-                        log.warning("replica is down", replica=replica.name, error=str(error))
+                    if replica.up or replica.suspected or replica.problem != str(error):
+                        log.warning("replica takes no calls", replica=replica.name, error=str(error))
+                    replica.problem = str(error)
                     replica.up = replica.ready = replica.suspected = False
                     pause_s = self._settings.health_retry_s
                 self._wake_waiting()
@@ -176,7 +177,7 @@ class Membership:
         if not replica.ready:
             log.info("replica ready", replica=replica.name, server_start=replica.server_start)
         replica.up = replica.ready = True
-        replica.suspected = False
+        replica.suspected, replica.problem = False, ""
 
     # -- this gateway's record ---------------------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ class Replica:
         """Whether it takes calls: it is registered, healthy, and still the process that was registered."""
         self.suspected = False
         """Whether a call failed here and the server has not been checked since."""
+        self.problem = ""
+        """Why it does not take calls, by the last check; empty if it does."""
         self.server_start = ""
         """Start time of the server process that the sampler agent registered, which identifies the process."""
         self.models: tuple[str, ...] = ()
@@ -196,7 +198,8 @@ class Fleet:
                 why = (
                     "the version was not loaded in time; the sampler agents' logs say why"
                     if any_ready
-                    else "none is registered and healthy; the gateway keeps checking"
+                    else "; ".join(f"{r.name}: {r.problem or 'not checked yet'}" for r in self.replicas)
+                    or "none is registered; the sampler agents' logs say why"
                 )
                 raise ApiError(503, "no_replica", f"No inference server is ready to serve {version}: {why}.")
 

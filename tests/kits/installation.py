@@ -93,7 +93,7 @@ class Up:
 
     async def _until_stored(self) -> None:
         config = run_settings(self.run_dir, sections=("nats",))
-        async with Broker.connect(log_of(config), name="test", provision=False) as broker:
+        async with Broker.connect(log_of(config), name="operator", provision=False) as broker:
             with anyio.fail_after(60):
                 while await broker.lag("store-"):
                     await anyio.sleep(0.05)

@@ -51,6 +51,12 @@ def _operator_keys(config: Config) -> set[str]:
     return {key.sha256.lower() for key in keys if key.role == "operator" and time.time() < expires_at(key)}
 
 
+def _opens(config: Config, key: str) -> bool:
+    """Return whether `key` is an operator's key of the run. Raises as `_operator_keys`."""
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return any(secrets.compare_digest(known.encode(), digest.encode()) for known in _operator_keys(config))
+
+
 class Access:
     """Decides about every request."""
 
@@ -81,12 +87,17 @@ class Access:
     def _accepts(self, key: str) -> bool:
         """Return whether `key` is an operator's key of this run and project that has not expired. Raises a 503
         `PageError` while the file of keys cannot be read."""
-        digest = hashlib.sha256(key.encode()).hexdigest()
         try:
-            usable = _operator_keys(self._config)
+            return _opens(self._config, key)
         except ConfigError as error:
             raise PageError(503, f"Nobody can sign in until the keys are corrected. {error}") from error
-        return any(secrets.compare_digest(known.encode(), digest.encode()) for known in usable)
+
+    def opens(self, config: Config, key: str) -> bool:
+        """Return whether who has `key` may read another run, whose settings are `config`: as its own dashboard decides.
+        A run without keys is open on this machine only."""
+        if config.gateway.keys or config.path(config.gateway.keys_file).exists():
+            return _opens(config, key)
+        return self._loopback
 
     def check_origin(self, request: Request) -> bool:
         """Refuse other host names and requests of other web pages. Returns whether a person follows a link on another

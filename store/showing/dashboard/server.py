@@ -23,7 +23,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.config import Config
+from pipeline.config import Config, ConfigError
 from pipeline.running.runs import run_settings, runs_under
 from store.lake.storage import StoreError
 from store.reading import checkpoints, events, groups, judge, overview, texts, trajectories, what_if
@@ -150,26 +150,27 @@ class Dashboard:
         return answer
 
     async def _compare(self, request: Request) -> Response:
-        query = request.query_params
+        query, key = request.query_params, self._access.key(request)
 
         def load() -> Data:
-            runs = self._runs()
+            runs = self._runs(key)
             here = Path(self._history.config.run_dir).name
             sides = []
             for number in ("a", "b"):
                 run, branch = query.get(f"run_{number}") or here, query.get(f"branch_{number}") or "main"
                 if run not in runs:
-                    raise PageError(404, f"There is no run {run[:80]!r} beside this one.")
+                    message = f"There is no run {run[:80]!r} beside this one that your key opens."
+                    raise PageError(404, message)
                 sides.append((run, branch))
             with contextlib.ExitStack() as opened:
                 histories = {
                     run: self._history if run == here else opened.enter_context(
-                        contextlib.closing(History(run_settings(runs[run], sections=SECTIONS)))
+                        contextlib.closing(History(runs[run]))
                     )
                     for run, _ in sides
                 }  # fmt: skip
                 shown = [
-                    {**overview.curves(histories[run], {"branch": branch}), "run": str(runs[run])}
+                    {**overview.curves(histories[run], {"branch": branch}), "run": runs[run].run_dir}
                     for run, branch in sides
                 ]
                 known = {run: overview.branches(history) for run, history in histories.items()}
@@ -177,10 +178,16 @@ class Dashboard:
 
         return await self._answer(request, "compare", load)
 
-    def _runs(self) -> dict[str, Path]:
-        """The run and its neighbours that have a history, by name."""
+    def _runs(self, key: str) -> dict[str, Config]:
+        """The settings by name of the run and of those of its neighbours with a history that `key` opens."""
         here = Path(self._history.config.run_dir)
-        return {folder.name: folder for folder in runs_under(here.parent)} | {here.name: here}
+        runs = {here.name: self._history.config}
+        for folder in runs_under(here.parent):
+            with contextlib.suppress(ConfigError):  # a run that can't be read opens to nobody
+                config = run_settings(folder, sections=SECTIONS)
+                if folder.name != here.name and self._access.opens(config, key):
+                    runs[folder.name] = config
+        return runs
 
     async def _decide(self, request: Request) -> Response:
         key = self._access.key(request)

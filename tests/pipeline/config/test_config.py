@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline import docs
-from pipeline.config import Config, ConfigError, ModelConfig, load, save, with_values
+from pipeline.config import Config, ConfigError, KeyConfig, ModelConfig, load, save, with_values
 from pipeline.config.checks import check
 
 
@@ -93,6 +95,20 @@ def test_a_value_that_is_not_allowed_is_one_line_with_the_setting_and_what_is_al
         load(None, [override])
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("gateway.port", "not a port", "gateway.port: expected `int`, got text"),
+    ("gateway.port", 70_000, "gateway.port: expected `int` <= 65535"),
+    ("gateway.http.max_body_bytes", 0, "gateway.http.max_body_bytes: expected `int` >= "),
+    ("gateway.keys", (KeyConfig(sha256="x", calls_per_minute=-1),), "keys.0.calls_per_minute: expected `int` >= 0"),
+    ("vllm.urls", "http://a", "vllm.urls: expected list, got text"),
+    ("judge.timeout_s", math.inf, "judge.timeout_s: expected a finite number"),
+])  # fmt: skip
+def test_a_value_set_in_code_is_checked_as_one_of_a_file(name: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_values(Config(), {name: value})
+    assert said in str(caught.value)
 
 
 def test_every_number_of_the_settings_is_bounded() -> None:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from pipeline import streams
-from pipeline.config import NatsConfig
+from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import (
     AlarmChanged,
     CheckpointPublished,
@@ -24,7 +24,7 @@ from pipeline.events import (
     TrajectoryCompleted,
     TrajectoryOpened,
 )
-from pipeline.log import dead_letters, key_value
+from pipeline.log import dead_letters, key_value, memory
 from pipeline.log.broker import Broker, BrokerUnavailableError
 from pipeline.log.credentials import make_client, options
 from pipeline.log.follow import follow_events, follow_messages
@@ -91,10 +91,16 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.store-rollouts", "$JS.ACK.ROLLOUTS.store-rollouts.1.2.3.4.5",
     ),
     "operator": (
-        f"{API}STREAM.PURGE.POLICY", f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.DELETE.OBJ_ADAPTERS",
+        *(f"{API}STREAM.PURGE.{stream}" for stream in users.EVENT_STREAMS), f"{API}STREAM.PURGE.OBJ_ADAPTERS",
+        f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.DELETE.OBJ_ADAPTERS",
         f"{API}STREAM.MSG.DELETE.ROLLOUTS", f"{API}CONSUMER.DELETE.ROLLOUTS.judge", "$O.ADAPTERS.C.x",
         f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", "_INBOX_gateway.x",
         "$SYS.REQ.SERVER.PING",
+    ),
+    "memory": (
+        CHECKPOINT, "rollout.exchange.default.t", "group.scored.default.m.g.j.1", f"{API}STREAM.PURGE.POLICY",
+        f"{API}STREAM.PURGE.DEAD", f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.UPDATE.ROLLOUTS",
+        f"{API}STREAM.MSG.DELETE.ROLLOUTS", f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer",
     ),
 }  # fmt: skip
 """What must be refused when it is published, by user."""
@@ -250,6 +256,17 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
             for name in users.user("telemetry").consumes:
                 async with telemetry.consume(name) as seen:
                     assert await take(seen, 1)
+        async with Broker.connect(guarded, name="memory") as bounding:
+            await bounding.js.purge_stream("ROLLOUTS", seq=1)
+            await memory.trim(bounding, 1)
+
+
+def test_a_name_that_no_user_has_is_refused_with_the_names_there_are() -> None:
+    assert users.user("status").name == "operator"
+    with pytest.raises(
+        ConfigError, match=r"'gatway' is no user of the log: .* erase, experiment, export, gateway, "
+    ):
+        users.user("gatway")
 
 
 async def test_a_message_that_no_one_can_use_is_buried_retried_and_dropped(guarded: NatsConfig) -> None:

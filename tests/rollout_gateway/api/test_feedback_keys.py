@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
+import anyio
+import anyio.to_thread
 import msgspec
 import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from rollout_gateway.capture.answer_ids import new_answer_id
+from tests.kits.events import exchange
 from tests.rollout_gateway.access.test_access import Caller
 from tests.rollout_gateway.api.test_feedback import error, signals
-from tests.rollout_gateway.conftest import StartGateway
+from tests.rollout_gateway.conftest import PROJECT, StartGateway
+from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import key_config
 
 pytestmark = [pytest.mark.anyio]
@@ -152,3 +158,52 @@ async def test_a_ranking_of_other_runs_under_the_same_key_adds_theirs(start_fron
         409,
         "request_exists",
     )
+
+
+@pytest.mark.parametrize("by", ["role", "answer"])
+async def test_feedback_costs_the_mebibytes_of_the_run_that_it_reads(
+    start_front: StartGateway, broker: Broker, by: str
+) -> None:
+    keys = (key_config("alice"), key_config("fan", role="feedback", calls_per_minute=6))
+    gateway = start_front(keys=keys)
+    Caller(gateway, "alice").open(id="r")
+    ids = [new_answer_id("r") for _ in range(4)]
+    for seq, name in enumerate(ids):
+        response = msgspec.json.encode({"id": name, "text": str(seq) * (3 << 20)})
+        await broker.publish(exchange("r", project=PROJECT, seq=seq, role="worker", response=response))
+    fan = Caller(gateway, "fan")
+    body = {"thumb": "up"} | ({"role": "worker"} if by == "role" else {"answer": ids[0]})
+    path = "/v1/trajectories/r/feedback" if by == "role" else "/v1/feedback"
+
+    def give(key: str) -> int:
+        return fan.status("POST", path, {**body, "key": key})
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(give, "abcd")) == [201, 429, 429, 429]
+
+
+async def test_a_run_and_a_group_have_a_largest_size(
+    start_gateway_alone: StartGateway, fake_vllm: FakeVllm
+) -> None:
+    urls = (fake_vllm.url,)
+    gateway = await anyio.to_thread.run_sync(
+        lambda: start_gateway_alone(urls=urls, max_run_bytes=3000, max_group_size=2)
+    )
+
+    def ask() -> None:
+        caller = Caller(gateway, "")
+        run = Caller(gateway, caller.open(id="r")["api_key"])
+        body = {"model": "tictactoe", "messages": [{"role": "user", "content": "x" * 1000}]}
+        replies = [run.ask("POST", "/v1/chat/completions", body) for _ in range(4)]
+        assert [reply.status_code for reply in replies] == [200, 200, 200, 413]
+        assert "gateway.max_run_bytes is 3,000). Complete it" in replies[-1].json()["error"]["message"]
+        assert caller.status("POST", "/v1/trajectories/r/complete", {"reward": 1}) == 200
+        groups = [
+            caller.ask("POST", "/v1/trajectories", {"model": "tictactoe", "group": "g", "group_size": 3}),
+            caller.ask(
+                "POST", "/v1/groups/g/complete", {"trajectories": [{"id": f"m{n}"} for n in range(3)]}
+            ),
+        ]
+        assert [error(reply) for reply in groups] == [(413, "group_too_large")] * 2
+
+    await anyio.to_thread.run_sync(ask)

@@ -113,6 +113,29 @@ async def test_tools_of_namespaces_are_called_by_their_own_names(
     assert all(e.sampled_ids and e.forced for e in events)
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tools_type_ends_no_header(gateway: GatewayProcess, stream: bool) -> None:
+    forged = "computer\r\ncontent-length: 0\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nforged"
+    tools = [
+        {"type": forged},
+        {"type": "web_search\u00e9"},
+        *({"type": f"computer{i}" + "y" * 5000} for i in range(40)),
+    ]
+    body = {"model": "tictactoe", "input": "a1=x", "max_output_tokens": 2, "tools": tools, "stream": stream}
+    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+        reply = client.post("/v1/responses", json=body)
+        assert reply.status_code == 200, reply.text
+        shown = reply.headers["x-journeywork-left-out"].split(", ")
+        assert shown[:2] == [
+            "computer??content-length??0????HTTP?1.1?200?OK??content-length??",
+            "web_search?",
+        ]
+        assert len(shown) == 16
+        assert max(map(len, shown)) == 64
+        assert client.get("/health").json() != "forged"
+
+
 def _last(reply: httpx.Response) -> Any:
     return json.loads([line for line in reply.text.splitlines() if line.startswith("data: ")][-1][6:])
 

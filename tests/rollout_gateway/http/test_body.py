@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Literal
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rollout_gateway.http.body import read_body
+from rollout_gateway.http.body import _outline, read_body
 from rollout_gateway.http.errors import ApiError
 
 
@@ -56,7 +59,7 @@ def test_nesting_has_a_bound(text: str, depth: int, taken: bool) -> None:
         (b"[]", "invalid_body", None),
         (b"{", "invalid_json", None),
         (b'{"model": "m", "other": "\xff"}', "invalid_json", None),
-        (b'{"model": "m", "inner": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "invalid_body", "inner"),
+        (b'{"model": "m", "inner": ' + b"[" * 90_000 + b"]" * 90_000 + b"}", "invalid_body", "inner"),
     ],
 )
 def test_an_invalid_body_says_where(body: bytes, code: str, param: str | None) -> None:
@@ -77,6 +80,36 @@ def test_a_body_of_millions_of_values_is_refused(value: bytes) -> None:
 def test_counting_the_values_of_a_hostile_body_takes_linear_time(hostile: bytes) -> None:
     with pytest.raises(ApiError):
         read_body(b"," * 1_000_001 + hostile, Body)
+
+
+def test_lists_and_objects_have_a_bound_of_their_own() -> None:
+    """A part of a message costs as much as ten numbers."""
+    part = b'{"type":"text","text":",[{"},'
+    assert read_body(b'{"model": "m", "x": [' + part * 90_000 + b"1]}", Body) == Body("m")
+    with pytest.raises(ApiError, match="100,000 are lists or objects"):
+        read_body(b'{"model": "m", "x": [' + part * 110_000 + b"1]}", Body)
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(alphabet='a\\",[]{}é:', max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(alphabet='"\\,{', max_size=3), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@given(JSON, st.booleans())
+def test_an_outline_holds_the_commas_and_brackets_of_a_bodys_values(value: object, spaced: bool) -> None:
+    body = json.dumps(value, indent=1 if spaced else None, ensure_ascii=False).encode()
+    assert _outline(body).decode() == _outline_of(value)
+
+
+def _outline_of(value: object) -> str:
+    if isinstance(value, list | dict):
+        return f"[{','.join(map(_outline_of, value.values() if isinstance(value, dict) else value))}]"
+    return ""
 
 
 def test_commas_and_brackets_in_a_text_are_no_values() -> None:

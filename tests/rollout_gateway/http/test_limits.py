@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import anyio
 import httpx
@@ -13,6 +15,10 @@ import openai
 import pytest
 
 from pipeline.log.broker import Broker
+from rollout_gateway.app import _READERS, App
+from rollout_gateway.dialects.calls import CHAT, Call
+from rollout_gateway.dialects.endpoints import read_chat
+from rollout_gateway.http.request import Request
 from tests.conftest import VllmServer
 from tests.rollout_gateway.access.test_access import LET_IN, Caller
 from tests.rollout_gateway.conftest import StartGateway
@@ -141,7 +147,55 @@ async def test_what_a_call_adds_to_the_log_counts_as_further_calls_of_its_key(
         headers = {"authorization": f"Bearer {token}"}
         return (await client.post("/v1/chat/completions", json=body, headers=headers)).status_code
 
-    assert await called("large", "x" * (20 << 20), "x") == [200, 429]
+    assert await called("large", "x" * (12 << 20), "x") == [200, 429]
     # The log holds what is repeated once.
     assert await called("small", *("y" * 900_000 + str(n) for n in range(4))) == [200] * 4
     assert len(await exchanges(broker, "small")) == 4
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_large_body_is_paid_for_before_it_is_read(start_front: StartGateway, path: str) -> None:
+    """By the key, or the key behind a run's token, whether or not the body can be used, and however it is sent."""
+    keys = [key_config(name, calls_per_minute=6) for name in ("plain", "chunked", "small")]
+    gateway = start_front(keys=keys)
+    large = json.dumps({"model": "tictactoe", "unknown": "x" * (8 << 20), "messages": []}).encode()
+
+    def statuses(key: str, body: Any, times: int, token: bool) -> list[int]:
+        used = Caller(gateway, key).open(id=f"{key}-run")["api_key"] if token else key
+        headers = {"authorization": f"Bearer {used}"}
+        with httpx.Client(base_url=gateway.url, timeout=60, headers=headers) as client:
+            return [client.post(path, content=body()).status_code for _ in range(times)]
+
+    def whole() -> bytes:
+        return large
+
+    def chunks() -> Iterator[bytes]:
+        yield from (large[i : i + (1 << 20)] for i in range(0, len(large), 1 << 20))
+
+    assert statuses("plain", whole, 3, token=True) == [400, 429, 429]
+    assert statuses("chunked", chunks, 3, token=False) == [400, 429, 429]
+    assert statuses("small", lambda: b'{"unknown": 1}', 4, token=True) == [400] * 4
+    # After a restart the run of the token is not in memory.
+    gateway.restart()
+    token = Caller(gateway, "small").open(id="late")["api_key"]
+    gateway.restart()
+    with httpx.Client(
+        base_url=gateway.url, timeout=60, headers={"authorization": f"Bearer {token}"}
+    ) as client:
+        assert [client.post(path, content=large).status_code for _ in range(2)] == [400, 429]
+
+
+async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+
+    def read(body: bytes) -> Call:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return read_chat(body)
+
+    monkeypatch.setitem(_READERS, CHAT, read)
+    app = App(Mock())
+    for size in (10, 1 << 20):
+        request = Request(Mock(), 1 << 30)
+        request.body = json.dumps({"model": "m", "messages": [], "user": "x" * size}).encode()
+        await app._read(request, CHAT)
+    assert threads == [True, False]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import anyio
 import anyio.abc
+import h11
 import httpx
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from rollout_gateway.http.errors import ClientGoneError
-from rollout_gateway.http.request import Request
+from rollout_gateway.http.request import Request, header_line
 from tests.rollout_gateway.http.kit import echo, serve, spoken
 
 pytestmark = pytest.mark.anyio
@@ -112,6 +117,41 @@ async def test_a_fault_of_the_handler_is_a_500_and_the_next_request_is_answered(
         bad = await client.get(f"http://127.0.0.1:{port}/bad")
         assert (bad.status_code, bad.json()["error"]["code"]) == (500, "internal_error")
         assert (await client.get(f"http://127.0.0.1:{port}/good")).text == "fine"
+
+
+@given(st.binary(max_size=20), st.binary(max_size=20))
+@example(b"x-types", b"a\r\n\r\nHTTP/1.1 200 OK")
+@example(b"x", b"a\n")
+def test_a_header_is_one_line_or_refused(name: bytes, value: bytes) -> None:
+    try:
+        line = header_line(name, value)
+    except ValueError:
+        assert not re.fullmatch(rb"[a-z-]+", name) or re.search(rb"[\x00-\x08\x0a-\x1f\x7f]", value)
+        return
+    reader = h11.Connection(h11.CLIENT)
+    reader.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
+    reader.receive_data(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n" + line + b"\r\n")
+    reply = reader.next_event()
+    assert isinstance(reply, h11.Response)
+    assert [(n, v) for n, v in reply.headers if n != b"content-length"] == [
+        (name.lower(), value.strip(b" \t"))
+    ]
+
+
+async def test_an_answer_with_an_invalid_header_is_a_500_and_nothing_of_it_is_sent() -> None:
+    async def splitting(request: Request) -> None:
+        header = (b"x-types", b"a\r\ncontent-length: 0\r\n\r\nHTTP/1.1 200 OK\r\n\r\nforged")
+        if request.target == "/stream":
+            request.start(200, (header,))
+        else:
+            request.answer(200, b"{}", (header,))
+
+    async with serve(splitting) as port:
+        for path in (b"/", b"/stream"):
+            head = b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+            said = await spoken(port, head)
+            assert said.startswith(b"HTTP/1.1 500 ")
+            assert b"forged" not in said
 
 
 async def test_running_calls_end_before_the_server_stops() -> None:

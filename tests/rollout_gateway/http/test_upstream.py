@@ -92,6 +92,15 @@ def test_the_api_key_goes_with_every_request_and_into_no_error() -> None:
     assert [b"Authorization: Bearer sk-secret\r\n" in head for head in heads] == [True, True, False]
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize(("url", "key"), [
+    ("http://a/x y", ""), ("http://a/\x0b", ""), ("http://a\x0b/", ""), ("http://a", "k\r\nX: y"),
+])  # fmt: skip
+async def test_a_url_or_key_that_would_change_a_requests_head_is_refused(url: str, key: str) -> None:
+    with pytest.raises(ValueError):
+        Upstream(url, api_key=key)
+
+
 @asynccontextmanager
 async def served(
     answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import NatsConfig
-from pipeline.events import PolicyLoaded
+from pipeline.events import CheckpointPublished, PolicyLoaded, PolicyUnloaded
 from pipeline.log.broker import Broker
 from pipeline.streams import replica_name
 from rollout_gateway.sampler.adapter_files import AdapterFiles
@@ -107,3 +107,22 @@ async def test_an_adapter_that_a_restarted_agent_finds_and_that_fails_the_probe_
     await agent.reach_server()
     assert (agent.controller.loaded, fake_vllm.loaded) == ({}, {})
     assert await broker.read(PolicyLoaded) == []
+
+
+async def test_what_the_log_says_beyond_what_the_server_holds_is_corrected_at_the_next_check(
+    broker: Broker, nats_config: NatsConfig, fake_vllm: FakeVllm, tmp_path: Path
+) -> None:
+    """The log lost a `policy.unloaded` before its own agent had read it."""
+    await publish_adapter(broker, 1)
+    agent = Agent(broker, fleet_config(nats_config, tmp_path), fake_vllm, tmp_path / "disk")
+    await agent.reach_server()
+    (published,) = await broker.read(CheckpointPublished)
+    loaded = PolicyLoaded(
+        project=PROJECT, model="tictactoe", step=1, version="tictactoe@1", replica=replica_name(fake_vllm.url),
+        adapter_sha256=published.event.adapter_sha256, server_start=str(fake_vllm.life), probe_delta=1.0, load_s=1.0,
+    )  # fmt: skip
+    await broker.publish(loaded)
+    await agent.policies.rebuild(broker)
+    agent.controller.loaded["mine"] = fake_vllm.loaded["mine"] = "/mine"
+    await agent.controller._check()
+    assert [r.event.version for r in await broker.read(PolicyUnloaded)] == ["tictactoe@1"]

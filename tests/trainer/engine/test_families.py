@@ -201,8 +201,8 @@ def test_bfloat16_has_its_own_logprob_bound(tmp_path: Path) -> None:
     assert one_token_elsewhere.within_bound(engine.config, torch.bfloat16)
     assert not one_token_elsewhere.within_bound(engine.config, torch.float32)
     assert not verify.Difference(mean=0.1, largest=0.2).within_bound(engine.config, torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"trainer\.logprob_bound is -1"):
-        engine_of("qwen3", tmp_path / "other", logprob_bound=-1.0)  # which nothing meets
+    with pytest.raises(ConfigError, match=r"trainer\.logprob_bound is 1e-12"):
+        engine_of("qwen3", tmp_path / "other", logprob_bound=1e-12)  # which nothing meets
 
 
 def test_the_checked_sequences_are_longer_than_the_window() -> None:

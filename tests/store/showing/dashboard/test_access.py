@@ -10,6 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from pipeline.config import ConfigError
+from tests.store.kit import fill, run_of_one_step
 from tests.store.showing.dashboard.conftest import URL, Open
 
 OPERATOR, AGENT, EXPIRED = "jw-operator", "jw-agent", "jw-expired"
@@ -60,6 +61,33 @@ def test_a_revoked_key_ends_its_sessions(own_client: TestClient, run_dir: Path) 
     own_client.post("/sign-in", data={"key": OPERATOR}, headers={"origin": URL})
     (run_dir / "keys.toml").unlink()
     assert own_client.get("/overview").headers["location"] == "/sign-in"
+
+
+@pytest.mark.parametrize(("own_keys", "sees"), [(True, ["free", "here", "mine"]), (False, ["free", "here"])])
+def test_runs_are_compared_with_those_that_the_key_opens(
+    open_dashboard: Open, run_dir: Path, own_keys: bool, sees: list[str]
+) -> None:
+    def run_with(name: str, *keys: str) -> None:
+        fill(run_dir.parent / name, run_of_one_step()[:2])
+        digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
+        lines = [f'[[keys]]\nsha256 = "{digest}"\nrole = "operator"\n' for digest in digests]
+        if keys:
+            (run_dir.parent / name / "keys.toml").write_text("".join(lines))
+
+    run_with("free")
+    run_with("mine", OPERATOR, "jw-other")
+    run_with("theirs", "jw-other")
+    run_with("spoiled", "jw-other")
+    broken(run_dir.parent / "spoiled" / "keys.toml")
+    headers = {}
+    if own_keys:
+        run_with("here", OPERATOR)
+        headers = {"authorization": f"Bearer {OPERATOR}"}
+    client = open_dashboard()
+    assert client.get("/compare.json", headers=headers).json()["runs"] == sees
+    for run in ("free", "mine", "theirs", "spoiled"):
+        answer = client.get(f"/compare.json?run_b={run}", headers=headers)
+        assert (run, answer.status_code) == (run, 200 if run in sees else 404)
 
 
 def broken(file: Path) -> None:
