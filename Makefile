@@ -44,7 +44,7 @@ gpu-proof:
 	$(PY) -m examples.tictactoe.demo
 
 # The tests of the engine and its losses in the environment of the GPU lock (9.6 GB, about 3 minutes to make), on any machine: torch's CUDA build computes on a
-# CPU, and the losses are tested after Unsloth's patches of TRL.
+# CPU.
 GPU_LOCK ?= .venv-gpu-lock
 gpu-lock-test: $(GPU_LOCK)/.ready-gpu
 	$(GPU_LOCK)/bin/python -m pytest -q -W default -m "not vllm and not slow" tests/trainer/engine tests/trainer/distillation

@@ -137,7 +137,7 @@ def measure(size: str, scratch: Path, *, device: str, tiny: bool, rounds: int) -
     config = TrainerConfig(
         threads=1 if device == "cpu" else min(8, os.cpu_count() or 1), lora=LoraConfig(rank=16, alpha=32.0)
     )
-    engine = Engine(base, config, scratch)
+    engine = Engine(base, config)
     # `own_logprobs` computes the recorded logprobs in padded passes, one sequence each; the steps may pack sequences.
     # Without a bound, a difference between the two is reported and does not end the measurement.
     engine.configure(msgspec.structs.replace(config, logprob_bound=math.inf))

@@ -134,7 +134,7 @@ def serve_steps(shape: str, implementation: str, base: str, threads: int) -> Non
         threads=threads, logprob_bound=math.inf, optimizer=OptimizerConfig(learning_rate=1e-3)
     )
     with tempfile.TemporaryDirectory() as scratch:
-        engine = Engine(base, config, Path(scratch))
+        engine = Engine(base, config)
         step = (
             journeywork_step(engine, examples, groups)
             if implementation == "journeywork"
@@ -212,12 +212,19 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
     the logprobs are computed by TRL's own code with its fused LM head."""
     import torch
     from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
 
-    from trainer.engine import losses as grpo
+    from trainer.engine.loss import importance_weights
+    from trainer.trl_trainers import trl_imports
+
+    with trl_imports():
+        from trl import GRPOConfig, GRPOTrainer
 
     on_gpu = engine.model.device.type == "cuda"
 
-    class Padded(grpo.GRPOTrainer):
+    class Padded(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
             self._batch = inputs
             return super()._compute_loss(model, inputs)
@@ -252,7 +259,7 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
             # With one optimizer step per batch the old logprobs are these: TRL's extra forward pass is spared.
             batch = self._batch
             mask = batch["completion_mask"] * batch["tool_mask"]
-            batch["importance_sampling_ratio"] = grpo.importance_ratio(
+            batch["importance_sampling_ratio"] = importance_weights(
                 token_logprobs,
                 batch["sampled"],
                 mask,
@@ -261,10 +268,20 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
             )
             return token_logprobs, entropies, None
 
-    args = grpo.grpo_config(config, scratch, cpu=not on_gpu)
+    loss = config.loss
+    args = GRPOConfig(
+        output_dir=str(scratch), use_cpu=not on_gpu, loss_type=loss.type, epsilon=loss.epsilon,
+        vllm_importance_sampling_mode=loss.importance_sampling, vllm_importance_sampling_clip_max=loss.importance_clip,
+        bf16=False, fp16=False, gradient_checkpointing=False, per_device_train_batch_size=2, num_generations=2,
+        steps_per_generation=1, gradient_accumulation_steps=1, report_to="none", remove_unused_columns=False,
+        disable_tqdm=True,
+    )  # fmt: skip
+    # TRL requires rewards, a data set and a tokenizer, of which nothing is used here.
+    tokenizer = Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>"))
     trainer = Padded(
-        model=engine.model.peft, reward_funcs=[grpo._no_reward], args=args,
-        train_dataset=Dataset.from_dict({"prompt": [""]}), processing_class=grpo._no_tokenizer(),
+        model=engine.model.peft, reward_funcs=[lambda **_: []], args=args,
+        train_dataset=Dataset.from_dict({"prompt": [""]}),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<pad>"),
     )  # fmt: skip
     trainer.use_vllm = True  # turns the correction on
     trainer.current_gradient_accumulation_steps = 1
@@ -283,9 +300,9 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
         for first in range(0, len(examples), rows_a_pass):
             rows = padded_rows(examples[first : first + rows_a_pass], total)
             tensors = {name: tensor.to(engine.model.device) for name, tensor in rows.items()}
-            loss = trainer.compute_loss(engine.model.peft, tensors)
-            loss.backward()
-            loss_sum += float(loss.detach())
+            part = trainer.compute_loss(engine.model.peft, tensors)
+            part.backward()
+            loss_sum += float(part.detach())
         torch.nn.utils.clip_grad_norm_(engine.model.parameters, config.optimizer.max_grad_norm)
         optimizer.step()
         return {"loss": loss_sum}

@@ -14,6 +14,7 @@
 | `distillation` | what a teacher is asked, and the divergence from it |
 | `checkpoints` | checkpoints on disk, the commit protocol, retention |
 | `datasets` | a step on a data set, by TRL's trainers; a step that adopts another branch's version |
+| `trl_trainers` | imports TRL without vLLM; its supervised trainers on a CPU |
 | `commands` | `journeywork train`, `export`, `check-model` |
 | `first` | what has to be imported before everything else |
 """

@@ -7,8 +7,6 @@ import argparse
 import os
 import sys
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from pipeline.config import Config, ConfigError, load
@@ -74,9 +72,8 @@ def _work(config: Config, process_group: ProcessGroup) -> None:
     from trainer.learner import make_engines
 
     configure("trainer", config.log_level)
-    with TemporaryDirectory() as scratch:
-        engines = list(make_engines(config, Path(scratch), process_group).values())
-        process_group.worker_loop(lambda job: engines[job.engine].passes.take_part(job))
+    engines = list(make_engines(config, process_group).values())
+    process_group.worker_loop(lambda job: engines[job.engine].passes.take_part(job))
 
 
 if __name__ == "__main__":

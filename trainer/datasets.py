@@ -36,10 +36,10 @@ from trainer.batches.sequences import build
 from trainer.checkpoints.commits import Commits, TrainerError
 from trainer.checkpoints.start import read_start
 from trainer.distillation.prompts import as_template_reads
-from trainer.engine.trl_source import plain_logprobs, trl_imports
 from trainer.learner import Learner, PendingStep, make_learners
 from trainer.recovery import catch_up
 from trainer.service import user_of
+from trainer.trl_trainers import plain_logprobs, trl_imports
 
 with trl_imports():
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
@@ -97,7 +97,7 @@ async def take_step(
     """Publish the checkpoint that `make` writes, given the learner of the first model at its newest step and a scratch
     folder. `ready` is called with the name of the new version."""
     with TemporaryDirectory() as scratch:
-        learners = await run_sync(make_learners, config, Path(scratch))
+        learners = await run_sync(make_learners, config)
         learner = learners[config.models[0].name]
         async with Broker.connect(config.nats, name=user_of(config)) as broker:
             commits = Commits(broker, config)

@@ -12,7 +12,6 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -369,24 +368,20 @@ def _shape(config: Config, model: ModelConfig) -> Shape:
     return (model.base, *load_settings(settings).values())
 
 
-def make_engines(
-    config: Config, scratch: Path, process_group: ProcessGroup | None = None
-) -> dict[Shape, Engine]:
+def make_engines(config: Config, process_group: ProcessGroup | None = None) -> dict[Shape, Engine]:
     """An engine for each distinct base and adapter shape of the models, in the same order in every process."""
     engines: dict[Shape, Engine] = {}
     for model in config.models:
         shape = _shape(config, model)
         if shape not in engines:
             settings = config.trainer_of(model)
-            engines[shape] = Engine(model.base, settings, scratch, process_group, len(engines))
+            engines[shape] = Engine(model.base, settings, process_group, len(engines))
     return engines
 
 
-def make_learners(
-    config: Config, scratch: Path, process_group: ProcessGroup | None = None
-) -> dict[str, Learner]:
+def make_learners(config: Config, process_group: ProcessGroup | None = None) -> dict[str, Learner]:
     """A learner for each configured model, by name; models of the same base and adapter shape share an engine."""
-    engines = make_engines(config, scratch, process_group)
+    engines = make_engines(config, process_group)
     learners = {}
     for model in config.models:
         engine = engines[_shape(config, model)]

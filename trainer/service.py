@@ -239,12 +239,11 @@ async def train(
 
     `ready` is called once recovery is complete. `process_group` connects to the other processes that share the passes
     of a step. Raises `TrainerError` if disk and log do not belong together; `LogShrankError`, in a group."""
-    scratch = config.path(config.trainer.checkpoints)
     remembered = min(config.nats.exchange_memory_bytes, _EXCHANGE_MEMORY_BYTES)
     nats = msgspec.structs.replace(config.nats, exchange_memory_bytes=remembered)
     async with Broker.connect(nats, name=user_of(config)) as broker, aclosing(GpuTurns(config)) as gpu:
         async with gpu.turn():
-            learners = await run_sync(make_learners, config, scratch, process_group)
+            learners = await run_sync(make_learners, config, process_group)
             gpu.add(learner.engine.model for learner in learners.values())
         with Lease(broker, config, user_of(config)) as lease:
             if not await lease.take():

@@ -40,7 +40,7 @@ class LoraConfig(Section, frozen=True, kw_only=True):
 
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
-"""TRL's loss types that can be computed from captured tokens."""
+"""The losses of `trainer.engine.loss`, by TRL's names."""
 LOSS_OPTIONS = (
     "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
     "vespo_lambda_neg",
@@ -48,12 +48,12 @@ LOSS_OPTIONS = (
 
 
 class LossConfig(Section, frozen=True, kw_only=True):
-    """The loss of a step. TRL computes it; docs/training.md explains the terms."""
+    """The loss of a step; docs/training.md explains the terms."""
 
     type: LossType | Literal["sft"] = "dapo"
-    """TRL's name of the loss. `sft`: supervised fine-tuning, the mean negative logprob of the trained tokens, weighted
-    with the trajectory's reward, also for tokens that the policy did not sample; of this table, only `weighting` then
-    has an effect."""
+    """Name of the loss, as TRL has it. `sft`: supervised fine-tuning, the mean negative logprob of the trained tokens,
+    weighted with the trajectory's reward, also for tokens that the policy did not sample; of this table, only
+    `weighting` then has an effect."""
     beta: Coefficient = 0.0
     """Weight of the KL divergence from the base model. 0: the divergence is reported and not trained on."""
     kl_unbiased: bool = True

@@ -35,7 +35,7 @@ def make_engine(tmp_path: Path) -> MakeEngine:
         folder = tmp_path / family
         base = str(folder) if folder.exists() else families.make(family, folder)
         config = with_values(TrainerConfig(), {"optimizer.learning_rate": 1e-2, **settings})
-        engine = Engine(base, config, tmp_path)
+        engine = Engine(base, config)
         engine.configure(msgspec.structs.replace(config, logprob_bound=math.inf))
         return engine
 
@@ -159,7 +159,7 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(**{"memory.packing": "padded", "memory.tokens_per_batch": 512})
-    forward, refused = engine.model.logprobs, []
+    forward, refused = engine.model.scores, []
 
     def small(layout, shape, **options):  # type: ignore[no-untyped-def]
         if layout.ids_RL.numel() > 200:
@@ -169,7 +169,7 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
             raise torch.OutOfMemoryError("not enough memory")
         return forward(layout, shape, **options)
 
-    monkeypatch.setattr(engine.model, "logprobs", small)
+    monkeypatch.setattr(engine.model, "scores", small)
     result = engine.step(engine.initial_state(), *batch())
     assert refused
     assert result.metrics["token_budget"] < 512

@@ -148,7 +148,7 @@ def failing_once() -> Iterator[None]:
 
 def engine_of(base: str, scratch: Path, process_group: ProcessGroup | None = None, **changed: Any) -> Engine:
     config = settings(base, scratch, **(FAST | changed)).trainer
-    return exactly(Engine(base, config, scratch, process_group))
+    return exactly(Engine(base, config, process_group))
 
 
 def share(engine: Engine) -> float:

@@ -92,7 +92,7 @@ async def test_steps_on_data_sets_are_one_lineage_with_those_on_groups(
     assert [e.groups for e in events] == [("g0",), (), (), (), ("g1",)]
     assert [e.source.split(":")[0] for e in events] == ["", *kinds, ""]
     assert [e.metrics.get("dataset_rows") for e in events] == [None, 8, 8, 16, None]
-    learner = make_learners(config, tmp_path)[kit.MODEL]
+    learner = make_learners(config)[kit.MODEL]
     found = [preference(learner, step) for step in range(1, 5)]
     assert found == sorted(found)
     learner.resume(5)
@@ -199,7 +199,7 @@ def test_the_loss_of_sft_is_the_mean_over_the_tokens_that_are_trained(
 ) -> None:
     """The mean of -log p(token | tokens before it), under the version before the step."""
     pq.write_table(pa.Table.from_pylist([row] * 2), tmp_path / "train.parquet")
-    learner = make_learners(settings(tmp_path, nats_config), tmp_path)[kit.MODEL]
+    learner = make_learners(settings(tmp_path, nats_config))[kit.MODEL]
     tokenizer = datasets.AutoTokenizer.from_pretrained(BASE)
     before, after = (tokenizer(text, add_special_tokens=False).input_ids for text in (context, trained))
     if "messages" not in row:

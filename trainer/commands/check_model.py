@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import add_overrides, command_parser
@@ -38,15 +36,14 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
 
     unknown = ("padded_difference", "packed_difference", "images_difference", "layout", "refused")
     out: dict[str, Any] = {"model": base} | dict.fromkeys(unknown)
-    with tempfile.TemporaryDirectory() as scratch:
-        try:
-            engine = Engine(base, config, Path(scratch))
-        except RefusedError as error:
-            return out | _compared(error.verified)
-        except ConfigError as error:  # the model can't be loaded
-            return out | {"refused": str(error)}
-        except RuntimeError as error:  # memory does not hold it
-            return out | {"refused": f"{base} can't be trained: {first_sentence(error)}"}
+    try:
+        engine = Engine(base, config)
+    except RefusedError as error:
+        return out | _compared(error.verified)
+    except ConfigError as error:  # the model can't be loaded
+        return out | {"refused": str(error)}
+    except RuntimeError as error:  # memory does not hold it
+        return out | {"refused": f"{base} can't be trained: {first_sentence(error)}"}
     model = engine.model
     adapter = {
         "rank": config.lora.rank, "layers": sorted(model.lora.target_modules),

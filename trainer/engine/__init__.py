@@ -13,8 +13,8 @@
 | `images` | the inputs of a vision-language model for the images of a layout |
 | `routing` | the sampler's choices of experts, replayed in the model's routers |
 | `verify` | the comparison of a training pass with the model's own forward pass, at the start |
-| `losses` | TRL's losses over captured tokens, and what of TRL's inside they rely on |
-| `trl_source` | TRL's own classes, whatever Unsloth made of `trl` |
+| `loss` | the losses, each with its paper |
+| `loss_inputs` | from examples to the inputs of a loss |
 | `optimizer` | `PolicyOptimizer`: AdamW and its schedule |
 | `fitting` | passes within the memory that there is |
 | `budget` | the tokens of a pass, found out as memory runs out |

@@ -5,7 +5,7 @@ is copied in before a step and out after it.
 
 A step takes one optimizer update over its batch, or `trainer.optimizer.epochs` times `trainer.optimizer.minibatches`
 of them, as PPO does. The probability ratios of all updates are to the policy before the first one (see
-`trainer.engine.losses.inputs_of`)."""
+`trainer.engine.loss_inputs.inputs_of`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -90,14 +89,13 @@ class Engine:
         self,
         base: str,
         config: TrainerConfig,
-        scratch: Path,
         process_group: ProcessGroup | None = None,
         number: int = 0,
     ) -> None:
         """`process_group`: the processes that share the passes, if there are several; `number`: the engine's index
         among those of a process, equal in all processes."""
         self.model = PolicyModel(base, config, process_group)
-        self.passes = Passes(self.model, scratch, process_group, number)
+        self.passes = Passes(self.model, process_group, number)
 
     @property
     def config(self) -> TrainerConfig:

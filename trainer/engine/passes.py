@@ -9,20 +9,21 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeline.config import ConfigError, TrainerConfig, config_hash
+from pipeline.config import ConfigError, TrainerConfig
+from pipeline.config.checks import check_trainer
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Example
 from trainer.batches.packing import Cost, MicroBatch, Packing, micro_batches, sharing_pays
 from trainer.distillation import lessons
 from trainer.distillation.lessons import Teaching
-from trainer.engine import losses
 from trainer.engine.budget import Budget
 from trainer.engine.fitting import detect_out_of_memory
+from trainer.engine.loss import Sums, means, policy_loss, supervised_loss
+from trainer.engine.loss_inputs import distillation_loss, inputs_of
 from trainer.engine.model import PolicyModel, shape_of
 from trainer.engine.parallel import Job, ProcessGroup, Work
 from trainer.engine.state import Logprobs
@@ -35,9 +36,6 @@ _CPU_TOKENS = 1024
 """On CPU, rows share a pass only up to this number of tokens: their activations then stay in its cache."""
 _LEAST_BUDGET = 64
 """Passes are not cut below this number of tokens in order to give each process one."""
-
-_MAX_LOSSES = 8
-"""Losses that are kept ready. Requested batches may choose any number of different ones."""
 
 Scores = dict[int, Logprobs]
 """Logprobs of an example's trained tokens, [k] in nats, by the example's index."""
@@ -58,24 +56,21 @@ class PassResult:
     micro_batches: int
     loss: float = 0.0
     logprobs: Scores = field(default_factory=dict)
-    trl: dict[str, list[float]] = field(default_factory=dict)
-    """TRL's own metrics, a value per pass."""
+    sums: list[Sums] = field(default_factory=list)
+    """The loss's own metrics, of each pass."""
 
 
 class Passes:
-    """Forward and backward passes of a model with TRL's loss on it.
+    """Forward and backward passes of a model, with the loss on it.
 
-    `scratch` is the output folder that TRL asks for; nothing is written to it. `process_group` and `number` as
-    `Engine`'s. Raises `RefusedError` if no pass gives the model's own logprobs."""
+    `process_group` and `number` as `Engine`'s. Raises `RefusedError` if no pass gives the model's own logprobs."""
 
     def __init__(
-        self, model: PolicyModel, scratch: Path, process_group: ProcessGroup | None = None, number: int = 0
+        self, model: PolicyModel, process_group: ProcessGroup | None = None, number: int = 0
     ) -> None:
+        check_trainer(model.config)
         self.model, self._process_group, self._number = model, process_group, number
-        self._scratch = scratch
-        self._trainers: dict[str, losses.CapturedGRPOTrainer] = {}
         self.budget = Budget(model.config.memory.tokens_per_batch)
-        self._set_loss()
         # Layers may differ in their heads, as Gemma 4's do.
         self.cost = Cost.of(
             model.multiplied, sum(_attention_width(c) for c in model.forward.text.per_layer_config)
@@ -100,18 +95,9 @@ class Passes:
             raise ConfigError(
                 f"trainer.memory.packing: prefixes can't be shared with {self.model.base}: {self.verified.why_padded}"
             )
+        check_trainer(config)
         self.model.configure(config)
         self.budget.set_limit(config.memory.tokens_per_batch)
-        self._set_loss()
-
-    def _set_loss(self) -> None:
-        key = config_hash(self.config.loss)  # a requested learning rate makes no further trainer
-        if key not in self._trainers:
-            args = losses.grpo_config(self.config, self._scratch, cpu=self.model.device.type == "cpu")
-            self._trainers[key] = losses.CapturedGRPOTrainer(self.model.peft, args, self.config.loss.beta)
-            if len(self._trainers) > _MAX_LOSSES:
-                del self._trainers[next(iter(self._trainers))]
-        self.trainer = self._trainers[key]
 
     def gradients(self, examples: Sequence[Example], groups: Sequence[int]) -> list[PassResult]:
         """Add the gradient of the batch's loss to the live adapter's; returns what each process computed of it."""
@@ -174,7 +160,6 @@ class Passes:
     def free(self) -> None:
         """Release what a failed pass held. Call it outside of the handler: the error's traceback holds tensors."""
         self.model.peft.zero_grad(set_to_none=True)
-        self.trainer.take_metrics()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -224,7 +209,6 @@ class Passes:
         for batch in batches:
             with detect_out_of_memory(batch), self.model.forward.one_pass():
                 self._backward(batch, examples, tokens, result)
-        result.trl = self.trainer.take_metrics()
         return result
 
     def _backward(
@@ -244,18 +228,21 @@ class Passes:
         if not batch.counts:
             (0.0 * logprobs_SK.nan_to_num()).sum().backward()
             return
-        inputs = losses.inputs_of(
-            inside, logprobs_SK, config=self.config, items_in_batch=tokens, reference_SK=reference_SK
+        given = inputs_of(
+            inside,
+            logprobs_SK,
+            config=self.config,
+            sequences=len(examples),
+            tokens=tokens,
+            reference_SK=reference_SK,
         )
-        own = sum(e.sequence.trained_tokens for e in inside)
-        share = losses.micro_batch_share(self.config.loss.type, len(inside), len(examples), own, tokens)
-        # The bonus is the mean over the batch's tokens, whatever the loss type averages over.
         if self.config.loss.type == "sft":
-            loss = losses.supervised_loss(inputs, logprobs_SK)
+            loss = supervised_loss(given, logprobs_SK)
         else:
-            loss = self.trainer.loss(inputs, logprobs_SK, entropies_SK, own / tokens / share) * share
+            loss, sums = policy_loss(self.config.loss, given, logprobs_SK, entropies_SK)
+            result.sums.append(sums)
             if self.config.distill.divergence == "reverse_kl" and any(teachings):
-                loss = loss + losses.distillation_loss(inside, divergences_SK, inputs, self.config)
+                loss = loss + distillation_loss(inside, divergences_SK, given, self.config)
         loss.backward()
         result.loss += float(loss.detach())
         computed = logprobs_SK.detach().cpu().numpy()
@@ -271,7 +258,7 @@ class Passes:
         before = first_logprobs(results, examples)
         metrics = sampler_metrics(sequences, before, step, self.config.loss.importance_clip)
         metrics |= lessons.metrics([e.teaching for e in examples], before)
-        return metrics | losses.averages([r.trl for r in results]) | {
+        return metrics | means([sums for r in results for sums in r.sums]) | {
             "loss": sum(r.loss for r in results) / updates,
             "tokens": float(sum(s.trained_tokens for s in sequences)),
             "tokens_forward": float(laid_out),

@@ -219,7 +219,7 @@ async def test_a_trainer_recovers(broker: Broker, nats_config: NatsConfig, tmp_p
     await throw(broker, "policy.checkpoint.p.tiny.999")
     await throw(broker, "policy.checkpoint.p.tiny.998", encode(BROKEN["group_seqs"]))
     await throw(broker, "group.scored.p.tiny.g.j.main")
-    learners = make_learners(config, tmp_path / "checkpoints", None)
+    learners = make_learners(config, None)
     trainer = Trainer(config, broker, learners, GpuTurns(config))
     await trainer.recover()
     assert trainer.queues["tiny"].step == 0

@@ -333,7 +333,7 @@ def test_trls_trainer_takes_a_step(kind: str, tmp_path: Path) -> None:
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-    from trainer.engine.trl_source import plain_logprobs, trl_imports
+    from trainer.trl_trainers import plain_logprobs, trl_imports
 
     with trl_imports():
         import trl

@@ -209,7 +209,7 @@ def test_without_feedback_nothing_is_said_and_nothing_changes() -> None:
 def test_the_gradient_moves_by_the_same_factor(tiny_base: str, tmp_path: Path) -> None:
     """The loss is linear in advantages where sampler and trainer agree."""
     config = kit.settings(tiny_base, tmp_path, **{"loss.baseline": "batch", "loss.advantage_scaling": "none"})
-    engine = kit.exactly(Engine(tiny_base, config.trainer, tmp_path))
+    engine = kit.exactly(Engine(tiny_base, config.trainer))
     kit.stir(engine)
     rng = np.random.default_rng(3)
 

@@ -26,7 +26,7 @@ from trainer.engine.engine import Engine
 @pytest.fixture(scope="module")
 def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     config = TrainerConfig(dtype="float64", lora=LoraConfig(rank=4))
-    made = exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
+    made = exactly(Engine(tiny_base, config))
     stir(made)
     return made
 
@@ -152,7 +152,7 @@ def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -
             lora=LoraConfig(rank=4),
             memory=MemoryConfig(packing=packing, tokens_per_batch=budget),
         )  # type: ignore[arg-type]
-        engine = exactly(Engine(tiny_base, config, tmp_path))
+        engine = exactly(Engine(tiny_base, config))
         stir(engine)
         metrics = backward(engine, batch, groups, 0)
         gradients.append((metrics["loss"], [p.grad.clone() for p in engine.model.parameters]))

@@ -162,7 +162,7 @@ def test_adapter_files_are_pefts(tmp_path: Path, tiny_base: str) -> None:
     from pipeline.config import LoraConfig, TrainerConfig
     from trainer.engine.engine import Engine
 
-    engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path / "scratch")
+    engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)))
     with torch.no_grad():
         for parameter in engine.model.parameters:
             parameter.normal_()

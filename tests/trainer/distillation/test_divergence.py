@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.distillation.divergence import reverse_kl
-from trainer.engine.trl_source import trl_imports
+from trainer.trl_trainers import trl_imports
 
 with trl_imports():
     from trl.experimental.gkd.gkd_trainer import GKDTrainer

@@ -16,7 +16,7 @@ from trainer.engine.engine import Engine
 def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     values = {"dtype": "float64", "lora.rank": 4, "optimizer.learning_rate": 1e-2}
     config = with_values(TrainerConfig(), values)
-    return exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
+    return exactly(Engine(tiny_base, config))
 
 
 @pytest.fixture

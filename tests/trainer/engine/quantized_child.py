@@ -49,7 +49,7 @@ def figures(base: str, kind: str, scratch: Path) -> dict[str, Any]:
     settings = {"optimizer.learning_rate": 1e-2, "logprob_bound": 1e9, "lora.rank": 4}
     config = with_values(TrainerConfig(), settings)
     whole, held = (
-        Engine(base, with_values(config, {"memory.quantization": name}), scratch) for name in ("none", kind)
+        Engine(base, with_values(config, {"memory.quantization": name})) for name in ("none", kind)
     )
     full_bytes = held_bytes = 0
     modules = dict(whole.model.peft.named_modules())
@@ -67,7 +67,7 @@ def figures(base: str, kind: str, scratch: Path) -> dict[str, Any]:
         result = held.step(state, *batch())
         state = result.state
         losses.append(result.metrics["loss"])
-    again = Engine(base, held.config, scratch)
+    again = Engine(base, held.config)
     after = [engine.step(dataclasses.replace(state), *batch()).state.weights for engine in (held, again)]
     return {
         "share": held_bytes / full_bytes, "losses": [losses[0], losses[-1]],

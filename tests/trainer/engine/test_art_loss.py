@@ -10,20 +10,16 @@ import pytest
 import torch
 
 from journeywork.art.options import loss_settings
-from pipeline.config import LoraConfig, TrainerConfig, with_batch_settings
+from pipeline.config import TrainerConfig, with_batch_settings
 from tests.trainer import kit
 from trainer.batches.groups import Example, examples
 from trainer.batches.sequences import build
-from trainer.engine import losses
-from trainer.engine.engine import Engine, penalized
+from trainer.engine.engine import penalized
+from trainer.engine.loss import policy_loss
+from trainer.engine.loss_inputs import inputs_of
 
 REWARDS = ((0.0, 1.0, 0.25), (0.5, 0.5, 2.0))
 LENGTHS = ((3, 5, 2), (4, 6, 1))
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path_factory.mktemp("scratch"))
 
 
 def art_advantages(options: dict[str, Any]) -> list[float]:
@@ -95,9 +91,8 @@ def art_loss(
     ],
     ids=str,
 )  # fmt: skip
-def test_a_step_is_trained_with_the_loss_that_was_asked_for(engine: Engine, options: dict[str, Any]) -> None:
-    config = with_batch_settings(TrainerConfig(lora=LoraConfig(rank=4)), loss_settings(options))
-    engine.configure(config)
+def test_a_step_is_trained_with_the_loss_that_was_asked_for(options: dict[str, Any]) -> None:
+    config = with_batch_settings(TrainerConfig(), loss_settings(options))
     rng = np.random.default_rng(3)
     groups, old, new, base = [], [], [], []
     for g, (rewards, lengths) in enumerate(zip(REWARDS, LENGTHS, strict=True)):
@@ -119,10 +114,8 @@ def test_a_step_is_trained_with_the_loss_that_was_asked_for(engine: Engine, opti
     for row, values in enumerate(new):
         mine[row, : len(values)] = torch.from_numpy(values)
     mine.requires_grad_()
-    inputs = losses.inputs_of(
-        batch, mine, config=config, items_in_batch=sum(map(len, new)), reference_SK=None
-    )
-    loss = engine.passes.trainer.loss(inputs, mine, torch.ones_like(mine))
+    given = inputs_of(batch, mine, config=config, sequences=len(new), tokens=sum(map(len, new)))
+    loss, _ = policy_loss(config.loss, given, mine, torch.ones_like(mine))
     loss.backward()
 
     theirs = [torch.from_numpy(row.copy()).requires_grad_() for row in new]

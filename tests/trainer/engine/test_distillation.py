@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     config = with_values(TrainerConfig(), SETTINGS)
-    engine = exactly(Engine(tiny_base, config, tmp_path_factory.mktemp("scratch")))
+    engine = exactly(Engine(tiny_base, config))
     stir(engine)
     return engine
 

@@ -101,14 +101,14 @@ def test_logits_of_large_vocabularies_are_computed_in_chunks(
 
 def test_the_first_adapter_depends_on_the_seed_alone(tiny_base: str, tmp_path: Path) -> None:
     torch.manual_seed(123)
-    one = Engine(tiny_base, TrainerConfig(seed=5, lora=LoraConfig(rank=4)), tmp_path).model.weights()
+    one = Engine(tiny_base, TrainerConfig(seed=5, lora=LoraConfig(rank=4))).model.weights()
     torch.manual_seed(321)
-    two = Engine(tiny_base, TrainerConfig(seed=5, lora=LoraConfig(rank=4)), tmp_path).model.weights()
+    two = Engine(tiny_base, TrainerConfig(seed=5, lora=LoraConfig(rank=4))).model.weights()
     assert all(torch.equal(one[k], two[k]) for k in one)
 
 
 def test_an_adapter_of_another_shape_is_refused(engine: Engine, tiny_base: str, tmp_path: Path) -> None:
-    other = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=2)), tmp_path)
+    other = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=2)))
     with pytest.raises(
         ValueError, match=r"tensors of another shape: \d+ \(base_model\..*, …\): .*lora\.rank"
     ):
@@ -134,7 +134,7 @@ def test_policies_share_an_engine_only_if_the_model_is_loaded_with_equal_setting
         ("lora", {"targets": ["q_proj"]}),
     ):
         assert engines(**{name: value}) == 2, value
-    engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4, targets=("q_proj", "v_proj"))), tmp_path)
+    engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4, targets=("q_proj", "v_proj"))))
     assert {n.split(".")[-3] for n in engine.model.weights()} == {"q_proj", "v_proj"}
     with pytest.raises(ConfigError, match=r"dtype, lora\.targets can't be changed once the model is loaded"):
         engine.configure(TrainerConfig(dtype="bfloat16", lora=LoraConfig(rank=4)))
@@ -142,4 +142,4 @@ def test_policies_share_an_engine_only_if_the_model_is_loaded_with_equal_setting
         ConfigError,
         match=r"lora\.targets: q_prj can't have an adapter; layers of this model that can: down_proj, gate_proj",
     ):
-        Engine(tiny_base, TrainerConfig(lora=LoraConfig(targets=("q_prj",))), tmp_path)
+        Engine(tiny_base, TrainerConfig(lora=LoraConfig(targets=("q_prj",))))

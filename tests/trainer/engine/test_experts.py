@@ -44,7 +44,7 @@ pytestmark = [
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp(request.param)
     config = with_values(TrainerConfig(), SETTINGS | {"dtype": "float64"})
-    return Engine(make(request.param, folder), config, folder)
+    return Engine(make(request.param, folder), config)
 
 
 def base_of(engine: Engine) -> Any:
@@ -172,7 +172,7 @@ def test_vllms_loader_gives_every_expert_its_own_product(tmp_path: Path) -> None
     for family in FAMILIES:
         base_folder, folder = tmp_path / family, tmp_path / f"{family}-adapter"
         folder.mkdir()
-        engine = Engine(make(family, base_folder), with_values(TrainerConfig(), SETTINGS), folder)
+        engine = Engine(make(family, base_folder), with_values(TrainerConfig(), SETTINGS))
         stir(engine)
         adapter = engine.model.weights()
         for name, content in adapter_files(adapter, engine.model.lora, engine.model.base).items():
@@ -208,9 +208,9 @@ def test_only_families_compared_with_vllm_get_adapters_on_experts(tmp_path: Path
     with pytest.raises(
         ConfigError, match=r"trainer\.lora\.experts: the experts of glm4_moe can't .* set it to false"
     ):
-        Engine(make("glm4_moe", tmp_path), with_values(TrainerConfig(), SETTINGS), tmp_path)
+        Engine(make("glm4_moe", tmp_path), with_values(TrainerConfig(), SETTINGS))
     with pytest.raises(ConfigError, match=r"trainer\.lora\.experts: the experts of qwen3 can't"):
-        Engine(make("qwen3", tmp_path / "q"), with_values(TrainerConfig(), SETTINGS), tmp_path)
+        Engine(make("qwen3", tmp_path / "q"), with_values(TrainerConfig(), SETTINGS))
 
 
 def test_a_model_whose_experts_peft_would_leave_out_is_refused(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_model_whose_experts_peft_would_leave_out_is_refused(tmp_path: Path) -
     with pytest.raises(
         ConfigError, match=r"trainer\.lora\.experts: this qwen3_moe has no experts in floating"
     ):
-        Engine(base, with_values(TrainerConfig(), SETTINGS), tmp_path)
+        Engine(base, with_values(TrainerConfig(), SETTINGS))
 
 
 @pytest.mark.parametrize("other", [{"engine": "unsloth"}, {"memory.sharded": True}], ids=str)

@@ -34,7 +34,6 @@ def engine_of(family: str, folder: Path, changed: dict[str, Any] | None = None, 
     return Engine(
         make(family, folder, **changed or {}),
         with_values(TrainerConfig(), {"lora.rank": 4, **settings}),
-        folder,
     )
 
 
@@ -152,13 +151,13 @@ def test_a_mask_without_the_models_window_is_not_used(
 
     monkeypatch.setattr(forward, "attention_spans", blind)
     base = make(family, tmp_path)
-    verified = Engine(base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path).passes.verified
+    verified = Engine(base, TrainerConfig(lora=LoraConfig(rank=4))).passes.verified
     assert verified.packed is not None
     assert verified.packed.largest > 0.1
     assert verified.layout == "padded"
     assert "differ from the model's own" in verified.why_padded
     with pytest.raises(ConfigError, match=r"trainer\.memory\.packing: prefixes can't be shared"):
-        Engine(base, TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(packing="prefix")), tmp_path)
+        Engine(base, TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(packing="prefix")))
 
 
 def test_a_model_with_a_recurrent_state_trains_in_padded_rows(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def engine(tiny_base: str, tmp_path: Path) -> Engine:
         lora=LoraConfig(rank=4),
         memory=MemoryConfig(tokens_per_batch=1024, packing="padded"),
     )
-    return exactly(Engine(tiny_base, config, tmp_path))
+    return exactly(Engine(tiny_base, config))
 
 
 def with_room_for(engine: Engine, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:

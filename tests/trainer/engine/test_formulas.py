@@ -1,7 +1,7 @@
 """Every loss and correction against its literal formula: loss and gradient with respect to each token's logprob, in
 float64.
 
-`test_grpo.py` compares with TRL's trainer, whose code is in both sides; here nothing is shared."""
+`test_losses.py` compares with TRL's trainer, over whole batches."""
 
 from __future__ import annotations
 
@@ -11,22 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import LoraConfig, TrainerConfig, with_values
+from pipeline.config import TrainerConfig, with_values
 from pipeline.config.trainer import LossType
 from tests.trainer import formulas
 from tests.trainer.kit import exchange
 from trainer.batches.groups import Example
 from trainer.batches.sequences import build
-from trainer.engine import losses as grpo
-from trainer.engine.engine import Engine
+from trainer.engine.loss import policy_loss
+from trainer.engine.loss_inputs import inputs_of
 
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 LENGTHS = (3, 5, 2, 4, 6, 1)
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path_factory.mktemp("scratch"))
 
 
 def cases() -> list[dict[str, Any]]:
@@ -64,12 +59,9 @@ def cases() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("updates", ["one", "several"])
 @pytest.mark.parametrize("settings", cases(), ids=lambda s: " ".join(f"{v}" for v in s.values()))
-def test_loss_and_gradient_equal_the_literal_formulas(
-    engine: Engine, settings: dict[str, Any], updates: str
-) -> None:
+def test_loss_and_gradient_equal_the_literal_formulas(settings: dict[str, Any], updates: str) -> None:
     """Of the only update of a step, and of a later one, where the policy has moved since the step began."""
-    config = with_values(TrainerConfig(), {"lora.rank": 4, "loss.importance_clip": 1.4} | settings)
-    engine.configure(config)
+    config = with_values(TrainerConfig(), {"loss.importance_clip": 1.4} | settings)
     rng = np.random.default_rng(3)
     examples, current, base, entropies = [], [], [], []
     for i, n in enumerate(LENGTHS):
@@ -92,11 +84,11 @@ def test_loss_and_gradient_equal_the_literal_formulas(
         return out
 
     mine = padded(current).requires_grad_()
-    inputs = grpo.inputs_of(
-        examples, mine, config=config, items_in_batch=sum(LENGTHS),
+    given = inputs_of(
+        examples, mine, config=config, sequences=len(LENGTHS), tokens=sum(LENGTHS),
         reference_SK=padded(base) if config.loss.beta else None,
     )  # fmt: skip
-    found = engine.passes.trainer.loss(inputs, mine, padded(entropies))
+    found, _ = policy_loss(config.loss, given, mine, padded(entropies))
     found.backward()
 
     theirs = padded(current).requires_grad_()
@@ -113,8 +105,7 @@ def test_loss_and_gradient_equal_the_literal_formulas(
     ]
     want = formulas.loss(replies, config)
     want.backward()
-    # The terms are of size 1, and both sides compute in float64; only SAPO's temperatures are float32 in TRL.
-    near = 1e-6 if config.loss.type == "sapo" else 1e-10
+    near = 1e-10  # the terms are of size 1, and both sides compute in float64
     assert found.item() == pytest.approx(want.item(), rel=0, abs=near)
     assert mine.grad is not None
     assert theirs.grad is not None

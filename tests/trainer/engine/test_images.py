@@ -54,7 +54,7 @@ def chunk(name: bytes, data: bytes) -> bytes:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_with_images_have_the_models_own_logprobs(kind: str, tmp_path: Path) -> None:
     base = make_vision_model(tmp_path / kind, kind)
-    engine = Engine(base, settings(base, tmp_path, logprob_bound=1e-3).trainer, tmp_path)
+    engine = Engine(base, settings(base, tmp_path, logprob_bound=1e-3).trainer)
     difference = engine.passes.verified.images
     assert difference is not None
     assert difference.largest < 1e-4
@@ -71,7 +71,7 @@ def test_rows_with_images_have_the_models_own_logprobs(kind: str, tmp_path: Path
 
 def test_images_must_fit_the_tokens(tmp_path: Path) -> None:
     base = make_vision_model(tmp_path)
-    engine = Engine(base, settings(base, tmp_path).trainer, tmp_path)
+    engine = Engine(base, settings(base, tmp_path).trainer)
     images = engine.model.images
     assert images is not None
     ids = np.array([7, *[images.token] * 4, 8, *[images.token] * 6, 9], np.int32)
@@ -168,7 +168,7 @@ def test_a_task_that_only_the_image_answers_is_learned(tmp_path: Path) -> None:
     """By samples of the model's own: a group for each color and width in each step."""
     base = make_guesser(tmp_path / "base", [*COLORS])
     options = {"lora.rank": 8, "optimizer.learning_rate": 5e-3}
-    engine = Engine(base, settings(base, tmp_path, **options).trainer, tmp_path)
+    engine = Engine(base, settings(base, tmp_path, **options).trainer)
     tokenizer = AutoTokenizer.from_pretrained(base)
     content = [{"type": "text", "text": QUESTION}, {"type": "image"}]
     text = tokenizer.apply_chat_template(

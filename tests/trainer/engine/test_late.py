@@ -12,8 +12,8 @@ from tests.trainer import kit
 from tests.trainer.kit import discards, steps_reach
 from trainer.batches.groups import Example
 from trainer.batches.sequences import OTHER_BRANCH, build
-from trainer.engine import losses
 from trainer.engine.late import LateRunsError, is_late, late_metrics
+from trainer.engine.loss_inputs import inputs_of
 
 LATE: dict[str, object] = {"late": "sequence_truncate", "max_staleness": 2}
 
@@ -29,14 +29,14 @@ def test_a_late_sequence_is_weighted_with_its_truncated_ratio_and_the_others_are
     assert late == [True, False, True, False]  # 6: a later version of another run, by a replay
     assert not any(is_late(s, 4, TrainerConfig()) for s in made)
     current = torch.tensor([[-1.2, -2.1, -0.4], [-0.2, -2.5, -0.5], [-0.5, -1.0, -0.5], [-1.0, -2.0, -0.5]])
-    inputs = losses.inputs_of(
+    given = inputs_of(
         [Example(s, 1.0, late=is_late_) for s, is_late_ in zip(made, late, strict=True)],
-        current, config=config, items_in_batch=12, reference_SK=None,
+        current, config=config, sequences=4, tokens=12,
     )  # fmt: skip
     ratios = np.exp(current.numpy() - np.array(recorded))
     expected = np.minimum(ratios, 1.5)
     expected[0], expected[2] = np.exp(-0.2), 1.5
-    np.testing.assert_allclose(inputs["importance_sampling_ratio"].numpy(), expected, rtol=1e-6)
+    np.testing.assert_allclose(given.weights.numpy(), expected, rtol=1e-6)
 
 
 def test_the_effective_sample_size_is_kishs_and_bounds_what_is_trained() -> None:

@@ -127,7 +127,7 @@ def test_unsloth_gets_the_settings_and_padded_batches(
         memory=MemoryConfig(quantization="4bit"),
         lora=LoraConfig(rank=4),
     )
-    engine = Engine(tiny_base, config, tmp_path)
+    engine = Engine(tiny_base, config)
     asked = FastLanguageModel.asked
     assert (asked["load_in_4bit"], asked["r"], asked["random_state"]) == (True, 4, 9)
     assert asked["use_exact_model_name"]  # a copy of Unsloth's own is not the model that is served
@@ -198,7 +198,7 @@ def test_checkpointing_gives_the_same_gradients(tmp_path: Path, family: str, pac
             lora=LoraConfig(rank=4),
             memory=MemoryConfig(packing=packing, gradient_checkpointing=setting),
         )  # type: ignore[arg-type]
-        engine = exactly(Engine(base, config, tmp_path))
+        engine = exactly(Engine(base, config))
         assert engine.model.checkpointing is (setting == "on")
         found.append(gradients(engine))
     off, on = found
@@ -225,9 +225,9 @@ def test_a_model_that_can_not_checkpoint_says_so(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Qwen3ForCausalLM, "supports_gradient_checkpointing", False)
     base = make_model(tmp_path / "model")
     with pytest.raises(ConfigError, match="gradient_checkpointing: Qwen3ForCausalLM"):
-        Engine(base, TrainerConfig(memory=MemoryConfig(gradient_checkpointing="on")), tmp_path)
+        Engine(base, TrainerConfig(memory=MemoryConfig(gradient_checkpointing="on")))
     monkeypatch.setattr(loading, "wants_checkpointing", lambda *_: True)
-    assert not Engine(base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path).model.checkpointing
+    assert not Engine(base, TrainerConfig(lora=LoraConfig(rank=4))).model.checkpointing
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_unsloth_prepares_for_the_served_length_and_longer_sequences_are_dropped
             engine="unsloth", dtype="float32", logprob_bound=1e9, unsloth=UnslothConfig(max_seq_length=setting)
         ),
     )  # fmt: skip
-    engine = Engine(tiny_base, config.trainer_of(model), tmp_path)
+    engine = Engine(tiny_base, config.trainer_of(model))
     assert FastLanguageModel.asked["max_seq_length"] == longest
     assert ("the model's own limit" in caplog.text) == (setting > longest)
     short, long = (sequence([5] * n, [n - 1]) for n in (longest, longest + 1))

@@ -9,7 +9,7 @@ differ by more than any tolerance that would still find a mistake, and by how mu
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,18 +17,35 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
-from pipeline.config import ConfigError, LoraConfig, OptimizerConfig, TrainerConfig, with_values
+from pipeline.config import ConfigError, TrainerConfig, with_values
 from pipeline.config.trainer import LossType
 from tests.trainer.engine.kit import Configure
 from tests.trainer.kit import VOCAB, backward, exchange, stir
 from trainer.batches.groups import Example
 from trainer.batches.sequences import TokenSequence, build
-from trainer.engine import losses as grpo
 from trainer.engine.engine import Engine
+from trainer.engine.loss import importance_weights
+from trainer.trl_trainers import trl_imports
+
+with trl_imports():
+    from trl import GRPOConfig, GRPOTrainer
 
 
-class PaddedGRPOTrainer(grpo.GRPOTrainer):
+def no_reward(prompts: Sequence[Any], **_: Any) -> list[None]:
+    raise NotImplementedError("rewards come with the examples")
+
+
+def no_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of a single token. TRL requires one, and nothing is tokenised."""
+    tokenizer = Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<pad>")
+
+
+class PaddedGRPOTrainer(GRPOTrainer):
     """TRL's, with the logprobs computed from all logits of the padded batch."""
 
     def _get_per_token_logps_and_entropies(
@@ -102,20 +119,20 @@ def reference_inputs(examples: list[Example]) -> dict[str, torch.Tensor]:
     return out
 
 
-def trl_arguments(output: Path, **given: Any) -> grpo.GRPOConfig:
+def trl_arguments(output: Path, **given: Any) -> GRPOConfig:
     """TRL's arguments, none of them taken from our settings."""
-    return grpo.GRPOConfig(
+    return GRPOConfig(
         output_dir=str(output), use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
         per_device_train_batch_size=2, num_generations=2, steps_per_generation=1, gradient_accumulation_steps=1,
         report_to="none", remove_unused_columns=False, disable_tqdm=True, **given,
     )  # fmt: skip
 
 
-def reference(engine: Engine, args: grpo.GRPOConfig, beta: float, examples: list[Example]) -> float:
+def reference(engine: Engine, args: GRPOConfig, beta: float, examples: list[Example]) -> float:
     """TRL's loss of the batch; its gradient is added to the engine's parameters."""
     trainer = PaddedGRPOTrainer(
-        model=engine.model.peft, reward_funcs=[grpo._no_reward], args=args,
-        train_dataset=Dataset.from_dict({"prompt": [""]}), processing_class=grpo._no_tokenizer(),
+        model=engine.model.peft, reward_funcs=[no_reward], args=args,
+        train_dataset=Dataset.from_dict({"prompt": [""]}), processing_class=no_tokenizer(),
     )  # fmt: skip
     # Not by the arguments: with them the constructor would make a second adapter, and would start vLLM.
     trainer.beta = beta
@@ -285,11 +302,6 @@ def test_a_combination_that_trl_refuses_is_refused(configured: Configure) -> Non
         configured({"loss.type": "vespo", "loss.importance_sampling": "sequence_truncate"})
 
 
-@pytest.mark.parametrize("inside", grpo.TRL_INTERNALS)
-def test_the_undocumented_trl_code_that_we_rely_on_exists(inside: str) -> None:
-    assert inside in inspect.getsource(grpo.GRPOTrainer._compute_loss), grpo.TRL_INTERNALS[inside]
-
-
 def test_an_option_that_trl_does_not_have_is_an_error(configured: Configure) -> None:
     with pytest.raises(ConfigError, match=r"loss\.options: sapo_temprature is not one of"):
         configured({"loss.options": {"sapo_temprature": 1.0}})
@@ -310,18 +322,19 @@ def assert_parity(
     engine.model.peft.zero_grad()
     metrics = backward(engine, examples, [0] * len(examples), 0)
     assert metrics["micro_batches"] > 1
-    assert metrics["loss"] == pytest.approx(their_loss, rel=1e-9, abs=1e-12)
+    near = 1e-6 if config.loss.type == "sapo" else 1e-9  # SAPO's temperatures are float32 in TRL
+    assert metrics["loss"] == pytest.approx(their_loss, rel=near, abs=1e-12)
     for mine, other in zip(engine.model.parameters, their_gradients, strict=True):
         assert mine.grad is not None
         assert mine.grad.dtype == torch.float64
-        torch.testing.assert_close(mine.grad, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()))
+        torch.testing.assert_close(mine.grad, other, rtol=near, atol=near * float(other.abs().max()))
     return [float(g.norm()) for g in their_gradients]
 
 
 def test_an_unknown_sampler_logprob_counts_as_ratio_one() -> None:
     current = torch.tensor([[-1.0, -2.0]])
     sampled = torch.tensor([[float("nan"), -3.0]])
-    ratio = grpo.importance_ratio(current, sampled, torch.ones(1, 2), "token_truncate", 2.0)
+    ratio = importance_weights(current, sampled, torch.ones(1, 2), "token_truncate", 2.0)
     assert ratio.tolist() == [[1.0, 2.0]]
 
 
@@ -382,17 +395,3 @@ def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engine: Engine, configur
     assert one["ratio_max"] == other["ratio_max"]
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_the_adapter_over_a_base_in_four_bits_keeps_its_type(tiny_base: str, tmp_path: Path) -> None:
-    """Regression: TRL casts it to bfloat16, where small updates vanish. No GPU here: the model only says that
-    it is in four bits."""
-    engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)), tmp_path)
-    before = engine.model.weights()
-    engine.model.peft.is_loaded_in_4bit = True
-    engine.configure(TrainerConfig(lora=LoraConfig(rank=4), optimizer=OptimizerConfig(learning_rate=1e-3)))
-    assert {p.dtype for p in engine.model.parameters} == {torch.float32}
-    assert all(torch.equal(before[name], tensor) for name, tensor in engine.model.weights().items())
-    with torch.no_grad():  # what is read and written as the adapter is still what is trained
-        engine.model.parameters[0].fill_(0.5)
-    assert any(bool((tensor == 0.5).all()) for tensor in engine.model.weights().values())

@@ -105,7 +105,7 @@ def test_a_run_resumed_after_every_step_equals_an_uninterrupted_run(
         "optimizer.learning_rate": 1e-2,
         "logprob_bound": 1.0,
     } | SCHEDULES[schedule]
-    engine = Engine(tiny_base, with_values(TrainerConfig(), values), tmp_path)
+    engine = Engine(tiny_base, with_values(TrainerConfig(), values))
     start = engine.initial_state()
     batches = [batch(engine, start, seed=20 * i) for i in range(5)]
 
@@ -133,7 +133,7 @@ def test_rounded_adapters_are_half_the_size(tiny_base: str, tmp_path: Path) -> N
     sizes = []
     for dtype in ("float32", "bfloat16"):
         values = {"lora.rank": 64, "lora.dtype": dtype}
-        engine = Engine(tiny_base, with_values(TrainerConfig(), values), tmp_path)
+        engine = Engine(tiny_base, with_values(TrainerConfig(), values))
         files = adapter_files(engine.initial_state().weights, engine.model.lora, "b")
         sizes.append(len(files["adapter_model.safetensors"]))
     assert sizes[1] < 0.52 * sizes[0]

@@ -70,7 +70,7 @@ class Shape:
             "memory.tokens_per_batch": self.T,
         }
         config = settings(str(folder), folder, **fixed | trainer).trainer
-        return Engine(str(folder), config, folder, process_group)
+        return Engine(str(folder), config, process_group)
 
     def make_pass(self, engine: Engine, *, cuts: bool = False) -> None:
         """One forward and backward pass."""

@@ -39,7 +39,7 @@ def engine_of(family: str, folder: Path, **settings: Any) -> Engine:
     config = with_values(
         TrainerConfig(), {"lora.rank": 4, "dtype": "float64", "router_replay": True, **settings}
     )
-    engine = exactly(Engine(make(family, folder), config, folder))
+    engine = exactly(Engine(make(family, folder), config))
     stir(engine)
     return engine
 

@@ -20,7 +20,7 @@ def test_the_gradient_is_that_of_the_weighted_mean_negative_logprob(tiny_base: s
     """Also with settings of other losses, equal rewards, one member, and recorded logprobs, which are not used."""
     settings = {"loss.type": "sft", "loss.beta": 0.5, "loss.kl_penalty": 0.2, "loss.entropy_coef": 0.1}
     config = with_values(TrainerConfig(dtype="float64", lora=LoraConfig(rank=4)), settings)
-    engine = kit.exactly(Engine(tiny_base, config, tmp_path))
+    engine = kit.exactly(Engine(tiny_base, config))
     kit.stir(engine)
     groups, total, literal = [], 0, torch.zeros((), dtype=torch.float64)
     for g, rewards in enumerate(REWARDS):

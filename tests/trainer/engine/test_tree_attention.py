@@ -77,7 +77,7 @@ def test_gradients_of_a_model_are_those_of_padded_rows(
     gradients = []
     for packing in ("padded", "prefix"):
         options = {"dtype": "float64", "memory.packing": packing, "lora.rank": 4}
-        engine = exactly(Engine(tiny_base, settings(tiny_base, tmp_path, **options).trainer, tmp_path))
+        engine = exactly(Engine(tiny_base, settings(tiny_base, tmp_path, **options).trainer))
         stir(engine)
         backward(engine, batch, groups, 0)
         gradients.append([p.grad.clone() for p in engine.model.parameters])

@@ -112,7 +112,7 @@ def test_gradients_use_the_rounded_adapter_and_small_updates_accumulate(
         optimizer=OptimizerConfig(learning_rate=2e-5),
         dtype="float32",
     )
-    engine = Engine(tiny_base, config, tmp_path)
+    engine = Engine(tiny_base, config)
     start = state = engine.initial_state()
     for i in range(3):
         result = engine.step(state, batch(engine, state, seed=10 * i), [0] * 6)
@@ -138,7 +138,6 @@ def test_unrounded_weights_give_other_logprobs_than_the_published_adapter(
     engine = Engine(
         tiny_base,
         TrainerConfig(lora=LoraConfig(rank=4, dtype="bfloat16"), optimizer=OptimizerConfig(learning_rate=1e-2)),
-        tmp_path,
     )  # fmt: skip
     state = engine.initial_state()
     for i in range(3):

@@ -67,7 +67,7 @@ def test_logprobs_agree_with_vllm_before_and_after_a_step(vllm_server: VllmServe
     )
     model = ModelConfig(name=kit.MODEL, base=str(vllm_server.base))
     config = Config(project="p", run_dir=str(tmp_path), models=(model,), trainer=settings)
-    learner = Learner(config, model, Engine(model.base, settings, tmp_path))
+    learner = Learner(config, model, Engine(model.base, settings))
     earlier = version = f"{vllm_server.model}@0"
     loaded = []
     try:

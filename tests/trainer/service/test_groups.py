@@ -241,7 +241,7 @@ async def test_rewards_of_groups_discarded_during_a_step_count_in_the_next_one(
     tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path)
-    learner = service.make_learners(config, tmp_path)["tiny"]
+    learner = service.make_learners(config)["tiny"]
     batch = [kit.training_group(kit.group("g", [0.0, 1.0]), build("g-1", kit.turns("g-1", 1)))]
     learner.record_discarded([1.0, 1.0], equal=True)
     pending = learner.train_step(batch)

@@ -152,7 +152,7 @@ async def test_another_logs_checkpoints_are_refused_also_if_none_is_newer(
         await service.serve(fresh, lambda **_: None)
     for events, refused in (((7,), True), ((1, 7), True), ((7, event), False)):
         config = kit.settings(tiny_base, tmp_path, NatsConfig(url=start_nats().url), groups_per_step=1)
-        learner = service.make_learners(config, tmp_path)[kit.MODEL]
+        learner = service.make_learners(config)[kit.MODEL]
         identity = learner.checkpoints.log_id()
         async with Broker.connect(config.nats) as other:
             for of_log in events:
@@ -173,7 +173,7 @@ async def test_a_second_trainer_on_the_same_model_is_an_error(
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
     await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
-    learners = service.make_learners(config, tmp_path)
+    learners = service.make_learners(config)
     trainer = service.Trainer(config, broker, learners, service.GpuTurns(config))
     event = kit.checkpoint_event(1)
     manifest = checkpoint.Manifest(event=event, config={})

@@ -40,7 +40,7 @@ async def test_recorded_choices_are_replayed_and_impossible_ones_are_dead_letter
 ) -> None:
     base = make("qwen3_moe", tmp_path / "base")
     replayed = {"router_replay": True, "lora.rank": 4}
-    engine = Engine(base, with_values(TrainerConfig(), replayed), tmp_path)
+    engine = Engine(base, with_values(TrainerConfig(), replayed))
     replay = engine.model.forward.replay
     # No token's scores give these experts, or a bound on the difference would prove nothing.
     experts = np.random.default_rng(0).permuted(

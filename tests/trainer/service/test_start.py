@@ -190,7 +190,7 @@ async def test_an_adapter_of_mixtrals_experts_begins_under_pefts_names_and_no_ot
 
     base = make_family("mixtral", tmp_path / "base")
     config = kit.settings(base, tmp_path / "run", NatsConfig(), **{"lora.experts": True})
-    learner = service.make_learners(config, tmp_path)[kit.MODEL]
+    learner = service.make_learners(config)[kit.MODEL]
     learner.open_folder()
     lora = LoraConfig(
         r=4, lora_alpha=int(config.trainer.lora.alpha), target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],

@@ -1,0 +1,207 @@
+"""The losses, of tokens that were sampled elsewhere. `trainer.engine.loss_inputs` makes their inputs of examples.
+
+| `trainer.loss.type` | paper | averaged over |
+| --- | --- | --- |
+| `grpo` | DeepSeekMath, arXiv 2402.03300: PPO's clip (1707.06347) | sequences of their tokens' means |
+| `bnpo`, `dapo` | the same, by DAPO, 2503.14476 | tokens of the batch |
+| `dr_grpo` | the same, by Dr. GRPO, 2503.20783 | sequences, of sums over `max_completion_length` |
+| `luspo` | the same, by 2602.05261, with a ratio of sequences (GSPO, 2507.18071) | sequences, of sums |
+| `cispo` | MiniMax-M1, 2506.13585: the ratio is bounded and a constant | tokens of the batch |
+| `sapo` | 2511.20347: a soft gate in place of the clip | sequences of their tokens' means |
+| `vespo` | 2602.10693: a Gamma weight of the sequence's ratio to the sampler | tokens of the batch |
+
+Tests compare each with TRL's `GRPOTrainer` and with its formula written out token by token.
+
+Shape letters: S sequences, K most trained tokens in one of them, 1 one number for all. Logprobs are in nats.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.config import LossConfig
+
+CISPO_BOUND = 5.0
+"""Bound on CISPO's ratio where `epsilon_high` is not set."""
+SAPO_TEMPERATURES = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+VESPO_GAMMA = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+_LOG_LEAST, _LOG_MOST = math.log(1e-8), 20.0
+"""Bounds of VESPO's log ratio, by the authors' code."""
+
+Sums = dict[str, tuple[float, float]]
+"""Of each metric the sum over tokens, or over sequences, and their number. Those of several passes are added."""
+
+
+@dataclass(frozen=True, eq=False)
+class LossInputs:
+    """A pass, and the size of the batch that it is a part of. Losses of the batch's passes add up to its loss."""
+
+    mask_SK: torch.Tensor
+    """1 for a trained token, 0 for padding."""
+    advantages: torch.Tensor
+    """[S, 1], or [S, K] if tokens of a sequence differ."""
+    old_SK: torch.Tensor
+    """Logprobs by the policy that the probability ratio compares with."""
+    sampled_SK: torch.Tensor
+    """Recorded logprobs by the sampler; NaN where none is known."""
+    weights: torch.Tensor | None
+    """Importance weights, [S, 1] or [S, K]: the policy before the step over the sampler. `None`: not corrected."""
+    reference_SK: torch.Tensor | None
+    """Logprobs by the base model, with a KL term."""
+    sequences: int
+    """Number of sequences of the batch."""
+    tokens: int
+    """Number of trained tokens of the batch."""
+
+
+def policy_loss(
+    config: LossConfig, given: LossInputs, logprobs_SK: torch.Tensor, entropies_SK: torch.Tensor
+) -> tuple[torch.Tensor, Sums]:
+    """Return this pass's part of the loss of the batch, and its metrics."""
+    log_ratio_SK = logprobs_SK - given.old_SK
+    ratio = log_ratio_SK.exp()  # [S, 1] from here on if it is one of sequences
+    if config.importance_level == "sequence":
+        ratio = _mean(log_ratio_SK, given.mask_SK).exp()
+    terms, metrics = _surrogate(config, given, logprobs_SK, log_ratio_SK, ratio)
+    if config.off_policy_mask is not None:  # DeepSeek-V3.2, arXiv 2512.02556
+        drift_SK = torch.nan_to_num(given.sampled_SK - logprobs_SK.detach(), nan=0.0)
+        kept = (given.advantages >= 0) | (_mean(drift_SK, given.mask_SK) <= config.off_policy_mask)
+        terms = terms * kept
+    if given.weights is not None and config.type != "vespo":
+        terms = terms * given.weights
+    if given.reference_SK is not None:  # the k3 estimate of J. Schulman, "Approximating KL divergence" (2020)
+        difference_SK = given.reference_SK - logprobs_SK
+        metrics["kl"] = difference_SK.exp() - difference_SK - 1
+        if config.kl_unbiased:  # DeepSeek-V3.2
+            metrics["kl"] = metrics["kl"] * ratio
+        terms = terms + config.beta * metrics["kl"]
+    sums_S = (terms * given.mask_SK).sum(-1)
+    match config.type:
+        case "grpo" | "sapo":
+            loss = (sums_S / given.mask_SK.sum(-1).clamp(min=1.0)).sum() / given.sequences
+        case "dr_grpo":
+            loss = sums_S.sum() / (given.sequences * config.max_completion_length)
+        case "luspo":
+            loss = sums_S.sum() / given.sequences
+        case _:
+            loss = sums_S.sum() / max(given.tokens, 1)
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * (entropies_SK * given.mask_SK).sum() / max(given.tokens, 1)
+    metrics["entropy"] = entropies_SK
+    return loss, _sums(metrics, given.mask_SK)
+
+
+def _surrogate(
+    config: LossConfig,
+    given: LossInputs,
+    logprobs_SK: torch.Tensor,
+    log_ratio_SK: torch.Tensor,
+    ratio: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return what each token, or each sequence, adds to the loss before it is averaged, and its metrics."""
+    advantages = given.advantages
+    positive = advantages > 0
+    match config.type:
+        case "cispo":
+            bound = CISPO_BOUND if config.epsilon_high is None else config.epsilon_high
+            clipped = (ratio > bound) & positive
+            return -ratio.clamp(max=bound).detach() * advantages * logprobs_SK, {"cispo_clip_ratio": clipped}
+        case "sapo":
+            constants = SAPO_TEMPERATURES | config.options
+            temperature = _by_sign(positive, ratio, constants, "sapo_temperature")
+            return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages, {}
+        case "vespo":
+            phi_S1 = _gamma_weights(given, log_ratio_SK.detach(), VESPO_GAMMA | config.options)
+            return -phi_S1 * advantages * logprobs_SK, {"vespo/phi_seq_mean": phi_S1}
+    low, high = (
+        1 - config.epsilon,
+        1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high),
+    )
+    free = ratio if config.delta is None else ratio.clamp(max=config.delta)  # INTELLECT-2, arXiv 2505.07291
+    below, above = (free < low) & (advantages < 0), (free > high) & positive
+    clipped = {
+        "clip_ratio/low_mean": below,
+        "clip_ratio/high_mean": above,
+        "clip_ratio/region_mean": below | above,
+    }
+    return -torch.minimum(free * advantages, ratio.clamp(low, high) * advantages), clipped
+
+
+def _gamma_weights(
+    given: LossInputs, log_ratio_SK: torch.Tensor, constants: dict[str, float]
+) -> torch.Tensor:
+    """VESPO's weight exp(lambda (1 - w)) w^k of each sequence's ratio w to the sampler, [S, 1] or [S, K]."""
+    log_w = (log_ratio_SK.clamp(-20.0, 20.0) * given.mask_SK).sum(-1, keepdim=True)
+    if given.weights is not None:
+        log_w = log_w + given.weights.log().clamp(_LOG_LEAST, _LOG_MOST).sum(-1, keepdim=True)
+    log_w = log_w.clamp(_LOG_LEAST, _LOG_MOST)
+    not_negative = given.advantages >= 0
+    k = _by_sign(not_negative, log_w, constants, "vespo_k")
+    rate = _by_sign(not_negative, log_w, constants, "vespo_lambda").clamp(min=1e-4)
+    return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def supervised_loss(given: LossInputs, logprobs_SK: torch.Tensor) -> torch.Tensor:
+    """Return this pass's part of the mean negative logprob of the batch's trained tokens, weighted with the rewards in
+    `advantages`."""
+    return -(given.advantages * logprobs_SK * given.mask_SK).sum() / max(given.tokens, 1)
+
+
+def importance_weights(
+    logprobs_SK: torch.Tensor,
+    sampled_SK: torch.Tensor,
+    mask_SK: torch.Tensor,
+    mode: str,
+    maximum: float,
+    minimum: float | None = None,
+) -> torch.Tensor:
+    """Return the importance weights of truncated or masked importance sampling (TIS, MIS: F. Yao et al. 2025, "Your
+    efficient RL framework secretly brings you off-policy RL training"), [S, K], or [S, 1] per sequence.
+
+    `mode` is `trainer.loss.importance_sampling`. Weights outside of `minimum` … `maximum` are clamped to the bound
+    (`…_truncate`) or set to 0 (`…_mask`). A token whose sampler logprob is NaN counts as ratio 1."""
+    difference = torch.nan_to_num((logprobs_SK.detach() - sampled_SK) * mask_SK, nan=0.0)
+    if mode.startswith("sequence"):
+        difference = difference.sum(dim=-1, keepdim=True)
+    ratio = torch.exp(difference)
+    if mode.endswith("truncate"):
+        return torch.clamp(ratio, min=minimum, max=maximum)
+    outside = ratio > maximum
+    if minimum is not None:
+        outside |= ratio < minimum
+    return ratio.masked_fill(outside, 0.0)
+
+
+def _by_sign(
+    positive: torch.Tensor, like: torch.Tensor, constants: dict[str, float], name: str
+) -> torch.Tensor:
+    """The constant `<name>_pos` or `<name>_neg` by the sign of each advantage, in the type of `like`."""
+    return torch.where(positive, *(like.new_tensor(constants[f"{name}_{sign}"]) for sign in ("pos", "neg")))
+
+
+def _mean(values_SK: torch.Tensor, mask_SK: torch.Tensor) -> torch.Tensor:
+    return (values_SK * mask_SK).sum(-1, keepdim=True) / mask_SK.sum(-1, keepdim=True).clamp(min=1.0)
+
+
+def _sums(metrics: dict[str, torch.Tensor], mask_SK: torch.Tensor) -> Sums:
+    """One transfer from the device for all of them."""
+    of_sequences = torch.ones_like(mask_SK[:, :1])
+    parts = []
+    for value in metrics.values():
+        counted = mask_SK if value.shape[1] > 1 else of_sequences
+        parts += [(value.detach() * counted).sum().double(), counted.sum().double()]
+    numbers = torch.stack(parts).tolist()
+    return dict(zip(metrics, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
+
+
+def means(parts: list[Sums]) -> dict[str, float]:
+    """Return the mean of each metric over all passes, without those that are not finite."""
+    out = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        total, count = (sum(part[name][i] for part in parts if name in part) for i in (0, 1))
+        if count and math.isfinite(total):
+            out[name] = total / count
+    return out

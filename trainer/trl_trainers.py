@@ -1,0 +1,62 @@
+"""TRL's trainers, which `journeywork train --as sft|dpo|kto` runs, without vLLM and on a CPU."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def trl_imports() -> Iterator[None]:
+    """Import TRL without the warnings that libraries raise about their own code, and without vLLM.
+
+    TRL would import vLLM if it is installed, which takes seconds and memory. An entry of `None` in `sys.modules` makes
+    `import vllm` raise `ImportError`."""
+    loaded = sys.modules.get("vllm")
+    sys.modules["vllm"] = None  # type: ignore[assignment]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            del sys.modules["vllm"]
+            if loaded is not None:
+                sys.modules["vllm"] = loaded
+
+
+class _PlainLogprobs:
+    """TRL's fused LM head (`trl.kernels.ChunkedLogProbFunction`) in plain PyTorch: the fused one is a GPU kernel."""
+
+    @staticmethod
+    def apply(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
+        temperature: float, chunk: int, softcapping: float | None, scale: float | None, outputs: Any,
+    ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+        """The logprobs of `labels` [n], the entropy [n], no sum of squares, the mean logit [n], and whether a label is
+        the most probable token [n]. `hidden`: [n, d]."""
+        logits = torch.nn.functional.linear(hidden, weight, bias) * (scale or 1.0)
+        if softcapping:
+            logits = softcapping * torch.tanh(logits / softcapping)
+        logprobs = (logits / temperature).float().log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        of_labels = logprobs.gather(-1, labels[:, None])[:, 0]
+        return of_labels, entropy, None, logits.mean(-1), logits.argmax(-1) == labels
+
+
+@contextmanager
+def plain_logprobs(device: str) -> Iterator[None]:
+    """Let TRL's supervised trainers run on a CPU."""
+    with trl_imports():
+        from trl.trainer import utils
+    fused = utils._ChunkedLogProbFunction
+    if device == "cpu":
+        utils._ChunkedLogProbFunction = _PlainLogprobs
+    try:
+        yield
+    finally:
+        utils._ChunkedLogProbFunction = fused
