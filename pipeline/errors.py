@@ -1,6 +1,12 @@
-"""Errors that a command prints as one line: `ConfigError` for settings, `BrokerError` and subclasses for the log."""
+"""Errors that a command prints as one line: `ConfigError` for settings, `BrokerError` and subclasses for the log. What
+others say in errors goes into logs by `without_sent`."""
 
 from __future__ import annotations
+
+import re
+
+_REPEATED = 12
+"""An error that repeats so many letters and digits of what was sent repeats it; shorter words are anyone's."""
 
 
 class ConfigError(ValueError):
@@ -51,3 +57,16 @@ class OtherEventError(HistoryGoneError):
 
     def __init__(self, stream: str, seq: int, expected: str) -> None:
         super().__init__(f"the {expected} at message {seq} of {stream}")
+
+
+def without_sent(said: str, sent: str) -> str:
+    """Return what another program says in an error, for a log or an event: a remark in its place if it repeats 12
+    letters and digits of the text that it was sent. Texts of runs stand in no log."""
+    heard, given = _letters(said), _letters(sent)
+    repeats = any(heard[i : i + _REPEATED] in given for i in range(len(heard) - _REPEATED + 1))
+    return "its message repeats the text that it was sent" if repeats else said
+
+
+def _letters(text: str) -> str:
+    """The letters and digits of a text, without the marks that JSON or Python writes into it."""
+    return re.sub(r"\\u([0-9a-f]{4})|\\[a-z]|[\W_]+", lambda m: chr(int(m[1], 16)) if m[1] else "", text)

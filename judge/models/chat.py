@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipeline.conversations import text_of
+from pipeline.errors import without_sent
 
 Messages = list[dict[str, Any]]
-_REPEATED = 12
 _MAX_NAME = 200
 """Characters of a model's name that are kept."""
 _MAX_TOKENS = 1 << 40
@@ -104,18 +103,9 @@ def make_reply(body: Any, model: str, latency_s: float, cost_usd: float = 0.0) -
 
 
 def describe(error: Exception, messages: Messages) -> str:
-    """Return an error's class and message, for logs and events. The message is left out if it repeats `_REPEATED`
-    letters and digits of what was sent: texts of runs stand in no error."""
-    said = str(error)[:500]
-    sent = _letters("".join(text_of(m.get("content")) for m in messages))
-    heard = _letters(said)
-    repeats = any(heard[i : i + _REPEATED] in sent for i in range(len(heard) - _REPEATED + 1))
-    return f"{type(error).__name__}{': its message repeats the prompt' if repeats else f': {said}' if said else ''}"
-
-
-def _letters(text: str) -> str:
-    """The letters and digits of a text, without the marks that JSON or Python writes into it."""
-    return re.sub(r"\\u([0-9a-f]{4})|\\[a-z]|[\W_]+", lambda m: chr(int(m[1], 16)) if m[1] else "", text)
+    """Return an error's class and message, for logs and events, without texts of runs."""
+    said = without_sent(str(error)[:500], "".join(text_of(m.get("content")) for m in messages))
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def well_formed(text: str) -> str:

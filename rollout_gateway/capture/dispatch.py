@@ -68,8 +68,8 @@ class Dispatcher:
                     raise ApiError(
                         400, "invalid_body", f"The inference server can't read the call: {reason}."
                     )
-                body = attempt.body[:300].decode(errors="replace")
-                log.warning("server suspected", replica=replica.name, status=attempt.status, body=body)
+                # Not its body, which may repeat the call: the server's own log has more.
+                log.warning("server suspected", replica=replica.name, status=attempt.status)
                 replica.suspect()
             elif not attempt.sent:
                 continue

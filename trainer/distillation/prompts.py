@@ -19,6 +19,7 @@ import numpy.typing as npt
 from transformers import AutoTokenizer
 
 from pipeline.config import DistillConfig
+from pipeline.errors import without_sent
 from pipeline.events import ExchangeRecorded, Hint, Member, unpack_ids
 from pipeline.events.types import REWARD_TOLERANCE
 
@@ -48,7 +49,9 @@ def _refusing_unreadable() -> Iterator[None]:
     ) as error:
         if isinstance(error, HintUnusableError):
             raise
-        raise HintUnusableError(f"the call's messages are not those of a chat: {error!r}") from error
+        raise HintUnusableError(
+            f"the call's messages are not those of a chat: {type(error).__name__}"
+        ) from error
 
 
 def best_run(members: Sequence[Member], least: float | None) -> Member | None:
@@ -113,8 +116,9 @@ class HintedPrompts:
                 messages, tools=body.get("tools") or None, tokenize=False, **_template_arguments(body)
             )
         except (ArithmeticError, jinja2.TemplateError, TypeError, ValueError) as error:
+            told = without_sent(str(error), exchange.request.decode(errors="replace") + text)
             raise HintUnusableError(
-                f"the model's chat template refuses the call's messages: {error}"
+                f"the model's chat template refuses the call's messages: {told}"
             ) from error
         if self._longest is not None and len(prompt) > self._longest * _CHARACTERS_PER_TOKEN:
             raise HintUnusableError(
@@ -159,8 +163,10 @@ def _as_text(message: Message) -> str:
 
 def as_template_reads(message: Message) -> Message:
     """A message as the inference server gives it to the template: parts of text joined, arguments of tool calls as
-    objects. Raises `HintUnusableError` for content that is no text."""
+    objects, reasoning under both of its names. Raises `HintUnusableError` for content that is no text."""
     out = dict(message)
+    if (thoughts := message.get("reasoning", message.get("reasoning_content"))) is not None:
+        out["reasoning"] = out["reasoning_content"] = thoughts
     if isinstance(content := message.get("content"), list):
         if any(part.get("type") != "text" for part in content):
             raise HintUnusableError("the call has content other than text")
@@ -176,5 +182,5 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
         try:
             function["arguments"] = msgspec.json.decode(arguments or "{}")
         except msgspec.DecodeError as error:
-            raise HintUnusableError(f"arguments of a tool call are no JSON: {error}") from error
+            raise HintUnusableError("arguments of a tool call are no JSON") from error
     return {**call, "function": function}

@@ -415,5 +415,5 @@ def test_without_a_judge_model_litellm_is_not_imported() -> None:
 def test_an_error_is_told_unless_it_repeats_the_prompt(said: str, told: bool) -> None:
     sent = [{"role": "user", "content": [{"type": "text", "text": "I live at\nMüller, Bahnhofstraße 1"}]}]
     assert describe(ValueError(said), sent) == (
-        f"ValueError: {said}" if told else "ValueError: its message repeats the prompt"
+        f"ValueError: {said}" if told else "ValueError: its message repeats the text that it was sent"
     )

@@ -122,7 +122,7 @@ async def _judge_all(config: Config, broker: Broker, folder: Path) -> None:
         ended = await _ended(broker)
         assert ended["scored"] == "scored"
         assert "it has an id that is not an attempt's" in ended["foreign"]
-        assert "its message repeats the prompt" in ended["refused"]
+        assert "its message repeats the text that it was sent" in ended["refused"]
         completed = next(e for e in judged("scored") if isinstance(e, TrajectoryCompleted))
         await broker.publish(
             DeadLettered(
