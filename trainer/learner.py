@@ -144,7 +144,7 @@ class Learner:
         # If the adapter does not fit, the error is raised now, not in a step.
         self.engine.model.load_adapter(state.weights)
         self.state = state
-        if state.optimizer is None:
+        if STATE_FILE not in files:
             log.warning(
                 "optimizer state lost: training continues from the adapter in the log", version=event.version,
                 checkpoints=str(self.checkpoints.folder),

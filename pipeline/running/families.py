@@ -43,6 +43,14 @@ _BY_NAME = {"qwen3-coder": "qwen3_coder", "deepseek-v3.1": "deepseek_v31", "func
 """Parsers of models whose calls differ from those of their family, by a part of their name."""
 
 
+_TOKEN = {
+    "deepseek_v3": "<｜tool▁calls▁begin｜>", "deepseek_v31": "<｜tool▁calls▁begin｜>", "jamba": "<tool_calls>",
+    "lfm2": "<|tool_call_start|>", "llama3_json": "<|python_tag|>",
+}  # fmt: skip
+"""The token without which vLLM does not start with a parser. Families have models without it: SmolLM2 is a `llama`."""
+_WITHOUT_TOKENS = "hermes"
+
+
 class _Configuration(msgspec.Struct):
     model_type: str = ""
 
@@ -61,7 +69,15 @@ def tool_parser(base: str) -> str:
         configuration = msgspec.json.decode(file.read_bytes(), type=_Configuration)
     except (OSError, msgspec.DecodeError):
         return ""  # vLLM reports what is wrong with it
-    return TOOL_PARSERS.get(configuration.model_type, "")
+    parser = TOOL_PARSERS.get(configuration.model_type, "")
+    tokenizer = file.with_name("tokenizer.json")
+    if (
+        (token := _TOKEN.get(parser))
+        and tokenizer.is_file()
+        and f'"{token}"' not in tokenizer.read_text("utf-8")
+    ):
+        return _WITHOUT_TOKENS
+    return parser
 
 
 def _configuration(base: str) -> Path | None:

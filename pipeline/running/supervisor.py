@@ -335,7 +335,14 @@ class Supervisor:
         watched.state = state
         watched.errors = ()
         if state in ("ready", "backoff"):
-            watched.errors = logs.errors(self._logs / f"{watched.spec.name}.log", watched.log_begin)
+            file = self._logs / f"{watched.spec.name}.log"
+            watched.errors = logs.errors(file, watched.log_begin)
+            if (
+                state == "backoff"
+                and not watched.errors
+                and (words := logs.last_words(file, watched.log_begin))
+            ):
+                watched.errors = (words,)
         log.info("process", process=watched.spec.name, state=state, pid=watched.pid)
         self._write_state()
         if self._on_change is not None:

@@ -81,10 +81,23 @@ def errors(path: Path, offset: int, most: int = 5) -> tuple[str, ...]:
     """Return the event and the fields of each error line from byte `offset` of a service's log on, the newest `most` of
     them."""
     lines = []
-    for line in path.read_bytes()[offset:].splitlines() if path.exists() else ():
+    for line in _lines(path, offset):
         with suppress(msgspec.DecodeError, KeyError, TypeError):  # another program's line, or the half of one
             record = msgspec.json.decode(line)
             if record["level"] == "error":
                 fields = [f"{name}={value}" for name, value in record.items() if name not in _ALWAYS]
                 lines.append(" ".join([record["event"], *fields]))
     return tuple(lines[-most:])
+
+
+def last_words(path: Path, offset: int) -> str:
+    """Return the last line from byte `offset` of a log on that is no JSON, such as that of a traceback; empty if there
+    is none."""
+    texts = [
+        line.decode(errors="replace").strip() for line in _lines(path, offset) if not line.startswith(b"{")
+    ]
+    return next((text[:300] for text in reversed(texts) if text), "")
+
+
+def _lines(path: Path, offset: int) -> list[bytes]:
+    return path.read_bytes()[offset:].splitlines() if path.exists() else []

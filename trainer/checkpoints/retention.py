@@ -5,7 +5,8 @@ A version that is not needed is retired first (`policy.retired`), and gateways n
 removed earlier: only the newest ones stay. Its checkpoint event
 stays for `retention.policy_days`, since groups that it learned from can be delivered again until then.
 
-These versions are needed: the newest, the best by validation, those that the model's name or a traffic split
+These versions are needed: the newest, the best by validation, that of `models.0.start`, which later ones are compared
+with, those that the model's name or a traffic split
 points to and those of the decision before, those that an open trajectory is pinned to, and those that an
 inference server has loaded.
 """
@@ -186,6 +187,8 @@ class Retention:
         """The versions of a model that are needed. `versions` are those of its branch, oldest first."""
         best = learner.validation.best
         needed = {v.version for v in versions if best is not None and v.step == best.step}
+        if learner.model.start:
+            needed |= {v.version for v in versions[:1]}
         if self._branch == "main":  # other branches are not served
             decisions = await self._broker.read(PolicyPromoted, project=self._project, model=name)
             # The one in force, and the one to which a rollback goes back.

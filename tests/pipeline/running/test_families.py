@@ -57,6 +57,14 @@ def test_the_family_says_how_tool_calls_are_read(tmp_path: Path) -> None:
     assert tool_parser(model(tmp_path / "a", "gpt_oss")) == "openai"
     assert tool_parser(model(tmp_path / "Qwen3-Coder-30B", "qwen3_moe")) == "qwen3_coder"
     assert tool_parser(model(tmp_path / "b", "unheard_of")) == ""
+    llama = Path(model(tmp_path / "llama", "llama"))
+    assert tool_parser(str(llama)) == "llama3_json"
+    (llama / "tokenizer.json").write_text('{"added_tokens": [{"content": "<|im_start|>"}]}')
+    assert (
+        tool_parser(str(llama)) == "hermes"
+    )  # else vLLM ends: it does not find the token that begins a call
+    (llama / "tokenizer.json").write_text('{"added_tokens": [{"content": "<|python_tag|>"}]}')
+    assert tool_parser(str(llama)) == "llama3_json"
     assert tool_parser(str(tmp_path / "nowhere")) == tool_parser("org/not-in-the-cache") == ""
 
 

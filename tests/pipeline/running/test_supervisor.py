@@ -154,6 +154,21 @@ logs.get_logger("judge").error("no library", name="wandb")
     assert ("ready", ("no library name=wandb",)) in changes.seen
 
 
+async def test_the_last_words_of_a_process_that_writes_no_json_are_told(tmp_path: Path) -> None:
+    """Such as vLLM's traceback. `up` said "backoff" for five minutes, and nothing else."""
+    flag = tmp_path / "failed"
+    code = f"""
+import pathlib
+flag = pathlib.Path({str(flag)!r})
+if not flag.exists():
+    flag.touch()
+    raise RuntimeError("could not locate the bot token")
+"""
+    async with supervised(config(tmp_path), service("judge", code + SERVICE)) as (_, changes):
+        pass
+    assert ("backoff", ("RuntimeError: could not locate the bot token",)) in changes.seen
+
+
 async def test_a_child_dies_with_a_killed_supervisor(tmp_path: Path) -> None:
     code = f"""
 import anyio, sys

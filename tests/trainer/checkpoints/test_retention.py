@@ -50,7 +50,8 @@ def retained(config: Config, **settings: float) -> Config:
 
 def learners_of(config: Config) -> dict[str, Any]:
     """What retention asks a learner for, without its model."""
-    return {"tiny": SimpleNamespace(settings=config.trainer, validation=Validation(None, 8))}
+    (model,) = config.models
+    return {"tiny": SimpleNamespace(model=model, settings=config.trainer, validation=Validation(None, 8))}
 
 
 async def publish(
@@ -126,6 +127,18 @@ async def test_versions_that_are_needed_are_kept(broker: Broker, config: Config)
     await retention.run_once()
     await retention.run_once()
     assert await present(broker) == {V[2], V[6], V[10], V[11], V[12]}
+
+
+async def test_the_version_that_training_began_with_is_kept(broker: Broker, config: Config) -> None:
+    """Regression: the warm start, the natural baseline, was removed after 20 steps."""
+    model = msgspec.structs.replace(config.models[0], start="runs/x#tiny@4")
+    config = msgspec.structs.replace(config, models=(model,))
+    for step in range(4, 13):
+        await publish(broker, step)
+    retention = Retention(config, broker, learners_of(config))
+    await retention.run_once()
+    await retention.run_once()
+    assert await present(broker) == {V[4], V[11], V[12]}
 
 
 async def test_a_retired_version_that_is_needed_again_is_kept(broker: Broker, config: Config) -> None:
