@@ -172,4 +172,7 @@ def context_attention(
     return group.columns(attended_RLhD), None
 
 
-ALL_ATTENTION_FUNCTIONS.register("sdpa", context_attention)
+def use_own_attention() -> None:
+    """Let the models of this process attend by `context_attention` where they compute by scaled dot products. Calls
+    without a plan of segments and without divided rows go on as they were. May be called again."""
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", context_attention)

@@ -27,7 +27,7 @@ from pipeline.config import ConfigError
 from trainer.batches.packing import FULL, AttentionSpan, Layout
 from trainer.batches.sampling import restrict
 from trainer.distillation.divergence import reverse_kl
-from trainer.engine.context_parallel import ContextGroup
+from trainer.engine.context_parallel import ContextGroup, use_own_attention
 from trainer.engine.images import ImageInputs, ImageUnusableError
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.routing import RouterReplay
@@ -128,6 +128,7 @@ class Forward:
     model's inputs of images; without it, layouts must hold no images."""
 
     def __init__(self, model: Any, images: ImageInputs | None = None) -> None:
+        use_own_attention()
         self.model, self.images = model, images
         self.text = model.config.get_text_config()
         """The configuration of the language model, which is a part of a vision-language model's."""

@@ -4,9 +4,9 @@ Under a dense mask, attention over a row of L tokens computes L x L pairs of que
 a prompt most of them are masked. A segment needs the keys of the earlier segments that it sees only: for 8 replies of
 200 tokens to a prompt of 2,000 these are 0.58 of the pairs, and the prompt needs no mask.
 
-All attention layers of transformers that compute by PyTorch's scaled dot products call one function. It is replaced, in
-`trainer.engine.context_parallel`, by one that looks whether the mask has a plan of segments; calls without one go on as
-they were.
+All attention layers of transformers that compute by PyTorch's scaled dot products call one function. When a model
+is loaded for training, `trainer.engine.context_parallel` replaces it by one that looks whether the mask has a plan of
+segments; calls without one go on as they were.
 
 Shape letters as in `trainer.batches.packing`, and H heads, D dimensions of a head.
 """

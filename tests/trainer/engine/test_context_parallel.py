@@ -3,6 +3,8 @@ of one in `test_parallel.py`."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,3 +145,16 @@ def test_a_mask_that_the_model_makes_for_a_part_is_refused() -> None:
     module = SimpleNamespace(context_group=SimpleNamespace(size=SIZE))
     with pytest.raises(ConfigError, match="makes attention masks of its own for a part of a row"):
         context_attention(module, part, part, part, torch.ones(1, 1, 3, 3, dtype=torch.bool))
+
+
+def test_an_import_changes_no_attention_of_the_process() -> None:
+    """Only a model that is trained does."""
+    code = (
+        "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions\n"
+        "before = functions['sdpa']\n"
+        "import trainer.engine.forward\n"
+        "assert functions['sdpa'] is before\n"
+        "trainer.engine.forward.use_own_attention()\n"
+        "assert functions['sdpa'] is trainer.engine.forward.use_own_attention.__globals__['context_attention']\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
