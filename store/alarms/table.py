@@ -350,7 +350,8 @@ QUALIFY groups >= $groups AND count(*) OVER (PARTITION BY project, model) > 1 AN
         "task.",
         "alarms.held_out_errors",
         """WITH widths AS (
-  SELECT project, model, greatest($steps, max(last_step) // 8) AS width FROM rewards WHERE branch = 'main' GROUP BY ALL
+  SELECT project, model, greatest($steps, max(last_step) // 8) AS width, max(reward) - min(reward) AS span
+  FROM rewards WHERE branch = 'main' GROUP BY ALL
 ), train AS (
   SELECT project, model, width, last_step // width AS block, avg(reward) AS mean,
     var_samp(reward) / count(*) AS variance
@@ -358,16 +359,20 @@ QUALIFY groups >= $groups AND count(*) OVER (PARTITION BY project, model) > 1 AN
   WHERE split = 'train' AND branch = 'main' AND outcome = 'scored' GROUP BY ALL HAVING count(*) > 1
 ), held AS (
   SELECT project, model, 'validation runs' AS about, last_step // width AS block, avg(reward) AS mean,
-    greatest(var_samp(reward) / count(*), 1e-9) AS variance
+    greatest(var_samp(reward) / count(*), (any_value(span) / (count(*) + 2)) ** 2) AS variance
   FROM rewards JOIN widths USING (project, model)
   WHERE split = 'val' AND branch = 'main' AND outcome = 'scored' AND first_step = last_step
   GROUP BY ALL HAVING count(*) >= 40
   UNION ALL
-  SELECT project, model, scenarios, split_part(version, '@', 2)::INTEGER // width AS block, arg_max(mean, evaluated_at),
-    greatest(arg_max((high - low) / 3.92, evaluated_at) ** 2, 1e-9)
-  FROM evaluations JOIN widths USING (project, model)
-  WHERE measure = 'reward' AND kind = 'policy' AND version <> '' AND low IS NOT NULL AND tasks >= 40
-  GROUP BY ALL
+  SELECT project, model, scenarios, block, avg(reward),
+    greatest(var_samp(reward) / count(*), (any_value(span) / (count(*) + 2)) ** 2)
+  FROM (
+    SELECT project, model, scenarios, span, evaluation, position, split_part(version, '@', 2)::INTEGER // width AS block
+    FROM evaluations JOIN widths USING (project, model)
+    WHERE measure = 'reward' AND kind = 'policy' AND version <> ''
+    QUALIFY row_number() OVER (PARTITION BY project, model, scenarios, block ORDER BY evaluated_at DESC) = 1
+  ) JOIN evaluation_tasks t USING (project, model, evaluation, position)
+  WHERE t.reward IS NOT NULL GROUP BY ALL HAVING count(*) >= 40
 ), compared AS (
   SELECT h.*, t.width, t.mean AS reward, t.variance AS reward_variance
   FROM held h ASOF JOIN train t ON h.project = t.project AND h.model = t.model AND h.block >= t.block

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from pipeline.config import AlarmsConfig, BudgetConfig, Config, JudgeConfig, RewardConfig, VllmConfig
-from pipeline.events import Event, Measure, PolicyEvaluated
+from pipeline.events import Event, Measure, PolicyEvaluated, TaskResult
 from pipeline.log.health import Fill
 from pipeline.log.unwritten import Unwritten
 from store.alarms.reading import Condition, evaluate, measured_tables, threshold
@@ -172,16 +172,24 @@ def test_a_reward_that_does_not_rise_explains_no_fall_of_success(tmp_path: Path)
 
 def test_evaluations_on_held_out_tasks_show_the_fall(tmp_path: Path) -> None:
     def evaluated(step: int, mean: float) -> Event:
-        measure = Measure(name="reward", mean=mean, low=mean - 0.1, high=mean + 0.1, count=100)
+        """Of 100 tasks this share was solved. The alarm reads no interval: `low` and `high` are wrong."""
         return PolicyEvaluated(
             project="p", evaluation=f"e{step}", entrant=f"m@{step}", model="m", version=f"m@{step}", scenarios="held",
-            measures=(measure,),
+            measures=(Measure(name="reward", mean=mean, low=mean, high=mean, count=100),),
+            tasks=tuple(TaskResult(task=str(i), reward=float(i < 100 * mean)) for i in range(100)),
         )  # fmt: skip
 
     rising = played("train", 0.2, 0.5, 0.8)
     (one,) = found(tmp_path / "a", "held_out_falls", [*rising, evaluated(4, 0.8), evaluated(30, 0.4)])
     assert one.about == "held"
     assert found(tmp_path / "b", "held_out_falls", [*rising, evaluated(4, 0.8), evaluated(30, 0.7)]) == []
+
+
+def test_equal_held_out_rewards_are_no_certainty(tmp_path: Path) -> None:
+    """The fault that was: of equal rewards the standard error was 0, so any difference was thousands of them."""
+    rising = played("train", 0.2, 0.5, 0.8)
+    (one,) = found(tmp_path, "held_out_falls", [*rising, *played("val", 0.2, 1.0, 0.0)])
+    assert one.value < 40
 
 
 def test_without_a_budget_nothing_is_used_up(tmp_path: Path) -> None:
