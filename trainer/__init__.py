@@ -15,6 +15,7 @@
 | `checkpoints` | checkpoints on disk, the commit protocol, retention |
 | `datasets` | a step on a data set, by TRL's trainers; a step that adopts another branch's version |
 | `commands` | `journeywork train`, `export`, `check-model` |
+| `tiny` | tokenizers that know the words of a task, a small Qwen3, and its pre-training |
 | `first` | what has to be imported before everything else |
 """
 

@@ -178,9 +178,7 @@ def test_adapter_files_are_pefts(tmp_path: Path, tiny_base: str) -> None:
 
 def played(validation: Validation, step: int, rewards: list[float]) -> checkpoint.Best | None:
     members = tuple(
-        Member(
-            trajectory=f"{step}-{i}", reward=r, exchanges=1, split="val", first_step=step, last_step=step
-        )
+        Member(trajectory=f"{step}-{i}", reward=r, exchanges=1, split="val", first_step=step, last_step=step)
         for i, r in enumerate(rewards)
     )
     validation.record([kit.group(f"v{step}", [], members=members)])
