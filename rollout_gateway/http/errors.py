@@ -89,7 +89,7 @@ def invalid_key() -> ApiError:
     """The same error for every invalid key, so that trying keys reveals nothing."""
     message = (
         "The API key is missing, unknown, expired or revoked. Send `Authorization: Bearer KEY` (`api_key` of an OpenAI "
-        "client, JOURNEYWORK_API_KEY of the SDK). `journeywork keys list` shows the keys, `journeywork keys add` makes one."
+        "client, JOURNEYWORK_API_KEY of the SDK). `journeywork keys list` shows keys, `journeywork keys add` makes one."
     )
     return ApiError(401, "invalid_api_key", message)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from agent import HELD_OUT, SUMS, Task
+from transformers import Qwen3ForCausalLM
 
 from trainer import tiny
 
@@ -43,7 +44,7 @@ if __name__ == "__main__":
     args = tiny.arguments(__doc__, Path("base"), steps=400)
     tokenizer = tiny.make_tokenizer(WORDS)
 
-    def loss_of(model: tiny.Qwen3ForCausalLM, step: int) -> torch.Tensor:
+    def loss_of(model: Qwen3ForCausalLM, step: int) -> torch.Tensor:
         tasks = random.Random(f"{args.seed}-{step}").choices(SUMS[HELD_OUT:], k=128)
         return tiny.choice_loss(model, tokenizer, WORDS, [taught(task) for task in tasks])
 
