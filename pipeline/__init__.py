@@ -21,6 +21,7 @@
 | `loaded` | which versions the inference servers have loaded |
 | `rewards` | how the parts of a reward become one number |
 | `intervals` | 95 % intervals of means, and of their differences |
+| `progress` | whether the training reward moved, in a sentence |
 | `sequential` | intervals of a mean that hold however often one looks |
 | `calibration` | a function from a judge's scores to people's labels |
 | `errors` | errors that a command prints as one line |

@@ -7,6 +7,8 @@ other, so the formula is here once more; `tests/pipeline/test_intervals.py` comp
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _Z95 = 1.959964
@@ -22,6 +24,12 @@ class Sample:
     variance: float | None
     least: float
     greatest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Sample:
+        """Return the sample of one value or more."""
+        variance = statistics.variance(values) if len(values) > 1 else None
+        return cls(len(values), statistics.fmean(values), variance, min(values), max(values))
 
     def interval(self) -> tuple[float, float]:
         """Return the ends of the interval of the mean; they are infinite if nothing is known."""

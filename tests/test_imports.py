@@ -44,8 +44,8 @@ ROOMS = {
 
 
 def module_names(package: str) -> dict[str, Path]:
-    """The modules of a package by dotted name."""
-    paths = (ROOT / package).rglob("*.py")
+    """The modules of a package by dotted name. The files of a starter project are a user's."""
+    paths = (p for p in (ROOT / package).rglob("*.py") if "template" not in p.parts)
     return {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
 
 

@@ -16,6 +16,7 @@
 | `datasets` | a step on a data set, by TRL's trainers; a step that adopts another branch's version |
 | `trl_trainers` | imports TRL without vLLM; its supervised trainers on a CPU |
 | `commands` | `journeywork train`, `export`, `check-model` |
+| `tiny` | tokenizers that know the words of a task, a small Qwen3, and its pre-training |
 | `first` | what has to be imported before everything else |
 """
 

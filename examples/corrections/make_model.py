@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import random
 
-from examples.common import tiny
 from examples.corrections.user import words
 from examples.tictactoe import make_model
 from examples.tictactoe.game import describe, free_cells
 from examples.tictactoe.make_model import make_player, teach
+from trainer import tiny
 
 NAMED = 0.5
 """Share of the boards with a move named under it."""

@@ -18,8 +18,8 @@ import torch
 from tokenizers import AddedToken
 from transformers import Qwen3ForCausalLM
 
-from examples.common import tiny
 from examples.mcp_rl.shop import CITIES, COLUMNS, ITEMS, QUESTIONS, SYSTEM, Scenario, scenario
+from trainer import tiny
 
 NUMBERS = tuple(map(str, range(100)))
 CALLS = 4

@@ -12,8 +12,8 @@ import random
 import torch
 from transformers import Qwen3ForCausalLM
 
-from examples.common import tiny
 from examples.support.desk import ACTIONS, ITEMS, MOODS, ORDERS, SYSTEM, VOUCHER, Ticket, reply_to, ticket
+from trainer import tiny
 
 KEPT = {"action": 0.55, "opening": 0.7, "order": 0.85, "no_voucher": 0.65}
 """How often the teacher keeps a rule. Otherwise it draws any of the others' sentences or orders."""

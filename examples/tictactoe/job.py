@@ -145,7 +145,6 @@ def settings(args: argparse.Namespace, keys: dict[str, str]) -> dict[str, Any]:
         "trainer.loss.baseline": "batch",
         "trainer.loss.importance_sampling": "sequence_truncate",
         "trainer.max_staleness": args.max_staleness,
-        "vllm.max_loras": args.max_staleness + 2,
         "trainer.groups_per_step": args.games,
     }
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from examples.common import tiny
 from examples.tictactoe.game import CELLS, REWARDS, Game, completing, describe, free_cells, has_won, put
+from trainer import tiny
 
 MODEL_DIR = Path(__file__).parent / "model"
 

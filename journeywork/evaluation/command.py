@@ -116,7 +116,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("entrants", nargs="+", metavar="ENTRANT", help="who plays; the first is the baseline")
-    add("--rollout", required=True, metavar="MODULE:FUNCTION", help="plays one task: rollout(run, task)")
+    add(
+        "--rollout",
+        required=True,
+        metavar="MODULE:FUNCTION",
+        help="plays one task: rollout(run, task). The module is imported: its top level runs, so what starts a "
+        'training belongs under `if __name__ == "__main__"`',
+    )
     add(
         "--scenarios",
         required=True,

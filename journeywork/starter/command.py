@@ -1,6 +1,7 @@
 """`journeywork init NAME`: write a starter project: an agent with tasks and a reward, settings, a README and a test.
 
     journeywork init support && cd support
+    journeywork init support --tiny      # with a tiny base model, for two cores without a GPU
 
 The project's README says how to train and how to evaluate.
 """
@@ -11,6 +12,7 @@ import argparse
 import json
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import resources
@@ -21,14 +23,19 @@ from journeywork.command_line import exit_status
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _PLACEHOLDER = "starter_model"
 FILES = ("agent.py", "journeywork.toml", "README.md", "test_agent.py")
+_BASE = 'base = "Qwen/Qwen3-4B"'
+_RATE = "\n[trainer.optimizer]"
+TINY_BASE = "base"
+"""Folder of the tiny model in the project."""
 
 
 class InitError(Exception):
     """The project could not be written. The message says why."""
 
 
-def write_project(name: str, folder: Path, base: str = "") -> list[Path]:
-    """Write the project `name` into `folder` and return its files. `base` is the base model in the settings.
+def write_project(name: str, folder: Path, base: str = "", *, tiny: bool = False) -> list[Path]:
+    """Write the project `name` into `folder` and return its files. `base` is the base model in the settings. A `tiny`
+    project has settings for two CPU cores, and `make_model.py`, which makes its base model.
 
     Raises `InitError` if the name cannot be that of a model, or the folder has files already or cannot be made."""
     if not _NAME.fullmatch(name):
@@ -45,15 +52,28 @@ def write_project(name: str, folder: Path, base: str = "") -> list[Path]:
     except OSError as error:
         raise InitError(f"{folder} cannot be made: {error.strerror}; choose a folder with --dir") from error
     written = []
-    for file in FILES:
+    # `journeywork up` runs in the project's folder.
+    named = TINY_BASE if tiny else str(Path(base).absolute()) if Path(base).is_dir() else base
+    for file in (*FILES, *(["make_model.py"] if tiny else [])):
         text = template.joinpath(file).read_text("utf-8").replace(_PLACEHOLDER, name)
-        if base and file == "journeywork.toml":
-            # `journeywork up` runs in the project's folder.
-            named = str(Path(base).absolute()) if Path(base).is_dir() else base
-            text = text.replace('base = "Qwen/Qwen3-4B"', f"base = {json.dumps(named, ensure_ascii=False)}")
+        if file == "journeywork.toml":
+            if named:
+                text = text.replace(_BASE, f"base = {json.dumps(named, ensure_ascii=False)}")
+            if tiny:
+                text = text[: text.index(_RATE)] + template.joinpath("tiny.toml").read_text("utf-8")
         (folder / file).write_text(text, "utf-8")
         written.append(folder / file)
     return written
+
+
+def make_tiny_model(folder: Path) -> None:
+    """Run the project's `make_model.py`. Raises `InitError` if it fails, for want of torch or otherwise."""
+    made = subprocess.run([sys.executable, "make_model.py"], cwd=folder, check=False)
+    if made.returncode:
+        raise InitError(
+            f"{folder}/make_model.py failed, and the project has no base model. It needs the services' environment "
+            "(docs/install.md): run it there by `python make_model.py`"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -64,19 +84,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("name", help="name of the project and of its model")
     parser.add_argument("--dir", default="", help="folder; default: the name")
-    parser.add_argument(
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
         "--base", default="", help="folder of the base model, or its name on the Hugging Face hub"
     )
+    model.add_argument(
+        "--tiny", action="store_true",
+        help="make a tiny base model, and write settings with which it learns on two cores without a GPU",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     with exit_status((InitError, OSError), ()):
-        written = write_project(args.name, Path(args.dir or args.name), args.base)
+        written = write_project(args.name, Path(args.dir or args.name), args.base, tiny=args.tiny)
+        if args.tiny:
+            make_tiny_model(written[0].parent)
     folder = written[0].parent
     names = ", ".join(path.name for path in written)
     sys.stdout.write(
         f"wrote {names} into {folder}. Next:\n"
         f"  cd {shlex.quote(str(folder))}\n"
-        "  journeywork up --config journeywork.toml    # in one terminal, on a machine with a GPU\n"
-        "  python agent.py                           # in another\n"
+        f"  journeywork up --config journeywork.toml    # in one terminal{'' if args.tiny else ', with a GPU'}\n"
+        "  python agent.py                             # in another, when it is ready\n"
     )
 
 

@@ -12,17 +12,15 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     """Time between two checks, which the store service makes. The pause is longer if a check takes more than a
     twentieth of this time."""
     steps: Several = 10
-    """Number of a model's newest steps that `entropy_collapse`, `kl_rise`, `length_drift`, `sampler_mismatch` and
+    """Number of a model's newest steps that `not_learning`, `kl_rise`, `length_drift`, `sampler_mismatch` and
     `hints_unused` examine. `held_out_falls` compares blocks of this many steps, or of an eighth of all steps if that is
     more."""
     groups: Several = 50
-    """Number of a model's newest training groups that `no_variance`, `part_dominates` and `stale_discards` examine, and
-    of the newest groups with verdicts of both judges that `judges_disagree` examines."""
+    """Number of a model's newest training groups that `not_learning`, `part_dominates` and `stale_discards` examine,
+    and of the newest groups with verdicts of both judges that `judges_disagree` examines."""
     window_s: Positive = 3600.0
-    """How many seconds back `starvation`, `nothing_trains` and `dead_letters` look, and `sampler_mismatch` for refused
-    steps."""
-    entropy_share: Share = 0.1
-    """`entropy_collapse`: mean entropy of the newest steps as a share of that of the first steps."""
+    """How many seconds back `starvation`, `not_learning` (for groups without rewards) and `dead_letters` look, and
+    `sampler_mismatch` for refused steps."""
     kl: Positive = 4.0
     """`kl_rise`: mean KL divergence from the base model over the newest steps, in nats per token. The
     demo's model of 0.9 million parameters reaches 2. Lower it for a large model, which rarely exceeds 0.1."""
@@ -43,11 +41,11 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     nats. The trainer itself refuses steps above `trainer.logprob_bound`."""
     judge_failed_share: Share = 0.5
     """`judge_failing`: share of the judge's passes of the last ten minutes that gave no scores."""
-    untrained_groups: Natural = 3
-    """`nothing_trains`: groups of a model within `window_s` that were discarded without a reward, while none was
-    scored."""
-    no_variance_share: Share = 0.9
-    """`no_variance`: share of the newest groups whose rewards are equal."""
+    not_learning: Share = 0.9
+    """`not_learning`: share of what could be learned that is lost. That is the share of the newest groups whose rewards
+    are equal, or that are too old; the share of the entropy that is gone; 1 less five times the most that the policy
+    can have gained by its KL divergence from the start (the inequality of Pinsker, for rewards of 0 to 1); or 1 less
+    what it can have gained by the training reward of its steps, as a share of the best run's reward."""
     hints_unused_share: Share = 0.2
     """`hints_unused`: share of the newest steps' hints that no prompt can be made of."""
     starved_share: Share = 0.5

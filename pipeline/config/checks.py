@@ -247,13 +247,13 @@ def check(config: Config, *, whole: bool = True) -> None:
         if trainer.distill.asks_outside and not config.teacher.url:
             raise ConfigError('trainer.distill.teacher is "outside": set teacher.url and teacher.model')
     _check_ranks(config)
-    if config.models and config.vllm.max_loras <= len(config.models):
+    if config.models and config.max_loras() <= len(config.models):
         raise ConfigError(
             f"vllm.max_loras is {config.vllm.max_loras}: it must be larger than the number of models, "
             f"{len(config.models)}, because the served version of each model stays loaded until a newer one serves"
         )
     staleness = max((config.trainer_of(m).max_staleness for m in config.models), default=0)
-    if config.vllm.max_loras < staleness + 2 and not config.vllm.urls:
+    if config.max_loras() < staleness + 2 and not config.vllm.urls:
         raise ConfigError(
             f"vllm.max_loras is {config.vllm.max_loras}: it must be at least trainer.max_staleness + 2 = "
             f"{staleness + 2}, else requests in flight lose their adapter"

@@ -112,9 +112,9 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     allowed_media_domains: tuple[str, ...] = ()
     """Hosts that images, audio and video of a call may be fetched from. Empty: none; media come as data: URLs. The
     gateway checks it, and a server that `journeywork up` starts gets it as `--allowed-media-domains`."""
-    max_loras: Count = 4
-    """Adapters that a server holds at once; at least `trainer.max_staleness` + 2, and more
-    than there are models."""
+    max_loras: Natural = 0
+    """Adapters that a server holds at once; at least `trainer.max_staleness` + 2, and more than there are models.
+    0: as many as that needs, 4 or more."""
     max_lora_rank: Count = 8
     """Largest rank of an adapter, one that vLLM takes: 1, 8, 16, 32, 64, 128, 256, 320 or 512."""
     max_model_len: Natural = 0

@@ -84,6 +84,11 @@ class Config(Section, frozen=True, kw_only=True):
         except ConfigError as error:
             raise ConfigError(f"models: trainer of {model.name}: {error}") from error
 
+    def max_loras(self) -> int:
+        """Return `vllm.max_loras`, or the number that staleness and models need where it is 0. Raises `ConfigError`."""
+        staleness = max((self.trainer_of(model).max_staleness for model in self.models), default=0)
+        return self.vllm.max_loras or max(4, staleness + 2, len(self.models) + 1)
+
     def model(self, name: str) -> ModelConfig:
         """Return the model with this name. Raises `ConfigError` if there is none."""
         for model in self.models:

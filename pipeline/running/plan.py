@@ -17,12 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pipeline.config import Config, ConfigError, UiConfig, with_values
 from pipeline.files import write_once, write_whole
 from pipeline.names import version_name
 from pipeline.running import families
 from pipeline.running.ports import LOOPBACK, free_port
+from pipeline.running.state import read_state
 from pipeline.security import users
 
 SERVICES = {
@@ -97,7 +99,7 @@ def lora_slots(config: Config) -> int:
 
     On CPU, vLLM assigns requests without an adapter the slot index -1, which selects the last slot. One extra slot is
     allocated that is never filled, so these requests run on the unmodified base model."""
-    return config.vllm.max_loras + (vllm_device(config) == "cpu")
+    return config.max_loras() + (vllm_device(config) == "cpu")
 
 
 _SHARED_GPU = 0.9
@@ -331,9 +333,13 @@ def resolve_max_groups_ahead(config: Config) -> Config:
 
 
 def _dashboard_port(config: Config) -> int:
-    """Return `ui.port`. If it is the default and taken, by the dashboard of another run, return a free one."""
+    """Return `ui.port`. If it is 0 or the default, return the port of the run directory's last dashboard, or else the
+    default, or a free one if another run's dashboard has it."""
     host, port = config.ui.host, config.ui.port
-    return free_port(host, port) if port in (0, UiConfig().port) else port
+    if port not in (0, UiConfig().port):
+        return port
+    earlier = read_state(config.path())
+    return free_port(host, urlsplit(str(earlier.urls.get("ui", ""))).port or port if earlier else port)
 
 
 def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[ProcessSpec]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from pipeline.events import (
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.names import branch_model, version_name
 from pipeline.printing import with_code
+from pipeline.progress import ends_of, reward_text
 from pipeline.running.runs import log_of, run_settings
 from pipeline.running.state import read_state
 from pipeline.security.signing import Trust
@@ -117,8 +121,10 @@ async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, An
 
 
 async def _newest_groups(broker: Broker, project: str) -> dict[str, dict[str, Any]]:
-    """Return by model how many of the newest training groups were discarded, whole or in part, by reason."""
+    """Return by model how many of the newest training groups were discarded, whole or in part, by reason, and `reward`:
+    whether the training reward moved since the first groups that the log holds."""
     first = max((await broker.stream_info("GROUPS")).state.last_seq - _NEWEST, 0) + 1
+    oldest = (await broker.read_page(GroupScored, project=project)).events
     events: list[GroupScored | GroupDiscarded] = []
     events += [r.event for r in await broker.read(GroupScored, start_seq=first, project=project)]
     events += [r.event for r in await broker.read(GroupDiscarded, start_seq=first, project=project)]
@@ -126,10 +132,26 @@ async def _newest_groups(broker: Broker, project: str) -> dict[str, dict[str, An
     groups = Counter(model for model, _ in {(e.model, e.group) for e in events})
     reasons = {(e.model, e.reason, e.group) for e in events if isinstance(e, GroupDiscarded)}
     counts = Counter((model, reason) for model, reason, _ in sorted(reasons)).most_common()
+    scored = [r.event for r in oldest if r.seq < first] + [e for e in events if isinstance(e, GroupScored)]
     return {
-        model: {"newest": newest, "discarded": {reason: n for (of, reason), n in counts if of == model}}
+        model: {
+            "newest": newest,
+            "discarded": {reason: n for (of, reason), n in counts if of == model},
+            "reward": _reward([group for group in scored if group.model == model]),
+        }
         for model, newest in groups.items()
     }
+
+
+def _reward(groups: Sequence[GroupScored]) -> str:
+    """Return whether the reward of the training groups moved, in a sentence."""
+    rewards: dict[int, list[float]] = {}
+    for group in groups:
+        members = [m for m in group.members if m.outcome == "scored" and math.isfinite(m.reward)]
+        if members and (group.branch, group.split, group.offline) == ("main", "train", False):
+            step = max(m.last_step for m in members)
+            rewards.setdefault(step, []).append(statistics.fmean(m.reward for m in members))
+    return reward_text(*ends_of(rewards)) if rewards else "No training reward yet."
 
 
 def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
@@ -167,10 +189,11 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
     if any(waiting.values()):
         console.print(
             f"groups that wait: {waiting['members']:,} for members (judge.timeout_s), {waiting['feedback']:,} for "
-            "feedback (feedback.wait_s)",
+            "feedback (feedback.wait_s). They are not lost",
             soft_wrap=True,
         )
     for model, groups in state.get("groups", {}).items():
+        console.print(f"{model}: {groups['reward']}", soft_wrap=True, markup=False)
         if why := ", ".join(f"{count:,} as {reason}" for reason, count in groups["discarded"].items()):
             why = why.replace("no_variance", "no_variance (equal rewards)")
             line = f"groups of {model}: of the newest {groups['newest']:,} were discarded, whole or in part, {why}; "

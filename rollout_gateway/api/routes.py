@@ -81,7 +81,10 @@ def find(method: str, path: str) -> tuple[Route, list[str]]:
             allowed.append(route.method)
     if allowed:
         raise not_allowed(*allowed)
-    raise ApiError(404, "unknown_url", f"There is no route {method} {path}.")
+    message = f"There is no route {method} {path}."
+    if not path.startswith("/v1/"):
+        message += " Give your client the base URL with /v1 at its end, such as http://127.0.0.1:8700/v1."
+    raise ApiError(404, "unknown_url", message)
 
 
 def decode_segment(segment: str) -> str:

@@ -94,7 +94,11 @@ def expired_trajectory(trajectory: str, max_age_h: float) -> ApiError:
 
 def invalid_key() -> ApiError:
     """The same error for every invalid key, so that trying keys reveals nothing."""
-    return ApiError(401, "invalid_api_key", "The API key is missing, unknown, expired or revoked.")
+    message = (
+        "The API key is missing, unknown, expired or revoked. Send `Authorization: Bearer KEY` (`api_key` of an OpenAI "
+        "client, JOURNEYWORK_API_KEY of the SDK). `journeywork keys list` shows keys, `journeywork keys add` makes one."
+    )
+    return ApiError(401, "invalid_api_key", message)
 
 
 def already_completed(trajectory: str, what: str) -> ApiError:

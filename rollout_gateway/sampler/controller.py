@@ -251,7 +251,7 @@ class ServerController:
             out.append(self._policies.newest(model.name, refused))
         out += self._context.gateways.wanted()
         loadable = (v for v in out if v not in refused and self._policies.checkpoint(v) is not None)
-        return list(dict.fromkeys(loadable))[: self._config.vllm.max_loras]
+        return list(dict.fromkeys(loadable))[: self._config.max_loras()]
 
     async def _load_wanted(self) -> bool:
         """Load the wanted versions that are missing. Return false if some must be tried again soon."""
@@ -281,7 +281,7 @@ class ServerController:
         for version in list(self._unloading):
             await self._unload_released(version)
         wanted, gateways = self.wanted(), self._context.gateways
-        while len(self.loaded) >= self._config.vllm.max_loras:
+        while len(self.loaded) >= self._config.max_loras():
             if not self._unloading:
                 # Names may resolve to versions that were loaded since the records were written.
                 if not gateways.have_applied(max(self._loaded_seq, self._policies.loads_seq)):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 from pipeline.events import PolicyPromoted, TrajectoryOpened
-from pipeline.names import is_base_version, is_version, version_name
+from pipeline.names import is_base_version, is_version, split_point, version_name
 from rollout_gateway.http.errors import ApiError, unknown_model
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet
@@ -108,6 +107,5 @@ def _version_in_split(promoted: PolicyPromoted, trajectory: str) -> str:
     """In an A/B split, the same `trajectory` id always gets the same version."""
     if not promoted.other:
         return promoted.version
-    # The hash keeps each trajectory on one side; raising `percent` only moves trajectories from `other` to `version`.
-    point = int.from_bytes(hashlib.sha256(trajectory.encode()).digest()[:8], "big") / 2**64 * 100
-    return promoted.version if point < promoted.percent else promoted.other
+    # Raising `percent` only moves trajectories from `other` to `version`.
+    return promoted.version if split_point(trajectory) < promoted.percent else promoted.other

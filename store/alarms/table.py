@@ -14,16 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_NUMBERED_STEPS = """WITH steps AS (
-  SELECT project, model, metrics, row_number() OVER (PARTITION BY project, model ORDER BY step) AS from_first,
-    row_number() OVER (PARTITION BY project, model ORDER BY step DESC) AS from_last
-  FROM checkpoints WHERE branch = 'main'
-)"""
-
-_NEWEST_GROUPS = """newest AS (
-  SELECT * FROM groups WHERE status = 'scored' AND branch = 'main' AND split = 'train'
-  QUALIFY row_number() OVER (PARTITION BY project, model ORDER BY stream_seq DESC) <= $groups
-)"""
+from store.alarms.learning import NEWEST_GROUPS, NOT_LEARNING, NUMBERED_STEPS
 
 
 @dataclass(frozen=True)
@@ -114,25 +105,15 @@ GROUP BY ALL HAVING sum(recent_failed) >= 2 AND value >= $threshold""",
         "Token limit: raise `judge.request.max_tokens`. Context: lower `judge.context_tokens`.",
     ),
     Alarm(
-        "nothing_trains",
-        "Nothing trains",
-        "Runs complete, but every group is discarded because its runs have no reward. The policy stays as it is.",
-        "alarms.untrained_groups",
-        """WITH discarded AS (
-  SELECT project, model, "group", reason, split_part(detail, ':', 1) AS detail FROM group_discarded
-  WHERE "by" = 'judge' AND reason IN ('too_small', 'unscored') AND branch = 'main' AND split = 'train'
-    AND "at" > $now - to_seconds($window_s)
-), scored AS (
-  SELECT DISTINCT project, model FROM group_scored
-  WHERE branch = 'main' AND split = 'train' AND "at" > $now - to_seconds($window_s)
-)
-SELECT project, model, '' AS about, count(DISTINCT "group") AS value,
-  format('{} groups were discarded and none was scored; most often because {}', count(DISTINCT "group"), mode(detail))
-    AS detail
-FROM discarded ANTI JOIN scored USING (project, model) GROUP BY ALL HAVING value >= $threshold""",
-        "Give the runs rewards: report `reward` when a run completes, name a judge model (`judge.model`), or compose "
-        "rewards (`[[judge.rewards]]`). If runs are alone in their groups, open several attempts at one task with the "
-        "same group id.",
+        "not_learning",
+        "Does not learn",
+        "The training reward has not risen, and the likely reason is known; or groups no longer train. The detail "
+        "gives the reason: no rewards, equal rewards, a collapse into one answer, groups that are too old, a policy "
+        "too near to the one at the start to differ (learning rate), a version that agents do not play, a reward that "
+        "falls.",
+        "alarms.not_learning",
+        NOT_LEARNING,
+        'Do what the detail says; docs/troubleshooting.md has more under "It trains and does not get better".',
     ),
     Alarm(
         "judge_drift",
@@ -180,7 +161,7 @@ HAVING sum(abs(a)) * sum(abs(b)) > 0 AND count(DISTINCT group_id) >= least($grou
         "The inference server's logprobs differ from those that the trainer computes for the same tokens and version, "
         "or the trainer refused a step for this reason. The importance ratios are wrong.",
         "alarms.logprob_diff",
-        f"""{_NUMBERED_STEPS}
+        f"""{NUMBERED_STEPS}
 SELECT project, model, '' AS about,
   max(greatest(metrics['sampler_logprob_diff'], metrics['on_policy_logprob_diff'])) AS value,
   format('the logprobs of sampler and trainer differ by {{:.3g}} nats', value) AS detail
@@ -217,7 +198,7 @@ FROM spending WHERE $threshold > 0 GROUP BY project HAVING value >= $threshold""
         "Many groups are discarded because they are too many steps old when they could be trained. Sampling them was "
         "wasted.",
         "alarms.stale_share",
-        f"""WITH {_NEWEST_GROUPS}, stale AS (
+        f"""WITH {NEWEST_GROUPS}, stale AS (
   SELECT DISTINCT project, model, group_id FROM groups
   WHERE reason = 'stale' AND branch = 'main'
 )
@@ -234,7 +215,7 @@ GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
         "Hints not used",
         "Many hints teach nothing, because no prompt for the teacher can be made of them.",
         "alarms.hints_unused_share",
-        f"""{_NUMBERED_STEPS}
+        f"""{NUMBERED_STEPS}
 SELECT project, model, '' AS about, sum(metrics['hints_unused']) / sum(metrics['hints']) AS value,
   format('no prompt could be made of {{:.0f}}% of the hints of the newest steps', 100 * value) AS detail
 FROM steps WHERE from_last <= $steps AND metrics['hints'] > 0 GROUP BY ALL HAVING value > $threshold""",
@@ -265,39 +246,11 @@ FROM counted GROUP BY ALL HAVING count(*) >= 8 AND value > $threshold""",
         "Too large: see `trainer.memory`.",
     ),
     Alarm(
-        "no_variance",
-        "No variance",
-        "Nearly all groups have equal rewards and train nothing: tasks are too easy or too hard, or the reward does "
-        "not distinguish the attempts.",
-        "alarms.no_variance_share",
-        f"""WITH {_NEWEST_GROUPS}
-SELECT project, model, '' AS about, avg((coalesce(reason, '') = 'no_variance')::INTEGER) AS value,
-  format('{{:.0f}}% of the last {{}} groups have equal rewards', 100 * value, count(*)) AS detail
-FROM newest GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
-        'List these tasks: `journeywork sql "SELECT task, reward_mean, count(*) FROM groups '
-        "WHERE reason = 'no_variance' GROUP BY ALL\"`. "
-        "Remove tasks that are always solved, add harder tasks or finer rewards, or end the training.",
-    ),
-    Alarm(
-        "entropy_collapse",
-        "Collapse of entropy",
-        "The policy's entropy has fallen to a small share of its initial value. The policy gives the same answers "
-        "every time, so groups have no variance and nothing is trained.",
-        "alarms.entropy_share",
-        f"""{_NUMBERED_STEPS}
-SELECT project, model, '' AS about,
-  avg(metrics['entropy']) FILTER (from_last <= $steps) / avg(metrics['entropy']) FILTER (from_first <= $steps) AS value,
-  format('the entropy is {{:.0f}}% of that of the first steps', 100 * value) AS detail
-FROM steps GROUP BY ALL HAVING count(*) >= 2 * $steps AND value < $threshold""",
-        "Serve a version from before the fall (`journeywork policy promote`). Set `trainer.loss.entropy_coef`, raise "
-        "`trainer.loss.epsilon_high`, lower the learning rate, or sample at a higher temperature.",
-    ),
-    Alarm(
         "kl_rise",
         "Rise of KL",
         "The policy is far from the base model. It may exploit the reward function instead of solving the task.",
         "alarms.kl",
-        f"""{_NUMBERED_STEPS}
+        f"""{NUMBERED_STEPS}
 SELECT project, model, '' AS about, avg(metrics['kl']) AS value,
   format('the KL divergence from the base model is {{:.3g}} nats per token', value) AS detail
 FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING count(*) >= $steps AND value > $threshold""",
@@ -310,7 +263,7 @@ FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING count(*) >= $steps AND 
         "Runs have become much longer or shorter than in the first steps. The policy may have learned that length is "
         "rewarded, whatever the text says, or that a short answer is enough.",
         "alarms.length_ratio",
-        f"""{_NUMBERED_STEPS}
+        f"""{NUMBERED_STEPS}
 SELECT project, model, '' AS about,
   avg(metrics['tokens'] / metrics['trajectories']) FILTER (from_last <= $steps)
     / avg(metrics['tokens'] / metrics['trajectories']) FILTER (from_first <= $steps) AS value,
@@ -327,7 +280,7 @@ GROUP BY ALL HAVING count(*) >= 2 * $steps AND greatest(value, 1 / value) > $thr
         "Nearly all differences of reward within groups come from one of the parts that the reward is composed of. The "
         "others teach nothing, whatever their weights promise.",
         "alarms.part_share",
-        f"""WITH {_NEWEST_GROUPS}, centered AS (
+        f"""WITH {NEWEST_GROUPS}, centered AS (
   SELECT r.project, r.model, r.group_id, p.name, r.centered AS reward, p.weight * r.components[p.name] AS part
   FROM rewards r SEMI JOIN newest USING (project, model, group_id, branch, judge) CROSS JOIN parts p
   WHERE r.outcome = 'scored' AND list_has_all(map_keys(r.components), (SELECT list(name) FROM parts))
@@ -350,7 +303,8 @@ QUALIFY groups >= $groups AND count(*) OVER (PARTITION BY project, model) > 1 AN
         "task.",
         "alarms.held_out_errors",
         """WITH widths AS (
-  SELECT project, model, greatest($steps, max(last_step) // 8) AS width FROM rewards WHERE branch = 'main' GROUP BY ALL
+  SELECT project, model, greatest($steps, max(last_step) // 8) AS width, max(reward) - min(reward) AS span
+  FROM rewards WHERE branch = 'main' GROUP BY ALL
 ), train AS (
   SELECT project, model, width, last_step // width AS block, avg(reward) AS mean,
     var_samp(reward) / count(*) AS variance
@@ -358,16 +312,20 @@ QUALIFY groups >= $groups AND count(*) OVER (PARTITION BY project, model) > 1 AN
   WHERE split = 'train' AND branch = 'main' AND outcome = 'scored' GROUP BY ALL HAVING count(*) > 1
 ), held AS (
   SELECT project, model, 'validation runs' AS about, last_step // width AS block, avg(reward) AS mean,
-    greatest(var_samp(reward) / count(*), 1e-9) AS variance
+    greatest(var_samp(reward) / count(*), (any_value(span) / (count(*) + 2)) ** 2) AS variance
   FROM rewards JOIN widths USING (project, model)
   WHERE split = 'val' AND branch = 'main' AND outcome = 'scored' AND first_step = last_step
   GROUP BY ALL HAVING count(*) >= 40
   UNION ALL
-  SELECT project, model, scenarios, split_part(version, '@', 2)::INTEGER // width AS block, arg_max(mean, evaluated_at),
-    greatest(arg_max((high - low) / 3.92, evaluated_at) ** 2, 1e-9)
-  FROM evaluations JOIN widths USING (project, model)
-  WHERE measure = 'reward' AND kind = 'policy' AND version <> '' AND low IS NOT NULL AND tasks >= 40
-  GROUP BY ALL
+  SELECT project, model, scenarios, block, avg(reward),
+    greatest(var_samp(reward) / count(*), (any_value(span) / (count(*) + 2)) ** 2)
+  FROM (
+    SELECT project, model, scenarios, span, evaluation, position, split_part(version, '@', 2)::INTEGER // width AS block
+    FROM evaluations JOIN widths USING (project, model)
+    WHERE measure = 'reward' AND kind = 'policy' AND version <> ''
+    QUALIFY row_number() OVER (PARTITION BY project, model, scenarios, block ORDER BY evaluated_at DESC) = 1
+  ) JOIN evaluation_tasks t USING (project, model, evaluation, position)
+  WHERE t.reward IS NOT NULL GROUP BY ALL HAVING count(*) >= 40
 ), compared AS (
   SELECT h.*, t.width, t.mean AS reward, t.variance AS reward_variance
   FROM held h ASOF JOIN train t ON h.project = t.project AND h.model = t.model AND h.block >= t.block
@@ -390,7 +348,7 @@ GROUP BY ALL HAVING value > $threshold""",
         "Feedback of one key decides much",
         "Feedback of one API key decided more of a step than `feedback.max_share`, so its weight was lowered.",
         "alarms.limited_graders",
-        f"""{_NUMBERED_STEPS}
+        f"""{NUMBERED_STEPS}
 SELECT project, model, '' AS about, max(metrics['graders_limited']) AS value,
   format('in {{}} of the newest steps feedback of a key was limited; it decided up to {{:.0f}}%',
     count(*) FILTER (metrics['graders_limited'] > 0), 100 * coalesce(max(metrics['grader_share']), 0)) AS detail

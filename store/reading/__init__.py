@@ -6,7 +6,7 @@
 | `sql` | DuckDB over the lake; `journeywork sql` |
 | `rebuild` | converts rows back to events |
 | `history` | one DuckDB over the views, refreshed as files appear |
-| `summary` | a run in four sentences, and its raised alarms |
+| `summary` | a run in sentences, and its raised alarms |
 | `intervals` | 95 % intervals of means |
 | `overview` | a run as a whole: counts, curves; two branches compared |
 | `groups` | groups, one group |

@@ -89,9 +89,14 @@ _COUNTS = """
         AS judge_cost_usd
 """
 _DISCARDS = """
-    SELECT reason, count(*) AS groups FROM group_discarded WHERE model = $model AND branch = $branch
-    GROUP BY 1 ORDER BY 2 DESC
+    SELECT CASE WHEN d.split = 'val' THEN 'validation'
+        WHEN d.reason IN ('too_small', 'unscored') AND c.outcome <> 'scored' THEN c.outcome ELSE d.reason END AS reason,
+      count(*) AS groups
+    FROM group_discarded d LEFT JOIN rollout_completed c
+      ON c.project = d.project AND c.trajectory = d.trajectories[1]
+    WHERE d.model = $model AND d.branch = $branch GROUP BY 1 ORDER BY 2 DESC, 1
 """
+"""Groups that were not to be trained (held out, masked, without a result) are counted apart."""
 
 
 def models(history: History) -> list[str]:
@@ -123,7 +128,6 @@ def overview(history: History, query: Query) -> dict[str, Any]:
             for row in history.shared_rows(_SPENT, data)
         ],
         "run_metrics": [row["name"] for row in history.shared_rows(_METRIC_NAMES, data)],
-        "discards": history.shared_rows(_DISCARDS, data),
         "evaluations": history.rows(
             f"""SELECT * FROM evaluations WHERE measure = 'reward' AND (model = $model OR kind = 'external')
                 ORDER BY evaluated_at DESC, position LIMIT {_LATEST}""",  # noqa: S608
@@ -142,11 +146,12 @@ def with_curves(history: History, query: Query) -> dict[str, Any]:
 
 
 def numbers(history: History, query: Query) -> dict[str, Any]:
-    """What the overview shows again and again: the run in sentences, its alarms and counts."""
+    """What the overview shows again and again: the run in sentences, alarms, counts, and discards by reason."""
     selection = selection_of(history, query)
     return {
         **selection,
         "counts": history.shared_rows(_COUNTS, selection)[0],
+        "discards": history.shared_rows(_DISCARDS, selection),
         "summary": summary(history, selection),
     }
 

@@ -57,7 +57,8 @@ def ago(seconds: float) -> str:
 NAMES = {
     "entropy": "Entropy", "kl": "KL from the base model", "loss": "Loss", "grad_norm": "Gradient norm",
     "on_policy_logprob_diff": "Logprobs: trainer against sampler", "learning_rate": "Learning rate",
-    "train": "training", "val": "held-out", "no_result": "no result", "too_small": "too few members",
+    "train": "training", "val": "held-out", "no_result": "no result",
+    "masked": "masked by the agent", "too_small": "too few members",
     "late": "came too late", "unscored": "not scored", "no_variance": "equal rewards", "stale": "too old",
     "no_tokens": "no token to train", "history_gone": "calls no longer on the log", "over_budget": "over the budget",
     "validation": "held-out, never trained", "repeated": "trained before", "too_large": "too long for memory",

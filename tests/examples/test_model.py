@@ -11,7 +11,6 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, Qwen3ForCausalLM
 
-from examples.common.tiny import choice_loss, make_model
 from examples.tictactoe.agent import MAX_TOKENS
 from examples.tictactoe.game import CELLS, Game, describe, free_cells
 from examples.tictactoe.make_model import (
@@ -23,6 +22,7 @@ from examples.tictactoe.make_model import (
     taught_game,
     teach,
 )
+from trainer.tiny import choice_loss, make_model
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from examples.common import tiny
 from examples.support.desk import (
     ACTIONS,
     MOODS,
@@ -18,6 +17,7 @@ from examples.support.desk import (
     ticket,
 )
 from examples.support.make_model import taught, words
+from trainer import tiny
 
 ASKED = ticket("test")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from examples.common import tiny
+from trainer import tiny
 
 WORDS = [" cat", " dog", "Write two words."]
 CHAT: tiny.Chat = [

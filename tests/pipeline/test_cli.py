@@ -19,7 +19,7 @@ from rich.console import Console
 from pipeline import cli
 from pipeline.cli import OWN, SUBCOMMANDS, main
 from pipeline.config import NatsConfig
-from pipeline.events import AlarmChanged, GroupDiscarded, GroupScored, PolicyPromoted
+from pipeline.events import AlarmChanged, GroupDiscarded, GroupScored, Member, PolicyPromoted
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running import status
 from pipeline.running.state import ProcessState, RunState, process_start, write_state
@@ -152,7 +152,9 @@ async def provision(config: NatsConfig) -> None:
             told: Any = {"state": state, "detail": "it is far", "action": "Lower `it`."}
             await broker.publish(AlarmChanged(project="p", alarm="kl_rise", model=model, **told))
         for number in range(5):
-            scored = GroupScored(project="p", group=f"g{number}", model="m", judge="j", members=())
+            # Four versions of the five gave half of the reward that the last one gives.
+            member = Member(trajectory=f"t{number}", reward=1.0 if number == 4 else 0.5, last_step=number)
+            scored = GroupScored(project="p", group=f"g{number}", model="m", judge="j", members=(member,))
             await broker.publish(scored)
         for group, reason, more in (
             ("g0", "no_variance", {}), ("g1", "no_variance", {}), ("g2", "late", {}), ("g5", "too_small", {}),
@@ -198,11 +200,13 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     assert not [row for row in said["lag"] if row["consumer"].startswith("telemetry")], "it is off"
     assert [(a["alarm"], a["model"], a["detail"]) for a in said["raised"]] == [("kl_rise", "m", "it is far")]
     counts = {"no_variance": 3, "late": 1, "too_small": 1}
-    assert said["groups"] == {"m": {"newest": 7, "discarded": counts}}
+    reward = "Training reward 0.500 to 1.000 over 4 steps (too few groups for an interval)."
+    assert said["groups"] == {"m": {"newest": 7, "discarded": counts, "reward": reward}}
     assert said["services"]["judge"]["state"] == "gone"
     started(tmp_path, {"judge": (os.getpid(), "ready"), "store": (GONE, "stopped")}, url)
     main(["status", "--run-dir", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
+    assert f"m: {reward}" in lines
     assert "policy m: m@3 is the newest, m@2 is served (split, 20 % of runs; m@0 the others)" in lines
     assert "alarm kl_rise of m: it is far. Lower it." in lines
     assert (

@@ -34,6 +34,7 @@ from pipeline import crash
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished, GroupDiscarded
 from pipeline.files import read_json, sync, write_whole
+from pipeline.intervals import Sample
 from pipeline.names import subject_token
 from pipeline.telemetry.logs import get_logger
 
@@ -120,13 +121,17 @@ class Best(msgspec.Struct, frozen=True):
     step: int
     reward: float
     trajectories: int
-    std: float = 0.0
-    """Sample standard deviation of the rewards."""
+    variance: float | None = None
+    """Sample variance of the rewards; `None` for a single one."""
+    least: float = 0.0
+    greatest: float = 0.0
 
     def beaten_by(self, other: Best) -> bool:
         """Whether the 95 % interval of the difference of the means lies above 0."""
-        error: float = (self.std**2 / self.trajectories + other.std**2 / other.trajectories) ** 0.5
-        return other.reward - self.reward > 1.96 * error
+        return other._sample().difference(self._sample())[0] > 0
+
+    def _sample(self) -> Sample:
+        return Sample(self.trajectories, self.reward, self.variance, self.least, self.greatest)
 
 
 class Checkpoints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,11 +15,13 @@ _STEPS = 1000
 
 @dataclass
 class Rewards:
-    """Number and mean of rewards, and the sum of their squared differences from it."""
+    """Number and mean of rewards, the sum of their squared differences from it, and their range."""
 
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0
+    least: float = math.inf
+    greatest: float = -math.inf
 
     def add(self, reward: float) -> None:
         """Welford's update."""
@@ -26,11 +29,12 @@ class Rewards:
         difference = reward - self.mean
         self.mean += difference / self.count
         self.squares += difference * (reward - self.mean)
+        self.least, self.greatest = min(self.least, reward), max(self.greatest, reward)
 
-    @property
-    def std(self) -> float:
-        """Sample standard deviation; 0 for a single reward."""
-        return float((self.squares / max(self.count - 1, 1)) ** 0.5)
+    def best(self, step: int) -> Best:
+        """Return them as the rewards of a step."""
+        variance = self.squares / (self.count - 1) if self.count > 1 else None
+        return Best(step, self.mean, self.count, variance, self.least, self.greatest)
 
 
 class Validation:
@@ -63,7 +67,7 @@ class Validation:
     def _compare(self, step: int, rewards: Rewards) -> None:
         if not step or rewards.count < self._min_trajectories:
             return
-        candidate = Best(step, rewards.mean, rewards.count, rewards.std)
+        candidate = rewards.best(step)
         best = self.best
         if best is None or best.beaten_by(candidate):
             self.best = candidate

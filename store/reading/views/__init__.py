@@ -12,14 +12,16 @@ stored twice. `group` is a word of SQL, so the column is called `group_id`.
 | `training` | checkpoints, delivery, lineage, staleness, steps |
 | `evaluations` | evaluations on held-out tasks |
 | `spending` | what learning cost and gained |
+| `progress` | whether the training reward moved |
 | `alarms` | alarms |
-| `losses` | runs that never trained, dead letters |
+| `losses` | runs that wait, runs that never trained, dead letters |
 """
 
 from store.reading.views.alarms import ALARMS
 from store.reading.views.evaluations import EVALUATION_TASKS, EVALUATIONS
 from store.reading.views.groups import GROUPS, JUDGE_COST, LABELS, REWARDS, SIGNALS, VERDICTS
-from store.reading.views.losses import DEAD, STARVATION
+from store.reading.views.losses import DEAD, STARVATION, WAITING
+from store.reading.views.progress import PROGRESS
 from store.reading.views.rollouts import EXCHANGES, MESSAGES, TRAJECTORIES
 from store.reading.views.spending import SPENDING
 from store.reading.views.training import ADAPTERS, CHECKPOINTS, LINEAGE, STALENESS, STEPS
@@ -32,6 +34,7 @@ VIEWS: tuple[View, ...] = (  # each after the views that it reads
     GROUPS,
     VERDICTS,
     REWARDS,
+    PROGRESS,
     SIGNALS,
     LABELS,
     CHECKPOINTS,
@@ -41,6 +44,7 @@ VIEWS: tuple[View, ...] = (  # each after the views that it reads
     STEPS,
     EVALUATIONS,
     EVALUATION_TASKS,
+    WAITING,
     STARVATION,
     JUDGE_COST,
     SPENDING,

@@ -1,9 +1,33 @@
-"""Views of what was not used: runs that never trained, events that no consumer could use."""
+"""Views of what was not used, yet or ever: runs that wait, runs that never trained, events that no consumer used."""
 
 from __future__ import annotations
 
 from pipeline.events import DeadLettered, GroupDiscarded
 from store.reading.views.view import View
+
+WAITING = View(
+    "waiting",
+    "Runs that ended and wait to be scored: for feedback (`feedback.wait_s`), for the other runs of their group, or "
+    "for the judge. One row per run.",
+    {
+        "group_id": "Its group; a run without one is a group with the run's id.",
+        "reward": "Reward that the agent reported; null if none.",
+        "completed_at": "When the run ended, UTC.",
+    },
+    """
+        WITH ended AS (
+          SELECT project, model, coalesce(nullif("group", ''), trajectory) AS group_id, trajectory, task,
+            coalesce(split, 'train') AS split, reward, "at" AS completed_at
+          FROM rollout_completed WHERE outcome <> 'no_result'
+        ), decided AS (
+          SELECT project, model, "group" AS group_id, split FROM group_scored WHERE branch = 'main'
+          UNION ALL
+          SELECT project, model, "group" AS group_id, split FROM group_discarded WHERE branch = 'main'
+        )
+        SELECT project, model, group_id, trajectory, task, split, reward, completed_at
+        FROM ended ANTI JOIN decided USING (project, model, group_id, split)
+        """,
+)
 
 STARVATION = View(
     "starvation",

@@ -17,12 +17,12 @@ from typing import Any
 import anyio
 import pytest
 
-from examples.common import tiny
 from tests.conftest import InferenceDouble
 from tests.journeywork.art import programs
 from tests.journeywork.art.kit import ROOT, installation
 from tests.journeywork.art.programs import PROGRAMS, Program
 from tests.kits.scoring_server import Scorer, ScoringServer
+from trainer import tiny
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
 

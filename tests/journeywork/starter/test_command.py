@@ -7,9 +7,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
+from journeywork.starter import command
 from journeywork.starter.command import FILES, InitError, main, write_project
-from tests.kits.installation import program
+from pipeline.config import load
+from tests.conftest import InferenceDouble
+from tests.kits.installation import program, up
 
 
 @pytest.mark.slow
@@ -76,3 +80,51 @@ def test_a_base_model_in_a_relative_folder_is_found_from_the_projects_own(
         write_project("support", project, base)
         settings = tomllib.loads((project / "journeywork.toml").read_text("utf-8"))
         assert settings["models"][0]["base"] == written
+
+
+def test_a_tiny_project_is_one_for_two_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr(command, "make_tiny_model", made.append)
+    main(["sums", "--dir", str(tmp_path / "p"), "--tiny"])
+    assert made == [tmp_path / "p"]
+    settings = tomllib.loads((tmp_path / "p" / "journeywork.toml").read_text("utf-8"))
+    assert settings["models"] == [{"name": "sums", "base": "base"}]
+    assert settings["trainer"]["groups_per_step"] == 8
+    assert settings["trainer"]["optimizer"]["learning_rate"] > 1e-3
+    load(tmp_path / "p" / "journeywork.toml")
+    with pytest.raises(SystemExit):
+        main(["sums", "--dir", str(tmp_path / "q"), "--tiny", "--base", "x"])
+
+
+def test_a_tiny_model_that_cannot_be_made_is_said_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where torch is not installed."""
+    broken = tmp_path / "trainer"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('torch')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main(["sums", "--dir", str(tmp_path / "p"), "--tiny"])
+    assert ended.value.code == 2
+    assert "needs the services' environment" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_tiny_project_makes_its_model_and_takes_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a model of few steps, before the inference double, which plays the demo's model; the real one needs minutes
+    (docs/install.md has the measurement)."""
+    project = tmp_path / "p"
+    write_project("tictactoe", project, tiny=True)
+    program([sys.executable, "make_model.py", "--steps", "2"], project)
+    tokenizer = AutoTokenizer.from_pretrained(project / "base")
+    assert tokenizer.tokenize("34+7=41") == ["34", "+", "7", "=", "41"]
+    assert len(tokenizer.tokenize("I do not know.")) == 1
+    run_dir = project / "runs" / "tictactoe"
+    own = ["--set", f"models.0.base={InferenceDouble.base}", "--set", "gateway.port=0"]
+    with up(tmp_path, run_dir, "--config", "journeywork.toml", *own, cwd=project) as running:
+        program([sys.executable, "agent.py", "--passes", "1"], project, JOURNEYWORK_URL=running.url)
+        running.until_step(1)

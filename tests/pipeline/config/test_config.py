@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import typing
@@ -192,3 +193,13 @@ def test_a_judge_does_not_wait_longer_than_the_log_keeps_runs() -> None:
         check(with_values(Config(), waiting | {"feedback.wait_s": 86_400}))
     with pytest.raises(ConfigError, match=r"nats\.publish_deadline_s must be less than 120"):
         check(with_values(Config(), {"nats.publish_deadline_s": 120}))
+
+
+def test_a_larger_staleness_alone_is_enough() -> None:
+    """The fault that was: `vllm.max_loras` had to be raised with `trainer.max_staleness`."""
+    base = ["models.0.base=b"]
+    assert load(None, base).max_loras() == 4
+    assert load(None, [*base, "trainer.max_staleness=4"]).max_loras() == 6
+    assert load(None, [*base, "trainer.max_staleness=4", "vllm.max_loras=9"]).max_loras() == 9
+    models = json.dumps([{"name": f"m{number}", "base": "b"} for number in range(7)])
+    assert load(None, [f"models={models}"]).max_loras() == 8

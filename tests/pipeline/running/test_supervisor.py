@@ -20,7 +20,7 @@ import pytest
 from pipeline import cli
 from pipeline.config import Config, ConfigError, load, with_values
 from pipeline.files import write_once
-from pipeline.running import child, ports
+from pipeline.running import child, plan, ports
 from pipeline.running.plan import (
     ONE_PROCESS,
     ProcessSpec,
@@ -28,6 +28,7 @@ from pipeline.running.plan import (
     one_process_environment,
     require_base_files,
 )
+from pipeline.running.state import RunState, write_state
 from pipeline.running.supervisor import Supervisor, SupervisorError
 from tests.conftest import free_port
 from tests.pipeline.running.supervised import Changes, runs, supervised
@@ -428,3 +429,13 @@ def test_an_empty_secret_ends_the_start_with_what_is_wrong(tmp_path: Path) -> No
     supervisor = Supervisor(config(tmp_path), (spec,))
     with pytest.raises(SupervisorError, match=r"vllm\.key is empty: delete it"):
         cli._hold_up(config(tmp_path), (), supervisor, io.StringIO())
+
+
+def test_the_dashboards_port_stays_over_restarts_where_it_is_free(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = int(taken.getsockname()[1])
+        write_state(tmp_path, RunState(urls={"ui": f"http://127.0.0.1:{first}"}))
+        assert plan._dashboard_port(settings) != first
+    assert plan._dashboard_port(settings) == first
+    assert plan._dashboard_port(with_values(settings, {"ui.port": 8765})) == 8765

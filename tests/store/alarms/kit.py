@@ -163,14 +163,12 @@ def twice_judged(*second: float) -> list[Event]:
 
 LEVEL = [1.0] * 2 * STEPS
 _TWICE = range(1, 2 * STEPS + 1)
-FALLEN = [1.0] * STEPS + [0.05] * STEPS
 
 
 def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
     """For each alarm, events with which it holds and events with which it does not. Call it when the test runs: several
     queries look at the last minutes only."""
     return {
-        "entropy_collapse": (steps("entropy", FALLEN), steps("entropy", LEVEL)),
         "feedback_share": (steps("graders_limited", [0.0, 1.0]), steps("graders_limited", [0.0, 0.0])),
         "kl_rise": (steps("kl", [0.1, 5.0, 5.0, 5.0, 5.0]), steps("kl", [9.0, 0.1, 0.1, 0.1, 0.1])),
         "sampler_mismatch": (
@@ -201,11 +199,7 @@ def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
             passes(0, 40, AGO_US) + passes(8, 8),
             passes(8, 8, AGO_US) + passes(3, 8),
         ),
-        "nothing_trains": (unrewarded(3), unrewarded(3) + groups(0, 1)),
-        "no_variance": (
-            groups(GROUPS, 0) + discarded("no_variance", GROUPS),
-            groups(GROUPS, 0) + discarded("stale", 1),
-        ),
+        "not_learning": (unrewarded(3), unrewarded(3) + groups(0, 1)),
         "hints_unused": (
             [checkpoint(i, metrics={"hints": 10.0, "hints_unused": n}) for i, n in ((1, 0.0), (2, 5.0))],
             [checkpoint(i, metrics={"hints": 10.0, "hints_unused": n}) for i, n in ((1, 0.0), (2, 4.0))],

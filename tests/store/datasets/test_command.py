@@ -23,7 +23,8 @@ from pipeline.events import (
 from store.datasets import command, folder
 from tests.store.kit import checkpoint, exchange, fill
 
-BASE = Path(__file__).parents[3] / "examples" / "tictactoe" / "model"
+ROOT = Path(__file__).parents[3]
+BASE = ROOT / "examples" / "tictactoe" / "model"
 ALL = "SELECT trajectory FROM trajectories"
 TOOLS = [
     {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -358,3 +359,15 @@ def test_trls_trainer_takes_a_step(kind: str, tmp_path: Path) -> None:
     with plain_logprobs("cpu"):
         trainer_of(model=model, args=settings, train_dataset=data, processing_class=tokenizer).train()
     assert any(not (a == b).all() for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_the_pages_lines_train_with_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that was: the page did not say what this test wrapped around the trainer, which fails without."""
+    lines = (ROOT / "docs" / "datasets.md").read_text("utf-8").partition("```python\n")[2].partition("```")[0]
+    fill(tmp_path / "run", run("a1", "a", [user("a1=. b1=x"), reply("1")], 1.0))
+    dataset(tmp_path / "run", tmp_path / "data" / "good", "--as", "sft")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    exec(lines.replace("BASE", str(BASE)), {})
+    assert list((tmp_path / "data" / "trained").iterdir())

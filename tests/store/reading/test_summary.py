@@ -1,22 +1,32 @@
-"""A run in four sentences."""
+"""A run in sentences."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.config import Config
-from pipeline.events import AlarmChanged, Event, Measure, PolicyEvaluated
+from pipeline.config import Config, FeedbackConfig
+from pipeline.events import (
+    AlarmChanged,
+    Event,
+    GroupScored,
+    Measure,
+    PolicyEvaluated,
+    PolicyLoaded,
+    PolicyPromoted,
+    TrajectoryCompleted,
+)
 from pipeline.running.state import STATE, process_start
 from store.reading.history import History
+from store.reading.overview import numbers
 from store.reading.summary import summary
-from tests.store.kit import fill, run_of_one_step, scored
+from tests.store.kit import checkpoint, discarded, fill, run_of_one_step, scored
 
 CHOSEN = {"model": "m", "branch": "main"}
 
@@ -52,9 +62,9 @@ def test_the_gain_is_that_of_the_evaluation(
 ) -> None:
     steps = [event for event in run_of_one_step() if not isinstance(event, AlarmChanged)]
     page = told(tmp_path, [*steps, *evaluated(low, high)])
-    assert page["sentences"][1].startswith("m@1 scores ")
-    assert "against m@0 on 9 held-out tasks (95 % interval " in page["sentences"][1]
-    assert page["sentences"][1].endswith(f": {verdict}).")
+    assert page["sentences"][2].startswith("m@1 scores ")
+    assert "against m@0 on 9 held-out tasks (95 % interval " in page["sentences"][2]
+    assert page["sentences"][2].endswith(f": {verdict}).")
     assert todo in page["todo"]
 
 
@@ -68,25 +78,25 @@ def test_without_an_evaluation_the_held_out_runs_say_it(tmp_path: Path) -> None:
         for group in range(3)
     ]  # fmt: skip
     page = told(tmp_path, held)
-    assert page["sentences"][1].startswith("m@4 scores +4.000 against m@0 on 3 held-out tasks")
+    assert page["sentences"][2].startswith("m@4 scores +4.000 against m@0 on 3 held-out tasks")
     assert page["gain"]["low"] < 4 < page["gain"]["high"]
 
 
 def test_an_empty_run_says_what_it_needs(tmp_path: Path) -> None:
     page = told(tmp_path, [])
     assert page["state"] == "unknown"
-    assert page["sentences"][1:] == ["Nothing was measured on held-out tasks.", "No step was taken yet."]
+    assert page["sentences"][2:] == ["Nothing was measured on held-out tasks.", "No step was taken yet."]
     assert page["todo"].startswith("Send it work")
 
 
 def test_the_first_alarm_is_a_cause_and_not_a_consequence(tmp_path: Path) -> None:
     raised: list[Event] = [
         AlarmChanged(project="p", alarm=name, state="raised", since=since)
-        for since, name in enumerate(("nothing_trains", "starvation"), 1)
+        for since, name in enumerate(("not_learning", "starvation"), 1)
     ]
     page = told(tmp_path, raised)
-    assert [alarm["alarm"] for alarm in page["alarms"]] == ["nothing_trains", "starvation"]
-    assert page["todo"].startswith("Nothing trains: ")
+    assert [alarm["alarm"] for alarm in page["alarms"]] == ["not_learning", "starvation"]
+    assert page["todo"].startswith("Does not learn: ")
 
 
 def test_a_running_run_names_what_is_not_ready_and_an_alarm_says_what_to_do(tmp_path: Path) -> None:
@@ -98,7 +108,106 @@ def test_a_running_run_names_what_is_not_ready_and_an_alarm_says_what_to_do(tmp_
     state = {**this, "urls": {}, "services": services}
     (tmp_path / STATE).write_text(json.dumps(state))
     page = told(tmp_path, run_of_one_step())
-    assert page["sentences"][0] == "The run is running with 1 alarm: trainer is starting."
+    assert page["sentences"][1] == "The run is running with 1 alarm: trainer is starting."
     assert page["todo"].startswith("Dead letters: `journeywork dead list`")
     (tmp_path / STATE).write_text(json.dumps(state | {"pid": 2**22 + 1}))
-    assert told(tmp_path, [])["sentences"][0] == "The run is stopped with 1 alarm."
+    assert told(tmp_path, [])["sentences"][1] == "The run is stopped with 1 alarm."
+
+
+def rising(steps: int, *, size: int = 1) -> list[Event]:
+    """16 runs of each version, alone in their groups or `size` together; the share that succeeds rises by 0.02 a
+    step."""
+    return [
+        scored(
+            f"{step}-{group}",
+            {f"{step}-{group}-{i}": float((i * 16 // size + group) / 16 < 0.4 + 0.02 * step) for i in range(size)},
+            {"first_step": step, "last_step": step},
+        )
+        for step in range(steps + 1)
+        for group in range(16 // size)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_first_sentence_says_whether_the_training_reward_moved(tmp_path: Path, size: int) -> None:
+    """Without held-out tasks, and of runs without a group too."""
+    rose, short = rising(20, size=size), rising(0, size=size)
+    assert told(tmp_path / "empty", [])["sentences"][0] == "No training reward yet."
+    assert told(tmp_path / "short", short)["sentences"][0].startswith("Training reward 0.438 in ")
+    said = told(tmp_path / "rose", rose)["sentences"][0]
+    assert said.startswith(
+        "Training reward 0.475 to 0.787 over 20 steps (95 % interval of the difference +0."
+    )
+    assert said.endswith(": it rose).")
+    flat = [event for event in rose if isinstance(event, GroupScored) and event.members[0].first_step < 5]
+    assert told(tmp_path / "flat", list(flat))["sentences"][0].endswith(": the difference may be chance).")
+
+
+def test_held_out_runs_in_a_single_group_a_version_are_measured(tmp_path: Path) -> None:
+    """The fault that was: "Nothing was measured on held-out tasks"."""
+    held: list[Event] = [
+        scored(
+            f"v{step}", {f"v{step}-{i}": float(i < solved) for i in range(40)},
+            {"split": "val", "first_step": step, "last_step": step}, split="val",
+        )
+        for step, solved in ((0, 10), (4, 30))
+    ]  # fmt: skip
+    assert told(tmp_path, held)["sentences"][2] == (
+        "m@4 scores +0.500 against m@0 on 40 held-out tasks (95 % interval +0.263 to +0.689: better)."
+    )
+
+
+def test_runs_that_wait_for_feedback_are_said_to_wait(tmp_path: Path) -> None:
+    """The fault that was: "Send it work" while runs waited for their results."""
+    at = int(datetime(2026, 1, 1, tzinfo=UTC).timestamp() * 1e6)
+    ended: list[Event] = [
+        TrajectoryCompleted(
+            project="p", trajectory=f"w{i}", model="m", group="", exchanges=1, at=at + i * 1_000_000
+        )
+        for i in range(3)
+    ]
+    fill(tmp_path, [*ended, scored("w0", {"w0": 1.0}), discarded("w1", "validation", "w1")])
+    config = Config(run_dir=str(tmp_path), feedback=FeedbackConfig(wait_s=600))
+    with contextlib.closing(History(config)) as history:
+        page = summary(history, CHOSEN, datetime(2026, 1, 1))
+        assert page["sentences"][-1] == "1 run waits for feedback until 2026-01-01 00:10:02 UTC."
+        assert page["waiting"]["runs"] == 1
+        assert page["todo"] == "Nothing needs to be done."
+        later = summary(history, CHOSEN, datetime(2026, 1, 2))
+        assert (
+            later["sentences"][-1]
+            == "1 run waits to be scored: for the other runs of a group, or for the judge."
+        )
+
+
+@pytest.mark.parametrize(
+    ("more", "todo"),
+    [
+        ([PolicyPromoted(project="p", model="m", version="m@1", request="a", at=9)], "`journeywork eval m@1 m@2`"),
+        ([PolicyPromoted(project="p", model="m", version="m@2", request="a", at=9)], "Nothing needs to be done."),
+        ([], "no inference server has loaded it"),
+        ([PolicyLoaded(project="p", model="m", step=2, version="m@2", replica="r0")], "Nothing needs to be done."),
+        ([scored("v", {"v": 1.0}, {"split": "val", "first_step": 2, "last_step": 2}, split="val")], "Nothing needs"),
+    ],
+)  # fmt: skip
+def test_a_newest_version_that_is_neither_served_nor_measured_is_named(
+    tmp_path: Path, more: list[Event], todo: str
+) -> None:
+    """The fault that was: "Nothing needs to be done"."""
+    begun = [checkpoint(1, at=1), checkpoint(2, at=2), *evaluated(0.1, 0.3)]
+    assert todo in told(tmp_path, [*begun, *more])["todo"]
+
+
+def test_discards_that_are_no_loss_are_counted_apart(tmp_path: Path) -> None:
+    """The fault that was: "437 discards"."""
+    masked = TrajectoryCompleted(
+        project="p", trajectory="k", model="m", group="", exchanges=1, outcome="masked"
+    )
+    left_out: list[Event] = [
+        discarded("h", "too_small", "h", by="judge", split="val"), discarded("k", "too_small", "k", by="judge"),
+        discarded("e", "no_variance", "e"), discarded("f", "no_variance", "f"), discarded("s", "too_small", "s"),
+    ]  # fmt: skip
+    fill(tmp_path, [masked, checkpoint(1), *left_out])
+    with contextlib.closing(History(Config(run_dir=str(tmp_path)))) as history:
+        counts = {row["reason"]: row["groups"] for row in numbers(history, {"model": "m"})["discards"]}
+    assert counts == {"no_variance": 2, "validation": 1, "masked": 1, "too_small": 1}

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from examples.common.tiny import make_tokenizer
 from pipeline.config import DistillConfig, TrainerConfig
 from pipeline.events import ExchangeRecorded, GroupScored, Hint, Member
 from pipeline.log.messages import Place
@@ -20,6 +19,7 @@ from tests.trainer.kit import exchange
 from trainer.batches.groups import TrainingGroup
 from trainer.batches.histories import Histories
 from trainer.distillation.prompts import HintedPrompts
+from trainer.tiny import make_tokenizer
 
 pytestmark = pytest.mark.anyio
 

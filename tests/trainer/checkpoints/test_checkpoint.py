@@ -176,25 +176,35 @@ def test_adapter_files_are_pefts(tmp_path: Path, tiny_base: str) -> None:
         torch.testing.assert_close(loaded(input_ids=ids).logits, engine.model.peft(input_ids=ids).logits)
 
 
+def played(validation: Validation, step: int, rewards: list[float]) -> checkpoint.Best | None:
+    members = tuple(
+        Member(trajectory=f"{step}-{i}", reward=r, exchanges=1, split="val", first_step=step, last_step=step)
+        for i, r in enumerate(rewards)
+    )
+    validation.record([kit.group(f"v{step}", [], members=members)])
+    return validation.best
+
+
+def test_two_equal_rewards_do_not_prove_a_step_better() -> None:
+    """The fault that was: two standard errors of equal rewards are 0, so 0.2 beat 0 by any chance."""
+    validation = Validation(None, 2)
+    assert played(validation, 1, [0.0, 0.0]) == played(validation, 2, [1.0, 1.0])
+    better = played(validation, 3, [1.0] * 20)
+    assert better is None or better.step == 1  # two rewards of step 1 say too little about it
+    assert (enough := played(validation, 1, [0.0] * 18)) is not None
+    assert enough.step == 1
+    assert (better := played(validation, 4, [1.0] * 20)) is not None
+    assert better.step == 4
+
+
 def test_one_validation_reward_does_not_replace_a_best_mean_of_a_hundred() -> None:
     validation = Validation(None, 8)
-
-    def played(step: int, rewards: list[float]) -> checkpoint.Best | None:
-        members = tuple(
-            Member(
-                trajectory=f"{step}-{i}", reward=r, exchanges=1, split="val", first_step=step, last_step=step
-            )
-            for i, r in enumerate(rewards)
-        )
-        validation.record([kit.group(f"v{step}", [], members=members)])
-        return validation.best
-
-    assert played(1, [1.0] * 7) is None  # fewer than best_min_trajectories
-    hundred = played(2, [0.0, 1.0, 1.0, 1.0] * 25)
+    assert played(validation, 1, [1.0] * 7) is None  # fewer than best_min_trajectories
+    hundred = played(validation, 2, [0.0, 1.0, 1.0, 1.0] * 25)
     assert hundred is not None
     assert (hundred.step, hundred.reward, hundred.trajectories) == (2, pytest.approx(0.75), 100)
-    assert played(3, [1.0]) == hundred
-    assert played(4, [0.0, *[1.0] * 7]) == hundred  # 0.875 over 8: within chance
-    better = played(5, [0.0, *[1.0] * 99])
+    assert played(validation, 3, [1.0]) == hundred
+    assert played(validation, 4, [0.0, *[1.0] * 7]) == hundred  # 0.875 over 8: within chance
+    better = played(validation, 5, [0.0, *[1.0] * 99])
     assert better is not None
     assert better.step == 5

@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from examples.common.tiny import make_tokenizer
 from pipeline.config import DistillConfig
 from pipeline.events import Hint
 from tests.trainer.kit import exchange
 from trainer.batches.sequences import build
 from trainer.distillation.lessons import Answer, lessons_of, teaching_of
 from trainer.distillation.prompts import HintedPrompts, HintUnusableError, transcript
+from trainer.tiny import make_tokenizer
 
 TEXT = {"type": "text", "text": "No"}
 USER = {"role": "user", "content": "What?"}

@@ -1,13 +1,14 @@
-"""Small base models for the examples: made in about a minute on two cores, so that no weights have to be fetched.
+"""Small base models for `journeywork init --tiny` and the examples: made in about a minute on two cores, so that no
+weights have to be fetched.
 
 A tiny model is a real Qwen3 of two layers with a tokenizer that knows each word of the task as one token and reads
 any other text byte by byte. It is pre-trained to imitate a teacher, a function that plays the task badly on purpose,
 so that RL has something to improve. RL can only strengthen what the base model sometimes does, and ends higher the
 better the base imitates its teacher (docs/negative-results.md).
+
+Letters at the end of tensors' names: B conversations, T tokens, D width, N turns, V vocabulary, W words.
 """
 
-# ruff: noqa: N806 - tensors' names end in their shape: B conversations, T tokens, D width, N turns, V vocabulary,
-# W words
 from __future__ import annotations
 
 import argparse
@@ -34,8 +35,8 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 
-MODELS = Path(__file__).resolve().parents[2] / "runs" / "models"
-"""The folder of the tiny models that were made."""
+MODELS = Path("runs") / "models"
+"""The folder of the examples' tiny models, below the current one."""
 
 Chat = list[dict[str, Any]]
 

@@ -1,0 +1,140 @@
+"""`not_learning` names the reason for which a policy does not learn, and holds for no policy that learns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import AlarmsConfig, Config
+from pipeline.events import Event, GroupScored, Member
+from store.alarms.reading import Condition, evaluate, measured_tables
+from store.alarms.table import BY_NAME
+from store.reading import sql
+from tests.store.alarms.kit import GROUPS, SETTINGS, STEPS, discarded, groups, steps, unrewarded
+from tests.store.kit import checkpoint, fill
+
+
+def found(folder: Path, events: list[Event], alarms: AlarmsConfig | None = None) -> list[Condition]:
+    config = Config(run_dir=str(folder), alarms=alarms or AlarmsConfig(**SETTINGS))
+    fill(folder, events)
+    with sql.connect(config) as connection:
+        measured_tables(connection, config, ())
+        return evaluate(connection, config, BY_NAME["not_learning"])
+
+
+def training(
+    rewards: Sequence[float],
+    *,
+    kl: Sequence[float] | float = 0.1,
+    entropy: Sequence[float] | float = 1.0,
+    model: str = "m",
+    rng: random.Random | None = None,
+    a_step: int = 4,
+    size: int = 4,
+) -> list[Event]:
+    """A run whose version of each step succeeds with this probability; without `rng`, its groups' rewards are exact."""
+    events: list[Event] = []
+    for step, success in enumerate(rewards):
+        exact = 2 * success - min(1.0, 2 * success), min(1.0, 2 * success)
+        for number in range(a_step):
+            spread = 0.2 * rng.random() - 0.1 if rng else 0.0  # tasks differ
+            members = tuple(
+                Member(
+                    trajectory=f"{step}-{number}-{i}", first_step=step, last_step=step,
+                    reward=float(rng.random() < success + spread) if rng else exact[i % 2],
+                )
+                for i in range(size)
+            )  # fmt: skip
+            events.append(
+                GroupScored(project="p", group=f"{step}-{number}", model=model, judge="j", members=members)
+            )
+        values = (each if isinstance(each, float) else each[step] for each in (kl, entropy))
+        metrics = dict(zip(("kl", "entropy"), values, strict=True)) | {"tokens": 160.0, "trajectories": 16.0}
+        events.append(checkpoint(step + 1, model=model, metrics=metrics))
+    return events
+
+
+SHORT = [0.4] * (STEPS + 2)
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        (lambda: unrewarded(3), "3 groups were discarded and none was scored; most often because 2 of 2 trajectories "
+         "carry no reward"),
+        (lambda: groups(GROUPS, 0) + discarded("no_variance", GROUPS), "Most of these tasks are solved"),
+        (lambda: [*groups(GROUPS, 1)[::-1], *discarded("no_variance", GROUPS)], "The attempts do not succeed"),
+        (lambda: [*groups(GROUPS, 0), *discarded("no_variance", GROUPS), *steps("entropy", [2.9, 2, 1, 0.2, 0.1, 0.1])],
+         "100% of the last 6 groups have equal rewards, 0.5 on average. The policy collapsed into one answer"),
+        (lambda: groups(0, GROUPS) + discarded("stale", GROUPS) + steps("kl", [0.1] * 9),
+         "100% of the last 6 groups were too old to train; their newest version is step 0, the newest one is step 9"),
+        (lambda: training(SHORT, entropy=[3.0, 3.0, 1.0, 0.1, 0.1, 0.1]), "the policy collapsed into one answer"),
+        (lambda: training(SHORT, kl=1e-6), "Raise `trainer.optimizer.learning_rate`"),
+        # After a warm start the divergence from the base is large, and does not change.
+        (lambda: training(SHORT, kl=5.35), "Raise `trainer.optimizer.learning_rate`"),
+        (lambda: training(SHORT[:2], kl=0.1) + [checkpoint(i, metrics={"kl": 0.1 * i}) for i in range(3, 9)],
+         "what is learned is not used"),
+        (lambda: training([0.8] * 4 + [0.3] * 4, kl=[0.1 * i for i in range(8)]), "lower `trainer.optimizer"),
+        (lambda: training([0.4] * 22, kl=[0.1 * i for i in range(22)]), "not towards the reward"),
+        (lambda: training([0.97] * 22, kl=[0.1 * i for i in range(22)]), "There is little left to learn"),
+    ],
+)  # fmt: skip
+def test_the_reason_is_named(tmp_path: Path, events: Callable[[], list[Event]], reason: str) -> None:
+    (condition,) = found(tmp_path, events())
+    assert reason in condition.detail
+    assert condition.value >= condition.threshold
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        lambda: unrewarded(2),
+        lambda: groups(GROUPS, 0) + discarded("stale", 1),
+        # It learned, and is certain of its answers now.
+        lambda: training([0.2, 0.2, 0.5, 0.8, 0.9, 0.95, 0.95], entropy=[3.0, 2.0, 1.0, 0.2, 0.1, 0.1, 0.1]),
+        lambda: training(SHORT[:-4], kl=1e-6),
+    ],
+)
+def test_it_does_not_hold(tmp_path: Path, events: Callable[[], list[Event]]) -> None:
+    assert found(tmp_path, events()) == []
+
+
+def _rising(length: int, of: int, start: float, gain: float) -> tuple[list[float], list[float]]:
+    """The success of each step, and a divergence a token of 1.5 times the least with which the policy can have it."""
+    rewards = [start + gain * min(step / of, 1.0) for step in range(length)]
+    return rewards, [1.5 * 2 * (reward - start) ** 2 / 10 for reward in rewards]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_no_policy_that_learns_is_called_flat(tmp_path: Path, size: int) -> None:
+    """Policies that gain 0.4 within 20 to 150 steps, each looked at after 10 to 100 steps, with 16 runs a step."""
+    events: list[Event] = []
+    for seed in range(12):
+        for of in (20, 60, 150):
+            for length in (10, 15, 30, 60, 100):
+                rewards, kl = _rising(length, of, 0.3, 0.4)
+                rng = random.Random(f"{seed}-{of}-{length}")
+                model = f"m{seed}-{of}-{length}"
+                events += training(rewards, kl=kl, model=model, rng=rng, a_step=16 // size, size=size)
+    assert [f"{c.model}: {c.detail}" for c in found(tmp_path, events, AlarmsConfig())] == []
+
+
+def test_a_policy_that_stays_is_noticed_after_fifteen_steps(tmp_path: Path) -> None:
+    """As a new user saw it: 15 steps at 0.41 with the default learning rate."""
+    models = [f"m{seed}" for seed in range(20)]
+    events = [
+        event for m in models for event in training([0.41] * 15, kl=1e-6, model=m, rng=random.Random(m))
+    ]
+    conditions = found(tmp_path, events, AlarmsConfig())
+    assert len(conditions) >= 18  # a twentieth seems to rise by chance
+    assert all("Raise `trainer.optimizer.learning_rate`" in c.detail for c in conditions)
+
+
+def test_a_collapse_is_noticed_within_five_steps(tmp_path: Path) -> None:
+    """The entropy of a language model at a learning rate of 5e-4."""
+    fallen = training([0.2] * 8, entropy=[2.94, 2.4, 1.5, 0.8, 0.35, 0.17, 0.17, 0.15], kl=2.0)
+    (condition,) = found(tmp_path, fallen, AlarmsConfig())
+    assert "collapsed into one answer: its entropy is 6%" in condition.detail
