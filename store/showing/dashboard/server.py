@@ -42,7 +42,9 @@ _FOLLOW = """<!doctype html>
 """Answers a link on another site: the browser asks again, now from a page of the dashboard."""
 _BODY = 256 * 1024
 """Bytes of a form at most."""
-SECTIONS = ("store", "gateway", "models", "trainer", "ui")
+_SIDES = 6
+"""Runs and branches that are compared at most."""
+SECTIONS = ("store", "gateway", "models", "trainer", "feedback", "ui")
 """The settings of a run that the pages need."""
 
 Data = dict[str, Any]
@@ -71,7 +73,15 @@ class Dashboard:
             loader=FileSystemLoader(_HERE / "templates"), autoescape=select_autoescape(), undefined=StrictUndefined,
             trim_blocks=True, lstrip_blocks=True,
         )  # fmt: skip
-        filters = (texts.number, texts.when, texts.short, texts.pretty, texts.signed, texts.name)
+        filters = (
+            texts.number,
+            texts.when,
+            texts.short,
+            texts.pretty,
+            texts.signed,
+            texts.name,
+            texts.counted,
+        )
         self._templates.filters.update({filter_.__name__: filter_ for filter_ in filters}, code=_code)
         routes = [Route("/", self._home), Mount("/static", StaticFiles(directory=_HERE / "static"))]
         for name, load in _LISTS.items():
@@ -155,9 +165,12 @@ class Dashboard:
         def load() -> Data:
             runs = self._runs()
             here = Path(self._history.config.run_dir).name
+            selection = list(dict.fromkeys(query.getlist("side"))) or [f"{here}/main"]
+            if len(selection) > _SIDES:
+                raise PageError(400, f"{len(selection)} sides: choose {_SIDES} at most.")
             sides = []
-            for number in ("a", "b"):
-                run, branch = query.get(f"run_{number}") or here, query.get(f"branch_{number}") or "main"
+            for side in selection:
+                run, _, branch = side.partition("/")
                 if run not in runs:
                     raise PageError(404, f"There is no run {run[:80]!r} beside this one.")
                 sides.append((run, branch))
@@ -172,8 +185,11 @@ class Dashboard:
                     {**overview.curves(histories[run], {"branch": branch}), "run": str(runs[run])}
                     for run, branch in sides
                 ]
-                known = {run: overview.branches(history) for run, history in histories.items()}
-            return {"sides": shown, "runs": sorted(runs), "selection": sides, "branches": known}
+                choices = [
+                    f"{run}/{branch}" for run in sorted(runs)
+                    for branch in (overview.branches(histories[run]) if run in histories else ["main"])
+                ]  # fmt: skip
+            return {"sides": shown, "runs": sorted(runs), "choices": choices, "selection": selection}
 
         return await self._answer(request, "compare", load)
 
