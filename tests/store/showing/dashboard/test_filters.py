@@ -85,11 +85,14 @@ def test_a_run_waits_until_its_group_is_decided(filtered: TestClient) -> None:
 
 
 def test_a_group_is_called_by_its_task_else_by_its_first_message(open_dashboard: Open, run_dir: Path) -> None:
-    fill(run_dir, [*run_of("bare"), scored("g-bare", {"bare": 0.5})])
+    told = scored("g-told", {"told": 0.5}, task="Move it.")
+    fill(run_dir, [*run_of("bare"), scored("g-bare", {"bare": 0.5}), *run_of("told", task="Move it."), told])
     client = open_dashboard()
     tasks = {row["group_id"]: row["task"] for row in client.get("/groups.json").json()["rows"]}
-    assert tasks == {"g0": "win", "g9": "", "g-bare": "go 0"}
+    assert tasks == {"g0": "win", "g9": "", "g-bare": "go 0", "g-told": "Move it."}
     assert "<h1>go 0</h1>" in client.get("/group/g-bare").text
+    texts_of = [client.get(f"/{page}").text for page in ("group/g-told", "trajectory/told")]
+    assert ["Move it." in text and "Move it.." not in text for text in texts_of] == [True, True]
     assert "<h1>win</h1>" in client.get("/group/g0").text
     assert "<h1>Group g9</h1>" in client.get("/group/g9").text
 
@@ -124,8 +127,10 @@ def test_figures_and_nouns_agree() -> None:
     assert [texts.signed(v) for v in (0.5, -0.5, -1e-5, 0)] == ["+0.500", "−0.500", "−1e-05", "+0"]
 
 
-def test_an_alarm_and_its_advice_are_paragraphs(client: TestClient) -> None:
-    assert "</p>\n<p><strong>What to do:</strong>" in client.get("/overview").text
+def test_the_overview_separates_an_alarm_from_its_advice_and_names_no_gpu(client: TestClient) -> None:
+    page = client.get("/overview").text
+    assert "</p>\n<p><strong>What to do:</strong>" in page
+    assert "GPU hours" not in page
 
 
 def test_known_versions_can_be_chosen_for_a_decision(client: TestClient) -> None:
