@@ -32,7 +32,8 @@ def part(value: Any, *path: str | int) -> Any:
 
 def sent(request: str | None) -> list[Any]:
     """The messages of a recorded request."""
-    return part(parsed(request), "messages") or []
+    messages = part(parsed(request), "messages")
+    return messages if isinstance(messages, list) else []
 
 
 def after(before: list[Any], later: list[Any]) -> list[Any]:

@@ -71,6 +71,7 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
         raise NotFoundError(f"There is no group {name!r} in this history, or none of this model.")
     selection = {**named, **of}
     runs = {row["trajectory"]: row for row in played if of.items() <= row.items()}
+    scored = [row for row in scored if of.items() <= row.items()]
     waiting = [] if scored else list(runs.values())
     add_decisions(history, waiting)
     members = history.rows(
@@ -95,17 +96,13 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
         member["verdicts"] = [v for v in verdicts if v["trajectory"] == run_id]
         member["signals"] = [signal for signal in signals if signal["trajectory"] == run_id]
     best, worst = _ends(members)
-    title = [
-        {
-            "group_id": name,
-            "task": next((row["task"] for row in (*scored, *runs.values()) if row["task"]), ""),
-        }
-    ]
-    add_tasks(history, title)
+    tasks = (row["task"] for row in (*scored, *runs.values()))
+    named_task: Row = {"group_id": name, "task": next(filter(None, tasks), "")}
+    add_tasks(history, [named_task])
     return {
         **selection, "others": [{"group_id": name, **m} for n, m in enumerate(models) if m not in (of, *models[:n])],
-        "scored": [row for row in scored if of.items() <= row.items()],
-        "task": title[0]["task"],
+        "scored": scored,
+        "task": named_task["task"],
         "waits_until": max((run["waits_until"] for run in waiting if run["waits_until"]), default=None),
         "members": members, **_conversations(calls, best, worst),
         "trained_in": history.rows(

@@ -50,9 +50,11 @@ def listed(
     for name, allowed in (choices or {}).items():
         if name in used and used[name] not in allowed:
             raise InvalidQueryError(f"{name}={used[name][:40]!r}: choose one of {', '.join(allowed)}.")
-    for name, (parse, what) in _FORMS.items():
-        if name in used and parse(used[name]) is None:
+    for name in _FORMS.keys() & used.keys():
+        parse, what = _FORMS[name]
+        if (value := parse(used[name])) is None:
             raise InvalidQueryError(f"{name}={used[name][:40]!r}: write {what}.")
+        used[name] = str(value)  # the database reads fewer forms
     where = " AND ".join(conditions[name] for name in used) or "true"
     page = _page(query)
     direction = "DESC" if down else "ASC"

@@ -165,15 +165,13 @@ class Dashboard:
         def load() -> Data:
             runs = self._runs()
             here = Path(self._history.config.run_dir).name
-            selection = list(dict.fromkeys(query.getlist("side"))) or [f"{here}/main"]
-            if len(selection) > _SIDES:
-                raise PageError(400, f"{len(selection)} sides: choose {_SIDES} at most.")
-            sides = []
-            for side in selection:
-                run, _, branch = side.partition("/")
+            asked = (side.partition("/") for side in query.getlist("side") or [here])
+            sides = list(dict.fromkeys((run, branch or "main") for run, _, branch in asked))
+            if len(sides) > _SIDES:
+                raise PageError(400, f"{len(sides)} runs and branches: choose {_SIDES} at most.")
+            for run, _ in sides:
                 if run not in runs:
                     raise PageError(404, f"There is no run {run[:80]!r} beside this one.")
-                sides.append((run, branch))
             with contextlib.ExitStack() as opened:
                 histories = {
                     run: self._history if run == here else opened.enter_context(
@@ -189,6 +187,7 @@ class Dashboard:
                     f"{run}/{branch}" for run in sorted(runs)
                     for branch in (overview.branches(histories[run]) if run in histories else ["main"])
                 ]  # fmt: skip
+            selection = [f"{run}/{branch}" for run, branch in sides]
             return {"sides": shown, "runs": sorted(runs), "choices": choices, "selection": selection}
 
         return await self._answer(request, "compare", load)

@@ -52,7 +52,8 @@ def filtered(tmp_path: Path) -> Any:
     [
         ({"text": 'SAID "GRÜßE'}, {"low"}), ({"text": "high"}, {"high"}), ({"text": "%"}, set()),
         ({"least": "0.5"}, {"high", "judged"}), ({"least": "0.1", "most": "0.5"}, {"low", "judged"}),
-        ({"since": "2024-10-05"}, {"low"}), ({"until": "2024-10-04"}, {"high", "judged", "dropped", "fresh", "old"}),
+        ({"since": "2024-10-05"}, {"low"}), ({"since": "2024-W40-6"}, {"low"}),
+        ({"least": "１"}, set()), ({"until": "2024-10-04"}, {"high", "judged", "dropped", "fresh", "old"}),
         ({"user": "user-low"}, {"low"}), ({"user": "user"}, set()),
         ({"outcome": "waits"}, {"fresh", "old"}), ({"outcome": "scored"}, {"low", "high", "judged", "dropped"}),
     ],
