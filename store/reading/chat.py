@@ -32,7 +32,8 @@ def part(value: Any, *path: str | int) -> Any:
 
 def sent(request: str | None) -> list[Any]:
     """The messages of a recorded request."""
-    return part(parsed(request), "messages") or []
+    messages = part(parsed(request), "messages")
+    return messages if isinstance(messages, list) else []
 
 
 def after(before: list[Any], later: list[Any]) -> list[Any]:
@@ -42,15 +43,31 @@ def after(before: list[Any], later: list[Any]) -> list[Any]:
 
 
 def message(sent: Any) -> Row:
-    """A message of a request for the page: its role, its text, with the names of its images, and its tool calls."""
+    """A message of a request for the page: its role, its text, with the names of its images, its reasoning and refusal
+    (empty where there is none), and its tool calls."""
     if not isinstance(sent, dict):
-        return {"role": "", "content": str(sent), "tool_calls": None}
+        sent = {"content": str(sent)}
     content, calls = sent.get("content"), sent.get("tool_calls")
     return {
         "role": str(sent.get("role", "")),
         "content": text_of(content),
+        "reasoning": text_of(sent.get("reasoning") or sent.get("reasoning_content")),
+        "refusal": text_of(sent.get("refusal")),
         "tool_calls": pretty(calls) if calls else None,
     }
+
+
+def repeats(message: Row, reply: Row) -> bool:
+    """Whether a message of a request is the reply of the call before. Agents may leave its reasoning out."""
+    return {**reply, "reasoning": message["reasoning"] and reply["reasoning"]} == message
+
+
+def task(request: str | None) -> str:
+    """The first message of a user in a recorded request, else its first message."""
+    messages = [message(one) for one in sent(request)]
+    return next(
+        (m["content"] for m in messages if m["role"] == "user"), messages[0]["content"] if messages else ""
+    )
 
 
 def reply(response: str | None, choice: int) -> Row:

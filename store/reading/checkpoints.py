@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from store.reading.errors import NotFoundError
+from store.reading.groups import add_tasks
 from store.reading.history import History
 from store.reading.intervals import SAMPLE, with_intervals
 from store.reading.lists import Query, as_step, branch_of, listed
@@ -42,6 +43,12 @@ _TASKS = """
     ORDER BY reward NULLS FIRST, task LIMIT 50
 """
 
+_VERSIONS = """
+    SELECT model, version FROM checkpoints WHERE branch = 'main'
+    QUALIFY row_number() OVER (PARTITION BY model ORDER BY step DESC) <= 200 ORDER BY model, step DESC
+"""
+"""Of each model the versions that a decision can choose, the newest first."""
+
 
 def checkpoints(history: History, query: Query) -> dict[str, Any]:
     """Checkpoints, by model and branch."""
@@ -64,9 +71,11 @@ def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
         raise NotFoundError(
             f"There is no checkpoint {name!r} on branch {selection['branch']!r} of this history."
         )
+    learned = history.rows(_LEARNED, selection)
+    add_tasks(history, learned)
     return {
         **selection, "checkpoint": row, "sampled": sampled, "children": children,
-        "learned": history.rows(_LEARNED, selection),
+        "learned": learned,
         "evaluations": history.rows(
             "SELECT * FROM evaluations WHERE version = $version ORDER BY evaluated_at DESC, measure LIMIT 50", selection
         ),
@@ -88,9 +97,5 @@ def decisions(history: History, query: Query) -> dict[str, Any]:
     return {
         **listed(history, query, source, columns, model="model = $model"),
         "models": models(history),
-        "versions": [
-            row["version"] for row in history.rows(
-                "SELECT version FROM checkpoints WHERE branch = 'main' ORDER BY published_at DESC LIMIT 200"
-            )
-        ],
+        "versions": history.rows(_VERSIONS),
     }  # fmt: skip

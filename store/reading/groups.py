@@ -10,6 +10,7 @@ from store.reading.errors import NotFoundError
 from store.reading.history import History, Row
 from store.reading.lists import TASK_OR_GROUP, Query, branch_of, listed, numbered, one_of
 from store.reading.overview import branches
+from store.reading.trajectories import add_decisions
 
 _COLUMNS = {
     "when": "decided_at", "group": "group_id", "task": "task", "status": "coalesce(reason, status)", "size": "size",
@@ -32,7 +33,26 @@ def groups(history: History, query: Query) -> dict[str, Any]:
         split="split = $split", status="status = $status", reason="reason = $reason",
         signal="has_signal = ($signal = 'yes')", task=TASK_OR_GROUP, step=_AT_STEP,
     )  # fmt: skip
+    add_tasks(history, rows["rows"])
     return {**rows, "branches": branches(history)}
+
+
+def add_tasks(history: History, rows: list[Row]) -> None:
+    """Give each group that has no task the first message of its first call as `task`."""
+    without = {row["group_id"] for row in rows if not row["task"]}
+    if not without:
+        return
+    first = """SELECT coalesce(nullif("group", ''), trajectory) AS group_id, trajectory, request FROM rollout_exchange
+        WHERE seq = 0 AND """
+    calls = history.rows(
+        f"""SELECT group_id, arg_min(request, trajectory) AS request FROM (
+              {first} {one_of('"group"', without)} UNION ALL {first} {one_of("trajectory", without)}
+            ) GROUP BY 1""",  # noqa: S608
+        numbered(without),
+    )
+    tasks = {row["group_id"]: chat.task(row["request"]) for row in calls}
+    for row in rows:
+        row["task"] = row["task"] or tasks.get(row["group_id"], "")
 
 
 def group(history: History, name: str, query: Query) -> dict[str, Any]:
@@ -51,6 +71,9 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
         raise NotFoundError(f"There is no group {name!r} in this history, or none of this model.")
     selection = {**named, **of}
     runs = {row["trajectory"]: row for row in played if of.items() <= row.items()}
+    scored = [row for row in scored if of.items() <= row.items()]
+    waiting = [] if scored else list(runs.values())
+    add_decisions(history, waiting)
     members = history.rows(
         f"SELECT * FROM rewards WHERE {_OF} ORDER BY reward DESC NULLS LAST, trajectory",  # noqa: S608
         selection,
@@ -73,9 +96,14 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
         member["verdicts"] = [v for v in verdicts if v["trajectory"] == run_id]
         member["signals"] = [signal for signal in signals if signal["trajectory"] == run_id]
     best, worst = _ends(members)
+    tasks = (row["task"] for row in (*scored, *runs.values()))
+    named_task: Row = {"group_id": name, "task": next(filter(None, tasks), "")}
+    add_tasks(history, [named_task])
     return {
         **selection, "others": [{"group_id": name, **m} for n, m in enumerate(models) if m not in (of, *models[:n])],
-        "scored": [row for row in scored if of.items() <= row.items()],
+        "scored": scored,
+        "task": named_task["task"],
+        "waits_until": max((run["waits_until"] for run in waiting if run["waits_until"]), default=None),
         "members": members, **_conversations(calls, best, worst),
         "trained_in": history.rows(
             """SELECT version, step, branch FROM checkpoints

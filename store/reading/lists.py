@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from datetime import date
+from typing import Any
 
 from store.reading.errors import InvalidQueryError
 from store.reading.history import History, Row
@@ -46,8 +50,11 @@ def listed(
     for name, allowed in (choices or {}).items():
         if name in used and used[name] not in allowed:
             raise InvalidQueryError(f"{name}={used[name][:40]!r}: choose one of {', '.join(allowed)}.")
-    if "step" in used and as_step(used["step"]) is None:
-        raise InvalidQueryError(f"step={used['step'][:40]!r}: write the number of a policy step.")
+    for name in _FORMS.keys() & used.keys():
+        parse, what = _FORMS[name]
+        if (value := parse(used[name])) is None:
+            raise InvalidQueryError(f"{name}={used[name][:40]!r}: write {what}.")
+        used[name] = str(value)  # the database reads fewer forms
     where = " AND ".join(conditions[name] for name in used) or "true"
     page = _page(query)
     direction = "DESC" if down else "ASC"
@@ -91,6 +98,26 @@ def _page(query: Query) -> int:
 def as_step(text: str) -> int | None:
     """A number of a step; `None` where `text` is none."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+
+
+def _as_number(text: str) -> float | None:
+    with contextlib.suppress(ValueError):
+        return value if math.isfinite(value := float(text)) else None
+    return None
+
+
+def _as_day(text: str) -> date | None:
+    with contextlib.suppress(ValueError):
+        return date.fromisoformat(text)
+    return None
+
+
+_FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "step": (as_step, "the number of a policy step"),
+    "least": (_as_number, "a number"), "most": (_as_number, "a number"),
+    "since": (_as_day, "a day such as 2026-01-31"), "until": (_as_day, "a day such as 2026-01-31"),
+}  # fmt: skip
+"""Filters whose values have a form, with the function that returns `None` for another one."""
 
 
 def branch_of(query: Query) -> str:

@@ -17,10 +17,21 @@ def as_json(data: Any, indent: int = 0) -> bytes:
 
 
 def number(value: Any, digits: int = 3) -> str:
-    """A figure with so many decimal places, a whole number with none."""
+    """A figure with so many decimal places, with three significant digits where these would all be 0. A whole number
+    and one from 1,000 on have none."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    text = f"{value:.{digits}f}"
+    return f"{value:.{max(digits, 3)}g}" if value and not float(text) else text
+
+
+def counted(value: int | None, noun: str) -> str:
+    """A number with its noun: 1 call, 2 calls."""
+    return f"{number(value)} {noun}{'' if value == 1 else 's'}"
 
 
 def when(value: datetime | None) -> str:
@@ -43,14 +54,16 @@ def pretty(value: Any) -> str:
 
 def signed(value: Any) -> str:
     """A difference with its sign."""
-    return "–" if value is None else f"{value:+,.3f}".replace("-", "−")
+    if value is None:
+        return "–"
+    return f"{'−' if value < 0 else '+'}{number(abs(value))}"
 
 
 def ago(seconds: float) -> str:
     """How long ago something was, in the largest unit that fits."""
     for unit, size in (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1)):
         if (count := int(seconds // size)) >= 1:
-            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+            return f"{counted(count, unit)} ago"
     return "just now"
 
 
@@ -62,7 +75,8 @@ NAMES = {
     "late": "came too late", "unscored": "not scored", "no_variance": "equal rewards", "stale": "too old",
     "no_tokens": "no token to train", "history_gone": "calls no longer on the log", "over_budget": "over the budget",
     "validation": "held-out, never trained", "repeated": "trained before", "too_large": "too long for memory",
-    "incomplete": "its batch lacks groups",
+    "incomplete": "its batch lacks groups", "judge_usd": "Judge, USD", "gpu_hours": "Compute, hours",
+    "sampled_tokens": "Sampled tokens",
     "side_call": "a call beside the task", "cancelled": "the agent went away before the reply was complete",
     "failed": "the inference server broke off", "truncated": "cut off at the length limit",
     "greedy": "chosen greedily", "unsupported": "sampled under settings that the trainer can't compute",

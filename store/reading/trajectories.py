@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,27 @@ from pipeline.sampling import NO_DEFAULTS, Defaults, Untrained, loss_mask, sampl
 from store.reading import chat
 from store.reading.errors import InvalidQueryError, NotFoundError
 from store.reading.history import History, Row
-from store.reading.lists import TASK_OR_GROUP, Query, as_step, listed
+from store.reading.lists import TASK_OR_GROUP, Query, as_step, listed, numbered, one_of
 
 _COLUMNS = {
     "began": "opened_at", "trajectory": "trajectory", "group": "group_id", "outcome": "outcome", "reward": "reward",
     "calls": "exchanges", "tokens": "sampled_tokens", "step": "last_step", "seconds": "duration_s",
 }  # fmt: skip
-_CHOICES = {"outcome": ("scored", "no_result", "masked", "open"), "split": ("train", "val")}
+_CHOICES = {"outcome": ("waits", "scored", "no_result", "masked", "open"), "split": ("train", "val")}
+_UNDECIDED = "outcome = 'scored' AND reward IS NULL AND (project, trajectory) IN (SELECT (project, trajectory) FROM waiting)"
+"""A run that ended without a reward, and whose group was neither scored nor discarded."""
+_REWARDED = """(
+    SELECT t.* REPLACE (coalesce(t.reward, r.reward) AS reward) FROM trajectories t LEFT JOIN (
+      SELECT project, trajectory, any_value(reward) AS reward FROM rewards WHERE branch = 'main' GROUP BY ALL
+    ) r ON r.project = t.project AND r.trajectory = t.trajectory)
+"""
+"""Runs with the reward for training where the agent reported none."""
+_TEXT = "substr(to_json(lower($text))::VARCHAR, 2, length(to_json(lower($text))::VARCHAR) - 2)"
+_SAYS = f"""(contains(lower(trajectory || ' ' || coalesce(task, '')), lower($text)) OR trajectory IN (
+    SELECT trajectory FROM rollout_exchange
+    WHERE contains(lower(request), {_TEXT}) OR contains(lower(response), {_TEXT})))
+"""  # noqa: S608
+"""The text is in the run's id or task, or in the JSON of one of its calls."""
 _SIBLINGS = """
     SELECT trajectory FROM (
       SELECT project, model, "group", trajectory, attempt FROM rollout_opened
@@ -35,12 +50,47 @@ Decode = Callable[[int], str]
 
 
 def trajectories(history: History, query: Query) -> dict[str, Any]:
-    """Trajectories by task or group, outcome, split and policy step."""
-    return listed(
-        history, query, "trajectories", _COLUMNS, key="trajectory", choices=_CHOICES, model="model = $model",
-        split="split = $split", outcome="outcome = $outcome", group="group_id = $group", task=TASK_OR_GROUP,
-        step="last_step = try_cast($step AS BIGINT)",
+    """Trajectories by task or group, outcome, split, policy step, text, reward, day of opening (UTC) and the person
+    whom their metadata names. `waits_until`: the time (UTC) until which the group of a run with the outcome `waits`
+    waits for feedback; `None` where no such time is known."""
+    by_reward = (query.get("sort") or "").endswith("reward") or query.get("least") or query.get("most")
+    outcomes = {"waits": _UNDECIDED, "scored": f"outcome = 'scored' AND NOT ({_UNDECIDED})"}
+    page = listed(
+        history, query, _REWARDED if by_reward else "trajectories", _COLUMNS, key="trajectory", choices=_CHOICES,
+        model="model = $model", split="split = $split", group="group_id = $group", task=TASK_OR_GROUP,
+        outcome=outcomes.get(query.get("outcome", ""), "outcome = $outcome"),
+        step="last_step = try_cast($step AS BIGINT)", text=_SAYS, least="reward >= $least::DOUBLE",
+        most="reward <= $most::DOUBLE", since="opened_at >= $since::DATE", until="opened_at < $until::DATE + 1",
+        user="json_extract_string(metadata, '$.subject') = $user",
     )  # fmt: skip
+    add_decisions(history, page["rows"])
+    return page
+
+
+def add_decisions(history: History, runs: list[Row]) -> None:
+    """Add to runs what was decided about their groups: the reward for training where the agent reported none. The
+    outcome of a run whose group is not decided is `waits`."""
+    groups = {run["group_id"] or run["trajectory"] for run in runs if run["reward"] is None}
+    rows = history.rows(
+        f"""SELECT project, model, group_id, trajectory, reward FROM rewards
+            WHERE branch = 'main' AND {one_of("group_id", groups)}
+            UNION ALL
+            SELECT project, model, "group", '', NULL FROM group_discarded
+            WHERE branch = 'main' AND {one_of('"group"', groups)}""",  # noqa: S608
+        numbered(groups),
+    ) if groups else []  # fmt: skip
+    rewards = {(row["project"], row["trajectory"]): row["reward"] for row in rows}
+    decided = {(row["project"], row["model"], row["group_id"]) for row in rows}
+    now, wait = datetime.now(UTC).replace(tzinfo=None), timedelta(seconds=history.config.feedback.wait_s)
+    for run in runs:
+        run["waits_until"] = None
+        if run["reward"] is not None:
+            continue
+        run["reward"] = rewards.get((run["project"], run["trajectory"]))
+        group = run["project"], run["model"], run["group_id"] or run["trajectory"]
+        if run["outcome"] == "scored" and group not in decided:
+            run["outcome"] = "waits"
+            run["waits_until"] = until if (until := run["completed_at"] + wait) > now else None
 
 
 def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
@@ -54,6 +104,7 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
         raise NotFoundError(
             f"There is no trajectory {name!r} in this history. It shows some seconds after it began."
         )
+    add_decisions(history, [run])
     calls = history.rows(
         """SELECT * EXCLUDE (prompt_ids) FROM exchanges
            WHERE trajectory = $trajectory AND seq >= $first AND seq < $after ORDER BY seq, choice""",
@@ -100,7 +151,7 @@ def _show_calls(history: History, run: Row, calls: list[Row], decode: Decode) ->
     for call in calls:
         sent = chat.sent(call["request"])
         call["messages"] = [chat.message(message) for message in chat.after(before, sent)]
-        if call["messages"] and call["messages"][0] == replied:
+        if call["messages"] and replied and chat.repeats(call["messages"][0], replied):
             del call["messages"][0]  # it stands as the reply of the call before
         call["earlier"] = len(sent) - len(call["messages"])
         call["tools"] = chat.part(chat.parsed(call["request"]), "tools") or []

@@ -42,7 +42,9 @@ _FOLLOW = """<!doctype html>
 """Answers a link on another site: the browser asks again, now from a page of the dashboard."""
 _BODY = 256 * 1024
 """Bytes of a form at most."""
-SECTIONS = ("store", "gateway", "models", "trainer", "ui")
+_SIDES = 6
+"""Runs and branches that are compared at most."""
+SECTIONS = ("store", "gateway", "models", "trainer", "feedback", "ui")
 """The settings of a run that the pages need."""
 
 Data = dict[str, Any]
@@ -71,7 +73,15 @@ class Dashboard:
             loader=FileSystemLoader(_HERE / "templates"), autoescape=select_autoescape(), undefined=StrictUndefined,
             trim_blocks=True, lstrip_blocks=True,
         )  # fmt: skip
-        filters = (texts.number, texts.when, texts.short, texts.pretty, texts.signed, texts.name)
+        filters = (
+            texts.number,
+            texts.when,
+            texts.short,
+            texts.pretty,
+            texts.signed,
+            texts.name,
+            texts.counted,
+        )
         self._templates.filters.update({filter_.__name__: filter_ for filter_ in filters}, code=_code)
         routes = [Route("/", self._home), Mount("/static", StaticFiles(directory=_HERE / "static"))]
         for name, load in _LISTS.items():
@@ -155,13 +165,14 @@ class Dashboard:
         def load() -> Data:
             runs = self._runs(key)
             here = Path(self._history.config.run_dir).name
-            sides = []
-            for number in ("a", "b"):
-                run, branch = query.get(f"run_{number}") or here, query.get(f"branch_{number}") or "main"
+            asked = (side.partition("/") for side in query.getlist("side") or [here])
+            sides = list(dict.fromkeys((run, branch or "main") for run, _, branch in asked))
+            if len(sides) > _SIDES:
+                raise PageError(400, f"{len(sides)} runs and branches: choose {_SIDES} at most.")
+            for run, _ in sides:
                 if run not in runs:
                     message = f"There is no run {run[:80]!r} beside this one that your key opens."
                     raise PageError(404, message)
-                sides.append((run, branch))
             with contextlib.ExitStack() as opened:
                 histories = {
                     run: self._history if run == here else opened.enter_context(
@@ -173,8 +184,12 @@ class Dashboard:
                     {**overview.curves(histories[run], {"branch": branch}), "run": runs[run].run_dir}
                     for run, branch in sides
                 ]
-                known = {run: overview.branches(history) for run, history in histories.items()}
-            return {"sides": shown, "runs": sorted(runs), "selection": sides, "branches": known}
+                choices = [
+                    f"{run}/{branch}" for run in sorted(runs)
+                    for branch in (overview.branches(histories[run]) if run in histories else ["main"])
+                ]  # fmt: skip
+            selection = [f"{run}/{branch}" for run, branch in sides]
+            return {"sides": shown, "runs": sorted(runs), "choices": choices, "selection": selection}
 
         return await self._answer(request, "compare", load)
 

@@ -4,7 +4,7 @@
 
 const REFRESH_MS = 10000;
 const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000];
-const STROKES = ["--curve", "--second"];
+const STROKES = ["--curve", "--second", "--third", "--fourth", "--fifth", "--sixth"];
 const drawn = new Map(); // element to its chart and the number of its series
 let sources = new Map();
 
@@ -23,13 +23,24 @@ function colour(name) {
 }
 
 function figure(value) {
-  return value === null || value === undefined ? "–" : String(Number(value.toPrecision(4)));
+  if (value === null || value === undefined) return "–";
+  const short = Number(value.toPrecision(4)), size = Math.abs(short);
+  return (size && size < 1e-3 ? short.toExponential() : String(short)).replaceAll("-", "−");
+}
+
+// The width of an axis that its longest label needs, in CSS pixels.
+function room(chart, labels, axis, cycle) {
+  const { _size, ticks, gap, font } = chart.axes[axis];
+  if (cycle > 1) return _size;
+  chart.ctx.font = font[0];
+  const widths = (labels ?? []).map((label) => chart.ctx.measureText(label).width / devicePixelRatio);
+  return Math.ceil(Math.max(32, ticks.size + gap + Math.max(0, ...widths) + 4));
 }
 
 function axes(time) {
   const line = { grid: { stroke: colour("--line"), width: 0.5 }, ticks: { stroke: colour("--line") }, stroke: colour("--quiet") };
   const whole = time ? {} : { incrs: WHOLE, values: (_, ticks) => ticks.map(String) };
-  return [{ ...line, ...whole }, { ...line, size: 64, values: (_, ticks) => ticks.map(figure) }];
+  return [{ ...line, ...whole }, { ...line, size: room, values: (_, ticks) => ticks.map(figure) }];
 }
 
 // "metrics.kl" of a row
@@ -71,10 +82,36 @@ function describe(element, name, values) {
   }
 }
 
+// Makes the steps of a chart selectable with the arrow keys; Enter opens the selected one.
+function selectable(element, open) {
+  const select = (index) => {
+    const { chart } = drawn.get(element), step = chart.data[0][index];
+    chart.setCursor({ left: chart.valToPos(step, "x"), top: chart.over.clientHeight / 2 });
+    const said = chart.series.map((one, i) => (one.class === "edge" ? "" : `${one.label} ${figure(chart.data[i][index])}`));
+    element.setAttribute("aria-valuenow", step);
+    element.setAttribute("aria-valuetext", said.filter(Boolean).join(", "));
+  };
+  element.setAttribute("role", "slider");
+  element.tabIndex = 0;
+  element.addEventListener("keydown", (event) => {
+    const { chart } = drawn.get(element), steps = chart.data[0], last = steps.length - 1;
+    const now = steps.indexOf(Number(element.getAttribute("aria-valuenow")));
+    const to = { ArrowLeft: now - 1, ArrowDown: now - 1, ArrowRight: now + 1, ArrowUp: now + 1, Home: 0, End: last }[event.key];
+    if (event.key === "Enter") open(steps[now]);
+    else if (to !== undefined) select(Math.min(Math.max(to, 0), last));
+    else return;
+    event.preventDefault();
+  });
+  return select;
+}
+
 // `lines`: label, values, stroke, and `low` and `high` where there is an interval. A line without neighbouring points
-// gets its intervals as whiskers, others as a band.
+// gets its intervals as whiskers, others as a band. Lines over steps connect the steps that have a value.
 function plot(element, xs, lines, { time = false, widest = Infinity } = {}) {
-  if (!lines.some((line) => line.values.some((value) => value !== null))) {
+  element.removeAttribute("aria-busy");
+  const empty = !lines.some((line) => line.values.some((value) => value !== null));
+  element.toggleAttribute("data-empty", empty);
+  if (empty) {
     element.textContent = "Nothing to draw yet.";
     return;
   }
@@ -88,19 +125,21 @@ function plot(element, xs, lines, { time = false, widest = Infinity } = {}) {
     data.push(width > 1 ? smooth(line.values, width) : line.values);
     series.push({ label: line.label, stroke: line.stroke, width: 2 });
     if (!line.low) continue;
-    const alone = !line.values.some((value, i) => i && value !== null && line.values[i - 1] !== null && xs[i] - xs[i - 1] <= widest);
+    const alone = !line.values.some((value, i) => i && value !== null && line.values[i - 1] !== null && (!time || xs[i] - xs[i - 1] <= widest));
     const edge = { class: "edge", stroke: "transparent", points: { show: false } };
     data.push(line.high, line.low);
     series.push({ ...edge, label: "high" }, { ...edge, label: "low" });
     if (alone) whiskers.push({ stroke: line.stroke, high: data.length - 2, low: data.length - 1 });
     else if (width === 1) bands.push({ series: [data.length - 2, data.length - 1], fill: `${line.stroke}33` });
   }
-  const shown = withGaps(data, widest), known = drawn.get(element);
+  const shown = time ? withGaps(data, widest) : data, known = drawn.get(element);
   if (known && known.series === series.length && known.width === width) {
     known.chart.setData(shown);
     return;
   }
   element.replaceChildren();
+  const open = (step) => { if (Number.isInteger(step)) location.href = element.dataset.link + step; };
+  const few = (chart, i) => chart.data[i].filter((value) => value !== null && value !== undefined).length < chart.bbox.width / devicePixelRatio / 8;
   const height = element.classList.contains("small") ? 160 : 280;
   const whisker = (chart) => {
     for (const { stroke, high, low } of whiskers) {
@@ -120,20 +159,19 @@ function plot(element, xs, lines, { time = false, widest = Infinity } = {}) {
     width: element.clientWidth, height, axes: axes(time), bands, hooks: { draw: [whisker] },
     scales: { x: { time, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } },
     cursor: { sync: { key: time ? "time" : "step" } },
-    series: series.map((one, i) => (i ? { value: (_, value) => figure(value), spanGaps: false, ...one } : one)),
+    series: series.map((one, i) => (i ? { value: (_, value) => figure(value), spanGaps: !time, points: { show: few, size: 5 }, ...one } : one)),
   }, shown, element);
-  if (element.dataset.link) {
+  const select = element.dataset.link && (known?.select ?? selectable(element, open));
+  if (select) {
     chart.over.classList.add("linked");
-    chart.over.addEventListener("click", () => {
-      const step = chart.data[0][chart.cursor.idx];
-      if (Number.isInteger(step)) location.href = element.dataset.link + step;
-    });
+    chart.over.addEventListener("click", () => open(chart.data[0][chart.cursor.idx]));
   }
   if (!known) {
     new ResizeObserver(() => drawn.get(element).chart.setSize({ width: element.clientWidth, height })).observe(element);
   }
   known?.chart.destroy();
-  drawn.set(element, { chart, series: series.length, width });
+  drawn.set(element, { chart, series: series.length, width, select });
+  if (select && !element.hasAttribute("aria-valuenow")) element.setAttribute("aria-valuenow", xs[xs.length - 1]);
 }
 
 // One line for training and one for held-out runs, with intervals.
@@ -179,7 +217,7 @@ function draw() {
         element.setAttribute("aria-label", element.dataset.label);
         charts[element.dataset.chart](element, page);
       })
-      .catch((error) => { if (!drawn.has(element)) element.textContent = `The curve could not be loaded (${error.message}).`; });
+      .catch((error) => { element.removeAttribute("aria-busy"); if (!drawn.has(element)) element.textContent = `The curve could not be loaded (${error.message}).`; });
   }
 }
 

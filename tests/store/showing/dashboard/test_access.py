@@ -86,7 +86,7 @@ def test_runs_are_compared_with_those_that_the_key_opens(
     client = open_dashboard()
     assert client.get("/compare.json", headers=headers).json()["runs"] == sees
     for run in ("free", "mine", "theirs", "spoiled"):
-        answer = client.get(f"/compare.json?run_b={run}", headers=headers)
+        answer = client.get(f"/compare.json?side={run}/main", headers=headers)
         assert (run, answer.status_code) == (run, 200 if run in sees else 404)
 
 
@@ -198,7 +198,7 @@ def test_another_page_reads_nothing(client: TestClient, headers: dict[str, str],
     assert "another web page" in answer.text
 
 
-@pytest.mark.parametrize("path", ["groups?task=win", "compare?branch_a=main"])
+@pytest.mark.parametrize("path", ["groups?task=win", "compare?side=here/main"])
 def test_a_link_of_another_page_is_followed_by_the_dashboard_itself(client: TestClient, path: str) -> None:
     """The first answer is the same for all histories; the page is asked for by the browser again, from here."""
     headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}

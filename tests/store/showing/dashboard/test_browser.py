@@ -60,7 +60,7 @@ def page(browser: Browser, run: Living) -> Iterator[Page]:
 def whole(opened: Page, path: str) -> None:
     """Open a page and wait until its curves are there."""
     opened.goto(f"/{path}")
-    opened.wait_for_function("[...document.querySelectorAll('[data-chart]')].every(e => e.childNodes.length)")
+    opened.wait_for_selector("[data-chart][aria-busy]", state="detached")
 
 
 @pytest.mark.parametrize(("width", "colors"), [(360, "dark"), (1440, "light")])
@@ -79,6 +79,7 @@ def test_every_page_fits_and_axe_finds_nothing(
     papers = set()
     for path in PAGES:
         whole(opened, path)
+        opened.evaluate("document.querySelectorAll('details').forEach(folded => { folded.open = true })")
         opened.evaluate(AXE)
         violations = opened.evaluate("axe.run({resultTypes: ['violations'], preload: false})")["violations"]
         found[path] = [(v["id"], v["nodes"][0]["html"]) for v in violations]
@@ -139,10 +140,13 @@ def test_a_lineage_is_followed_from_a_checkpoint_to_tokens_and_back(page: Page) 
 def test_a_group_is_scored(page: Page, run: Living) -> None:
     where = f"group/{quote(GROUPS[1], safe='')}"
     page.goto(f"/{where}")
+    assert page.locator("input:visible").count() == 0
+    page.click("text=Score the members yourself")
     page.fill("input[name^='score:'] >> nth=0", "0.75")
     page.fill("input[name^='comment:'] >> nth=0", "a good opening")
     page.click("text=Record the label")
     page.wait_for_url("**labeled=1")
+    page.click("text=Score the members yourself")
     for number in range(MEMBERS):
         page.fill(f"input[name^='score:'] >> nth={number}", str(number / (MEMBERS - 1)))
     page.click("text=Record the label")
@@ -159,7 +163,9 @@ def test_a_version_is_promoted_with_its_reason(page: Page, run: Living) -> None:
     run.until("decisions.json", lambda data: data["policies"][0]["version"] == f"{MODEL}@2")
     page.goto("/decisions")
     page.select_option("select[name=action]", "promote")
-    page.fill("input[name=version]", f"{MODEL}@1")
+    versions = page.locator("select[name=version] option").all_inner_texts()
+    assert versions == ["none", *(f"{MODEL}@{step}" for step in (2, 1, 0))]
+    page.select_option("select[name=version]", f"{MODEL}@1")
     page.fill("input[name=reason]", "the second step plays worse")
     page.click("text=Decide >> nth=-1")
     said = page.wait_for_selector("[role=status], [role=alert]")
@@ -209,7 +215,10 @@ def test_the_keyboard_does_everything(page: Page) -> None:
     assert {"Overview", "Decisions", "task", "Show", GROUPS[1]} <= set(seen)
     page.keyboard.press("Enter")
     page.wait_for_url("**/group/**")
-    page.locator("input[name^='score:']").first.focus()
+    page.locator("summary >> text=Score the members").focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
     page.keyboard.type("1")
     page.keyboard.press("Enter")
     page.wait_for_url("**labeled=1")

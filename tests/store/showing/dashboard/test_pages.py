@@ -131,9 +131,15 @@ def test_the_judges_page_compares_it_with_people(client: TestClient) -> None:
 
 def test_two_runs_are_compared(open_dashboard: Open, run_dir: Path) -> None:
     fill(run_dir.parent / "other", run_of_one_step()[:2])
-    page = open_dashboard().get("/compare.json?run_b=other").json()
-    assert [side["counts"]["calls"] for side in page["sides"]] == [4, 1]
+    fill(run_dir, [checkpoint(1, branch="stricter")])
+    client = open_dashboard()
+    chosen = "side=here/main&side=other/main&side=here/stricter"
+    page = client.get(f"/compare.json?{chosen}&side=here").json()
+    assert [side["counts"]["calls"] for side in page["sides"]] == [4, 1, 4]  # none with itself
     assert page["runs"] == ["here", "other"]
+    assert page["choices"] == ["here/main", "here/stricter", "other/main"]
+    assert client.get(f"/compare?{chosen}").text.count(" checked>") == 3
+    assert "Choose one more" in client.get("/compare").text
 
 
 @pytest.mark.parametrize(
@@ -144,10 +150,11 @@ def test_two_runs_are_compared(open_dashboard: Open, run_dir: Path) -> None:
         ("trajectories?step=x", 400), ("trajectory/t0?from=x", 400), ("event/group.scored/99", 404),
         ("event/groups/1", 404), ("event/sqlite_master/1", 404),
         ("overview?model=nope", 404), ("overview.json?branch=nope", 404), ("numbers?model=nope", 404),
-        ("compare?branch_a=nope", 404), ("trajectories?page=99999999999", 400), ("trajectories?outcome=lost", 400),
+        ("compare?side=here/nope", 404), ("trajectories?page=99999999999", 400), ("trajectories?outcome=lost", 400),
         ("groups?split=test", 400),
         ("groups?signal=maybe", 400), ("groups?reason=boring", 400), ("groups?reason=no_variance", 200),
-        ("compare?run_b=../here", 404), ("compare?run_b=none", 404), ("static/../server.py", 404),
+        ("compare?side=../here", 404), ("compare?side=none", 404), ("static/../server.py", 404),
+        ("compare?" + "&".join(f"side=here/{i}" for i in range(7)), 400),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_said(client: TestClient, path: str, status: int) -> None:
@@ -314,7 +321,7 @@ def test_a_run_in_object_storage_is_compared(
     (run_dir.parent / "far").mkdir()
     save(other, run_dir.parent / "far" / SETTINGS)
     fill(open_lake(other), run_of_one_step()[:1])
-    page = open_dashboard().get("/compare.json?run_b=far").json()
+    page = open_dashboard().get("/compare.json?side=here/main&side=far/main").json()
     assert page["runs"] == ["far", "here"]
     assert [side["counts"]["opened"] for side in page["sides"]] == [2, 1]
 
