@@ -22,7 +22,8 @@ _COLUMNS = {
     "calls": "exchanges", "tokens": "sampled_tokens", "step": "last_step", "seconds": "duration_s",
 }  # fmt: skip
 _CHOICES = {"outcome": ("waits", "scored", "no_result", "masked", "open"), "split": ("train", "val")}
-_UNDECIDED = "outcome = 'scored' AND reward IS NULL AND (project, trajectory) IN (SELECT (project, trajectory) FROM waiting)"
+_UNDECIDED = """outcome = 'scored' AND reward IS NULL
+    AND (project, trajectory) IN (SELECT (project, trajectory) FROM waiting)"""
 """A run that ended without a reward, and whose group was neither scored nor discarded."""
 _REWARDED = """(
     SELECT t.* REPLACE (coalesce(t.reward, r.reward) AS reward) FROM trajectories t LEFT JOIN (
