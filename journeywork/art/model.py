@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypedDict, cast
+from typing import Any, Generic, Protocol, TypedDict, TypeVar
 
 import pydantic
 from openai import AsyncOpenAI
-from typing_extensions import TypeVar, Unpack
+from typing_extensions import Unpack
 
 from journeywork.art.dev import InternalModelConfig
 from journeywork.art.records import (
@@ -27,11 +27,8 @@ from journeywork.art.records import (
     with_sections,
 )
 from journeywork.art.training import batches_of
-from journeywork.art.trajectories import AnyGroup, Trajectory, as_groups
-from journeywork.art.types import TrainConfig, TrainSFTConfig
-
-if TYPE_CHECKING:
-    from journeywork.art.backend import RemoteBackend
+from journeywork.art.trajectories import AnyGroup, Trajectory, TrajectoryGroup, as_groups
+from journeywork.art.types import TrainConfig, TrainResult, TrainSFTConfig
 
 log = logging.getLogger("journeywork.art")
 
@@ -41,6 +38,24 @@ _TIMEOUT_S = 1200.0
 """A call may wait for an inference server that starts."""
 _RETRIES = 8
 """Enough to survive a restart of the gateway."""
+
+
+class Backend(Protocol):
+    """What a model needs of a backend."""
+
+    async def register(self, model: Any) -> None: ...
+
+    async def get_step(self, model: Any) -> int: ...
+
+    async def train(
+        self, model: Any, trajectory_groups: Iterable[AnyGroup], **options: Any
+    ) -> TrainResult: ...
+
+    async def train_sft(
+        self, model: Any, batches: Sequence[Sequence[Mapping[str, Any]]], rates: Sequence[float]
+    ) -> TrainResult: ...
+
+    async def log_validation(self, model: Any, trajectory_groups: Iterable[TrajectoryGroup]) -> None: ...
 
 
 class ModelFields(TypedDict, total=False):
@@ -66,7 +81,7 @@ class Model(pydantic.BaseModel, Generic[ModelConfig]):
     base_path: str = ".art"
     report_metrics: list[str] | None = None
 
-    _backend: Any = None
+    _backend: Backend | None = None
     _wandb_run: Any = None
     _measured: dict[str, StepMetrics] = pydantic.PrivateAttr(default_factory=dict)
     _began: float = pydantic.PrivateAttr(default_factory=time.monotonic)
@@ -192,22 +207,22 @@ class Model(pydantic.BaseModel, Generic[ModelConfig]):
 
     # -- backend ---------------------------------------------------------------------------------------------------
 
-    def backend(self) -> RemoteBackend:
+    def backend(self) -> Backend:
         """Return the backend that the model is registered with. Raises `ValueError` if there is none."""
         if self._backend is None:
             raise ValueError(
                 f"model {self.name!r} has no backend: call `await model.register(backend)` first"
             )
-        return cast("RemoteBackend", self._backend)
+        return self._backend
 
-    async def register(self, backend: RemoteBackend) -> None:
+    async def register(self, backend: Backend) -> None:
         """Connect the model with a backend."""
         self._backend = backend
         await backend.register(self)
 
     async def get_step(self) -> int:
         """Return the step of the newest version; 0 for a model that is not trainable."""
-        return await self.backend().get_step(cast(Any, self)) if self.trainable else 0
+        return await self.backend().get_step(self) if self.trainable else 0
 
 
 class TrainableModel(Model[ModelConfig], Generic[ModelConfig]):

@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from journeywork.art.backend import RemoteBackend
-from journeywork.art.model import TrainableModel
+from journeywork.art.model import Backend, TrainableModel
 from journeywork.art.training import trains
 from journeywork.art.trajectories import Trajectory, TrajectoryGroup
 from journeywork.gathering import cancellation_as_failure
@@ -45,7 +44,7 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
     def __init__(
         self,
         model: TrainableModel[Any],
-        backend: RemoteBackend,
+        backend: Backend,
         rollout_fn: RolloutFn[ScenarioT, ConfigT],
         scenarios: AsyncIterator[ScenarioT] | Iterable[ScenarioT],
         config: ConfigT,
