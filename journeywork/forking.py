@@ -63,14 +63,14 @@ def checkpoints_folder(project: str, model: str, branch: str = "main") -> str:
     return "/".join(("checkpoints", *escaped))
 
 
-def versions_in(lake: str, folder: str = "checkpoints") -> Iterator[Version]:
-    """Return the versions below a folder of a lake, in no order. Blocks.
+def versions_in(lake: str) -> Iterator[Version]:
+    """Return the versions of a lake, in no order. Blocks.
 
     `lake` is the path of a folder or an `s3://` URL. Raises `OSError` if object storage cannot be read."""
     from pyarrow import fs  # not a dependency of the SDK alone; an installation has it
 
     files, root = fs.FileSystem.from_uri(lake)
-    selector = fs.FileSelector(f"{root}/{folder}", allow_not_found=True, recursive=True)
+    selector = fs.FileSelector(f"{root}/checkpoints", allow_not_found=True, recursive=True)
     for entry in files.get_file_info(selector):
         # The store writes the event last: a folder without it is a copy that was interrupted.
         if entry.base_name == EVENT:
@@ -99,9 +99,8 @@ def version_to_fork(
     *,
     branch: str = "main",
     step: int | None = None,
-    not_after: int | None = None,
 ) -> Version:
-    """Return the newest version with these names and this step, and none after `not_after`. Blocks.
+    """Return the newest version with these names and this step. Blocks.
 
     Raises `ForkError` if there is none, or if the names leave several models; `OSError` if the lake can't be read."""
     every = list(versions_in(lake))
@@ -112,7 +111,6 @@ def version_to_fork(
         and project in (None, version.project)
         and model in (None, version.model)
         and step in (None, version.step)
-        and (not_after is None or version.step <= not_after)
     ]
     models = sorted({version.name.rpartition("@")[0] for version in matching or every})
     if not matching or len(models) > 1:

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Literal, TypeVar, overload
+from typing import Any
 
-from journeywork.art.gathering import (
-    GatherContext,
-    gather_context_var,
-    gathering,
-    get_gather_context,
-    record_metrics,
-    set_gather_context,
-)
+from journeywork.art.progress import GatherContext, gathering, get_gather_context, set_gather_context
 from journeywork.art.trajectories import PendingGroup, Trajectory, TrajectoryGroup, cancel_all
 
 __all__ = [
     "GatherContext",
-    "gather_context_var",
     "gather_trajectories",
     "gather_trajectory_groups",
-    "get_gather_context",
-    "record_metrics",
     "set_gather_context",
     "wrap_group_awaitable",
-    "wrap_trajectories_awaitable",
 ]
-Played = TypeVar("Played", Trajectory, list[Trajectory])
 AfterEach = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup | list[TrajectoryGroup] | None]]
 
 
@@ -37,7 +25,6 @@ async def gather_trajectory_groups(
     pbar_desc: str | None = "gather",
     pbar_total_completion_tokens: bool = False,
     max_exceptions: int | float = 0,
-    max_metrics: int | None = None,
     after_each: AfterEach | None = None,
 ) -> list[TrajectoryGroup]:
     """Play groups concurrently. Returns them in their order.
@@ -58,7 +45,7 @@ async def gather_trajectory_groups(
             return []
         return after if isinstance(after, list) else [after]
 
-    with gathering(total, pbar_desc, max_exceptions, max_metrics):
+    with gathering(total, pbar_desc, max_exceptions):
         lists = await _all([play(group) for group in waiting])
     return [group for played in lists for group in played]
 
@@ -79,25 +66,6 @@ async def wrap_group_awaitable(awaitable: Awaitable[Any]) -> Any:
     return group
 
 
-async def wrap_trajectories_awaitable(
-    awaitable: Awaitable[Any],
-) -> Trajectory | list[Trajectory] | BaseException:
-    """Return a trajectory or a list of them, counted in the current context, or an exception that it allows."""
-    context = get_gather_context()
-    try:
-        played = await awaitable
-    except Exception as error:
-        if not context.allow():
-            raise
-        return error
-    if isinstance(played, Trajectory):
-        context.count(played)
-        return played
-    several = list(played)
-    context.count(*several)
-    return several
-
-
 async def _all(played: list[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Return the results. An exception is raised, and what is still played is cancelled."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in played]
@@ -107,37 +75,28 @@ async def _all(played: list[Coroutine[Any, Any, Any]]) -> list[Any]:
         await cancel_all(tasks)
 
 
-@overload
-async def gather_trajectories(
-    trajectories: Iterable[Awaitable[Played]],
-    *,
-    pbar_desc: str | None = "gather",
-    pbar_total_completion_tokens: bool = False,
-    max_exceptions: Literal[0] = 0,
-) -> list[Played]: ...
-
-
-@overload
-async def gather_trajectories(
-    trajectories: Iterable[Awaitable[Played]],
-    *,
-    pbar_desc: str | None = "gather",
-    pbar_total_completion_tokens: bool = False,
-    max_exceptions: int | float,
-) -> list[Played | BaseException]: ...
-
-
 async def gather_trajectories(
     trajectories: Iterable[Awaitable[Any]],
     *,
     pbar_desc: str | None = "gather",
     pbar_total_completion_tokens: bool = False,
     max_exceptions: int | float = 0,
-) -> Any:
+) -> list[Any]:
     """Play trajectories concurrently. Returns them in their order; an awaitable may also give several.
 
     Exceptions are returned in place of the trajectories, as far as `max_exceptions` allows (as in
     `gather_trajectory_groups`); one more is raised."""
     waiting = list(trajectories)
-    with gathering(len(waiting), pbar_desc, max_exceptions):
-        return await _all([wrap_trajectories_awaitable(item) for item in waiting])
+
+    async def play(awaitable: Awaitable[Any], context: GatherContext) -> Any:
+        try:
+            played = await awaitable
+        except Exception as error:
+            if not context.allow():
+                raise
+            return error
+        context.count(*([played] if isinstance(played, Trajectory) else played))
+        return played
+
+    with gathering(len(waiting), pbar_desc, max_exceptions) as context:
+        return await _all([play(item, context) for item in waiting])

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from openai.types.chat import ChatCompletion, ChatCompletionToolParam
 
-from journeywork.art.backend import UnsupportedError
+from journeywork.art.errors import UnsupportedError
 
 
 def freeze_tool_schema(tool: Any, fixed_args: dict[str, Any]) -> ChatCompletionToolParam:

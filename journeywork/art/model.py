@@ -6,57 +6,61 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Iterable
-from contextvars import Token
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypedDict, cast
+from typing import Any, Generic, Protocol, TypedDict, TypeVar
 
 import pydantic
 from openai import AsyncOpenAI
-from typing_extensions import TypeVar, Unpack
+from typing_extensions import Unpack
 
-from journeywork.art.backend import Backend
-from journeywork.art.metrics import MetricsBuilder
+from journeywork.art.dev import InternalModelConfig
 from journeywork.art.records import (
     SPLITS,
     RunFolder,
+    StepMetrics,
     counts,
     in_groups,
     merge,
-    scenario_ids,
+    open_wandb_run,
     summary,
     with_sections,
 )
-from journeywork.art.refused import METHODS, refuse_method, refusing
-from journeywork.art.supervised import batches_of
-from journeywork.art.tracking import WandbRun
-from journeywork.art.trajectories import AnyGroup, Trajectory, as_groups
-from journeywork.art.types import TrainConfig, TrainSFTConfig
+from journeywork.art.training import batches_of
+from journeywork.art.trajectories import AnyGroup, Trajectory, TrajectoryGroup, as_groups
+from journeywork.art.types import TrainConfig, TrainResult, TrainSFTConfig
 
-if TYPE_CHECKING:
-    from journeywork.art.dev import InternalModelConfig
-    from journeywork.art.dev import TrainSFTConfig as DevTrainSFTConfig
-
-__getattr__ = refusing(__name__)
 log = logging.getLogger("journeywork.art")
 
 ModelConfig = TypeVar("ModelConfig", bound="pydantic.BaseModel | None")
-StateType = TypeVar("StateType", bound="dict[str, Any]", default="dict[str, Any]")
 
-METRICS_BUILDER_STATE_KEY = "_metrics_builder_state"
-"""Key of the sums over all steps in a model's state."""
 _TIMEOUT_S = 1200.0
 """A call may wait for an inference server that starts."""
 _RETRIES = 8
 """Enough to survive a restart of the gateway."""
 
 
+class Backend(Protocol):
+    """What a model needs of a backend."""
+
+    async def register(self, model: Any) -> None: ...
+
+    async def get_step(self, model: Any) -> int: ...
+
+    async def train(
+        self, model: Any, trajectory_groups: Iterable[AnyGroup], **options: Any
+    ) -> TrainResult: ...
+
+    async def train_sft(
+        self, model: Any, batches: Sequence[Sequence[Mapping[str, Any]]], rates: Sequence[float]
+    ) -> TrainResult: ...
+
+    async def log_validation(self, model: Any, trajectory_groups: Iterable[TrajectoryGroup]) -> None: ...
+
+
 class ModelFields(TypedDict, total=False):
     """Further fields of a model."""
 
-    entity: str | None
-    id: str | None
-    run_id: str | None
     inference_api_key: str | None
     inference_base_url: str | None
     inference_model_name: str | None
@@ -64,14 +68,11 @@ class ModelFields(TypedDict, total=False):
     report_metrics: list[str] | None
 
 
-class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
+class Model(pydantic.BaseModel, Generic[ModelConfig]):
     """A model that a rollout calls. This class is for prompted models, with an OpenAI-compatible URL and its key."""
 
     name: str
     project: str
-    entity: str | None = None
-    id: str | None = None
-    run_id: str | None = None
     config: ModelConfig
     trainable: bool = False
     inference_api_key: str | None = None
@@ -80,14 +81,10 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
     base_path: str = ".art"
     report_metrics: list[str] | None = None
 
-    _backend: Any = None
-    _wandb: WandbRun | None = None
+    _backend: Backend | None = None
     _wandb_run: Any = None
-    """ART's slot of the run at Weights & Biases: programs put one of their own here."""
-    _builder: MetricsBuilder | None = None
+    _measured: dict[str, StepMetrics] = pydantic.PrivateAttr(default_factory=dict)
     _began: float = pydantic.PrivateAttr(default_factory=time.monotonic)
-    _rowed: tuple[int, float] = pydantic.PrivateAttr(default_factory=lambda: (-1, time.monotonic()))
-    """The last step with a row of the split `train`, and when the first of its rows was written."""
     _clients: weakref.WeakKeyDictionary[Any, AsyncOpenAI] = pydantic.PrivateAttr(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -96,11 +93,6 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
         self, *, name: str, project: str, config: ModelConfig | None = None, **fields: Unpack[ModelFields]
     ) -> None:
         super().__init__(name=name, project=project, config=config, **fields)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in METHODS:
-            refuse_method(self, name)
-        return super().__getattr__(name)  # type: ignore[misc]  # pydantic's, which type checkers don't see
 
     # -- inference -------------------------------------------------------------------------------------------------
 
@@ -147,39 +139,21 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
         name = self.inference_model_name or self.name
         return name if step is None else f"{name}@{step}"
 
-    def litellm_completion_params(self, step: int | None = None) -> dict[str, Any]:
-        """Return arguments for `litellm.completion`."""
-        name = self.get_inference_name(step)
-        return {
-            "model": f"hosted_vllm/{name}" if self.trainable else name,
-            "base_url": self.inference_base_url,
-            "api_key": self.inference_api_key,
-            "temperature": 1,
-        }
-
     # -- state and logs --------------------------------------------------------------------------------------------
 
     @property
     def _folder(self) -> RunFolder:
         return RunFolder(Path(self.base_path) / self.project / "models" / self.name)
 
-    def overwrite_state(self, state: StateType) -> None:
-        """Replace the state that is kept with the model, a JSON object."""
-        self._folder.write_state(state)
-
-    def write_state(self, state: StateType) -> None:
-        """The same as `overwrite_state`."""
-        self.overwrite_state(state)
-
-    def merge_state(self, state: dict[str, Any]) -> StateType:
-        """Merge an object into the kept state, at every depth. Returns the new state."""
-        merged = cast(StateType, merge(self.read_state() or {}, state))
-        self.overwrite_state(merged)
+    def merge_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Merge a JSON object into the state that is kept with the model, at every depth. Returns the new state."""
+        merged = merge(self.read_state() or {}, state)
+        self._folder.write_state(merged)
         return merged
 
-    def read_state(self) -> StateType | None:
+    def read_state(self) -> dict[str, Any] | None:
         """Return the kept state, or `None` if there is none."""
-        return cast("StateType | None", self._folder.read_state())
+        return self._folder.read_state()
 
     async def log(
         self,
@@ -195,76 +169,41 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
         section (`loss/`, `time/`, ...) or a split stay. They are also sent to Weights & Biases where the environment
         variable WANDB_API_KEY is set, unless `report_metrics` leaves out `wandb`.
         Captured trajectories of a trainable model are also recorded on the log as validation runs if `split` is `val`;
-        `train` records those that it trains. The row also holds what `metrics_builder` collected."""
+        `train` records those that it trains. The row also holds what `metrics_builder` measured."""
         at = step if step is not None else await self.get_step()
-        builder = self.metrics_builder("train").for_cost_context(
-            "eval" if split in ("val", "test") else split
-        )
-        items = list(trajectories or ())
-        groups = in_groups(items)
-        with builder.whole():
-            row = builder.split_off(metrics or {})
-            if trajectories is not None:
-                if split in SPLITS:
-                    counted = counts(groups, split)
-                    builder.split_off({n: v for n, v in counted.items() if n not in (metrics or {})})
-                row = summary(groups, builder.split_off) | row
-            if split == "train" and metrics is not None:
-                self._add_step_metrics(builder, at)
+        row: dict[str, float] = dict(metrics or {})
         if trajectories is not None:
+            items = list(trajectories)
+            groups = in_groups(items)
+            row = summary(groups) | (counts(groups, split) if split in SPLITS else {}) | row
             self._folder.write_trajectories(groups, split, at)
-            if split in SPLITS:
-                builder.add_data(scenario_ids=scenario_ids(groups))
             if self.trainable and self._backend is not None and split == "val":
-                await self._backend.log_validation(self, as_groups(items), split)
-        if measured := await builder.flush():
-            row |= measured
-            self.merge_state({METRICS_BUILDER_STATE_KEY: builder.state_dict()})
+                await self._backend.log_validation(self, as_groups(items))
+        row |= self.metrics_builder("eval" if split in ("val", "test") else split).take()
         if row:
             since = time.monotonic() - self._began
             row = with_sections(row, split) | {"training_step": at, "time/wall_clock_sec": since}
             self._folder.append_metrics(row, at)
             if self.report_metrics is None or "wandb" in self.report_metrics:
-                await asyncio.to_thread(self._tracked().log, row, at)
+                await asyncio.to_thread(self._send_to_wandb, row)
 
-    def metrics_builder(self, cost_context: str | None = None) -> MetricsBuilder:
-        """Return the builder of the metrics that the next row of `log` holds besides. Costs are `costs/<context>/...`;
-        the context `train` is for rows of the split `train`, `eval` for those of `val` and `test`."""
-        if self._builder is None:
-            self._builder = MetricsBuilder("train")
-            state: dict[str, Any] = self.read_state() or {}
-            self._builder.load_state_dict(state.get(METRICS_BUILDER_STATE_KEY, {}))
-        return self._builder if cost_context is None else self._builder.for_cost_context(cost_context)
-
-    def activate_metrics_context(self, cost_context: str) -> Token[MetricsBuilder]:
-        """Make a builder the one that `journeywork.art.metrics.track_api_cost` adds to."""
-        return self.metrics_builder(cost_context).activate()
-
-    def _add_step_metrics(self, builder: MetricsBuilder, step: int) -> None:
-        """Add the seconds since the step before had its first row, or since `register`, and the GPUs' cost in them."""
-        last, at = self._rowed
-        if last == step:
-            return  # the time since its first row is the next step's
-        self._rowed = (step, time.monotonic())
-        seconds = self._rowed[1] - at
-        price = getattr(self._backend, "gpu_cost_per_hour_usd", None)
-        builder.add_user_timing(step_wall_s=seconds)
-        if price is not None:
-            builder.add_cost("gpu", seconds * price / 3600)
+    def metrics_builder(self, context: str = "train") -> StepMetrics:
+        """Return what measures for the next row of `log`: `train` for the split `train`, `eval` for `val` and
+        `test`."""
+        return self._measured.setdefault(context, StepMetrics())
 
     def _get_wandb_run(self) -> Any:
-        return self._tracked().open()
+        if self._wandb_run is None:
+            self._wandb_run = open_wandb_run(self.project, self.name)
+        return self._wandb_run
 
-    def update_wandb_config(self, config: dict[str, Any]) -> None:
-        """Merge values into the configuration of the model's run at Weights & Biases."""
-        self._tracked().configure(config)
-
-    def _tracked(self) -> WandbRun:
-        if self._wandb is None:
-            self._wandb = WandbRun(self.project, self.entity, self.name)
-        if self._wandb_run is not None:
-            self._wandb.use(self._wandb_run)
-        return self._wandb
+    def _send_to_wandb(self, row: dict[str, float]) -> None:
+        """An error of Weights & Biases is a warning: a step that was trained is not lost to it."""
+        try:
+            if (run := self._get_wandb_run()) is not None:
+                run.log(row)
+        except Exception as error:  # noqa: BLE001 - wandb's errors have no common class
+            log.warning("the metrics of step %s are not at Weights & Biases: %s", row["training_step"], error)
 
     # -- backend ---------------------------------------------------------------------------------------------------
 
@@ -274,26 +213,19 @@ class Model(pydantic.BaseModel, Generic[ModelConfig, StateType]):
             raise ValueError(
                 f"model {self.name!r} has no backend: call `await model.register(backend)` first"
             )
-        return cast("Backend", self._backend)
+        return self._backend
 
     async def register(self, backend: Backend) -> None:
         """Connect the model with a backend."""
         self._backend = backend
         await backend.register(self)
-        self._rowed = (-1, time.monotonic())
 
     async def get_step(self) -> int:
         """Return the step of the newest version; 0 for a model that is not trainable."""
-        return await self.backend().get_step(cast(Any, self)) if self.trainable else 0
-
-    def safe_model_dump(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return `model_dump`, called with these arguments, with `config` as `None`: a config may hold anything, also
-        what no serializer takes."""
-        without = self.model_copy(update={"config": None})
-        return {**without.model_dump(*args, **kwargs), "config": None}
+        return await self.backend().get_step(self) if self.trainable else 0
 
 
-class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateType]):
+class TrainableModel(Model[ModelConfig], Generic[ModelConfig]):
     """A policy. `name` is the name of the model in the installation's settings."""
 
     base_model: str
@@ -315,13 +247,6 @@ class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateTy
         )
         self._internal_config = _internal_config
 
-    async def register(self, backend: Backend, _openai_client_config: dict[str, Any] | None = None) -> None:
-        """Connect the model with a backend. `_openai_client_config` has no effect: the inference server is the
-        installation's."""
-        if _openai_client_config:
-            log.warning("_openai_client_config has no effect: set vllm.* of the installation (docs/art.md)")
-        await super().register(backend)
-
     async def train(
         self,
         trajectory_groups: Iterable[AnyGroup],
@@ -339,20 +264,12 @@ class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateTy
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
         """Delete nothing: the trainer keeps the newest versions and the best by validation reward, and the lake every
-        one. Warns if no row of `log` has the metric, and raises nothing."""
-        best = self._folder.best_step(best_checkpoint_metric)
-        if best is None:
-            log.warning(
-                "delete_checkpoints: no row that model.log wrote has the metric %r", best_checkpoint_metric
-            )
-        else:
-            log.info("the best version by %s is %s", best_checkpoint_metric, self.get_inference_name(best))
+        one."""
 
     async def train_sft(
         self,
         trajectories: Iterable[Trajectory],
         config: TrainSFTConfig | None = None,
-        _config: DevTrainSFTConfig | None = None,
         verbose: bool = False,
     ) -> None:
         """Fine-tune the model on the assistant's messages of trajectories: one step, before, between or after steps of
@@ -369,4 +286,4 @@ class TrainableModel(Model[ModelConfig, StateType], Generic[ModelConfig, StateTy
         rates = (
             settings.learning_rate if isinstance(settings.learning_rate, list) else [settings.learning_rate]
         )
-        await cast(Any, self.backend()).train_sft(self, batches_of(chats, settings.batch_size), rates)
+        await self.backend().train_sft(self, batches_of(chats, settings.batch_size), rates)

@@ -1,11 +1,14 @@
-"""The folder of a model: its state, and what it logged, as JSON."""
+"""What a model logs: the JSON files of its folder, and its run at Weights & Biases."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -42,26 +45,12 @@ class RunFolder:
         row = {n: v for n, v in metrics.items() if v == v} | {"step": step, "recorded_at": time.time()}
         self._append(self.path / "history.jsonl", [row])
 
-    def best_step(self, metric: str) -> int | None:
-        """Return the step with the highest mean of a metric in `history.jsonl`, the latest of equals; `None` without a
-        row that has it."""
-        file = self.path / "history.jsonl"
-        values: dict[int, list[float]] = defaultdict(list)
-        for line in file.read_text("utf-8").splitlines() if file.exists() else ():
-            row = json.loads(line)
-            if isinstance(row.get(metric), int | float):
-                values[int(row["step"])].append(row[metric])
-        return max(values, key=lambda step: (fmean(values[step]), step), default=None)
-
     def write_trajectories(self, groups: Sequence[TrajectoryGroup], split: str, step: int) -> None:
         """Append groups to the file of their split and step."""
         rows = [
             {
                 "trajectories": [t.for_logging() for t in group.trajectories],
-                "exceptions": [e.model_dump() for e in group.exceptions],
-                "metadata": group.metadata,
-                "metrics": group.metrics,
-                "logs": group.logs,
+                **group.model_dump(include={"exceptions", "metadata", "metrics", "logs"}),
             }
             for group in groups
         ]
@@ -73,6 +62,35 @@ class RunFolder:
             out.writelines(json.dumps(row, default=str) + "\n" for row in rows)
 
 
+class StepMetrics:
+    """What a program measures between two rows of a split."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = defaultdict(float)
+
+    def activate_context(self) -> AbstractContextManager[None]:
+        """Return a block that does nothing: ART adds the costs of calls in it."""
+        return nullcontext()
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the seconds that the block takes."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._values[name] += time.monotonic() - began
+
+    def add_data(self, *, step_actor_tokens: int) -> None:
+        """Add a number of sampled tokens."""
+        self._values["data/step_actor_tokens"] += step_actor_tokens
+
+    def take(self) -> dict[str, float]:
+        """Return what was measured since the last call."""
+        values, self._values = self._values, defaultdict(float)
+        return dict(values)
+
+
 def in_groups(items: Sequence[Any]) -> list[TrajectoryGroup]:
     """Return what `model.log` was given as the groups whose means it logs: single trajectories are one group."""
     if items and all(isinstance(item, Trajectory | BaseException) for item in items):
@@ -80,12 +98,10 @@ def in_groups(items: Sequence[Any]) -> list[TrajectoryGroup]:
     return as_groups(items)
 
 
-def summary(
-    groups: Sequence[TrajectoryGroup], split_off: Callable[[Any], dict[str, float]]
-) -> dict[str, float]:
+def summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Return the mean reward, its mean standard deviation within groups, the share of exceptions, and the means of all
-    metrics that `split_off` returns: of trajectories over all trajectories, and as `group_<name>` of groups over the
-    groups that have trajectories."""
+    metrics: of trajectories over all trajectories, and as `group_<name>` of groups over the groups that have
+    trajectories."""
     values: dict[str, list[float]] = defaultdict(list)
     deviations: list[float] = []
     for group in groups:
@@ -94,10 +110,12 @@ def summary(
             deviations.append(pstdev(rewards))
         values["reward"] += rewards
         values["exception_rate"] += [0.0] * len(rewards) + [1.0] * len(group.exceptions)
-        for prefix, metrics in (("group_", group.metrics), *(("", t.metrics) for t in group.trajectories)):
-            for name, value in split_off(metrics).items():
-                if rewards:
-                    values[prefix + name].append(float(value))
+        if rewards:
+            for name, value in group.metrics.items():
+                values[f"group_{name}"].append(float(value))
+        for trajectory in group.trajectories:
+            for name, value in trajectory.metrics.items():
+                values[name].append(float(value))
     means = {name: fmean(numbers) for name, numbers in values.items() if numbers}
     return {**means, "reward_std_dev": fmean(deviations or [0.0])}
 
@@ -114,23 +132,12 @@ def counts(groups: Sequence[TrajectoryGroup], split: str) -> dict[str, float]:
 def step_metrics(metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Return the trainer's metrics of a step with the counts and the means (`train/<name>`) of all groups that it was
     given, in place of the trainer's, which are of the groups that it trained."""
-    means = with_sections(summary(groups, dict), "train")
+    means = with_sections(summary(groups), "train")
     return {
         **{name: value for name, value in metrics.items() if not name.startswith("train/")},
         **{name: value for name, value in means.items() if name.startswith("train/")},
         **counts(groups, "train"),
     }
-
-
-def scenario_ids(groups: Sequence[TrajectoryGroup]) -> list[str]:
-    """Return the scenarios that groups, or their first trajectories that name one, name in their metadata."""
-    ids = []
-    for group in groups:
-        named = (
-            m["scenario_id"] for m in (group.metadata, *(t.metadata for t in group)) if "scenario_id" in m
-        )
-        ids += [str(name) for name in list(named)[:1] if name is not None]
-    return ids
 
 
 def with_sections(metrics: Mapping[str, float], split: str) -> dict[str, float]:
@@ -149,3 +156,16 @@ def merge(into: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         before = merged.get(name)
         merged[name] = merge(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
     return merged
+
+
+def open_wandb_run(project: str, name: str) -> Any:
+    """Begin the run of a model at Weights & Biases, or go on where an earlier program left it. `None` without the
+    environment variable WANDB_API_KEY. Raises wandb's errors."""
+    if "WANDB_API_KEY" not in os.environ:
+        return None
+    wandb: Any = importlib.import_module("wandb")
+    run = wandb.init(project=project, name=name, id=name, resume="allow", reinit="create_new")
+    run.define_metric("training_step")
+    for prefix in (*SECTIONS, *SPLITS):  # curves over steps, so that rows of earlier ones may come later
+        run.define_metric(f"{prefix}/*", step_metric="training_step")
+    return run

@@ -1,8 +1,5 @@
-"""ART's backend for Tinker: here an installation trains and serves, as with `LocalBackend`."""
+"""ART's TinkerNative backend: here an installation trains and serves, as with `LocalBackend`."""
 
 from journeywork.art.local.backend import OtherBackend as TinkerNativeBackend
-from journeywork.art.refused import refusing
 
 __all__ = ["TinkerNativeBackend"]
-__getattr__ = refusing(__name__)
-__path__: list[str] = []  # so that an import of one of ART's submodules says what to do instead

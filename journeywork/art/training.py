@@ -1,18 +1,19 @@
-"""One training step of a backend: groups to the gateway, and the wait until the step is served."""
+"""One training step of a backend, of groups or of conversations: what goes to the gateway, and the wait until the step
+is served."""
 
 from __future__ import annotations
 
 import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 
 from journeywork.art.captured import NotCapturedError, is_captured, references_of
 from journeywork.art.gateway import Batch, Gateway, Member
 from journeywork.art.trajectories import Trajectory, TrajectoryGroup
+from journeywork.art.types import TrainResult
 from journeywork.trajectory import finite_number
 from journeywork.transport import GatewayUnavailableError, JourneyworkError, plain_errors
 
@@ -26,20 +27,13 @@ _STEP_S = 24 * 3600.0
 """How long the groups of a step may take to be scored and trained."""
 _POLL_S = 0.5
 """Time between two looks at the groups that are trained."""
+_AUTO_BATCH = 2
+"""ART's batch size of supervised fine-tuning, if none is chosen."""
+_MAX_UPDATES = 4096
 
 
 class TrainingError(Exception):
     """The groups were not trained, or the new version can't be served."""
-
-
-@dataclass
-class StepResult:
-    """What became of the groups."""
-
-    step: int
-    version: str
-    trained: bool
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def trains(group: TrajectoryGroup) -> bool:
@@ -93,7 +87,7 @@ async def send(
 
 async def train_groups(
     gateway: Gateway, model: str, groups: Sequence[TrajectoryGroup], settings: Mapping[str, Any]
-) -> StepResult:
+) -> TrainResult:
     """Train one step on `groups`, and return once the new version is served. `settings` of the trainer hold for this
     step, by their names below `trainer`.
 
@@ -134,7 +128,7 @@ async def train_groups(
     policy = await gateway.policy(model)
     if not batch["groups"]:
         log.warning("no step was trained: %s", _why_nothing_trains(groups))
-        return StepResult(int(policy["step"]), str(policy["version"]), trained=False)
+        return TrainResult(int(policy["step"]))
     return await await_step(gateway, model, batch["groups"])
 
 
@@ -161,13 +155,55 @@ async def record_groups(gateway: Gateway, model: str, groups: Iterable[Trajector
     await send(gateway, model, members, dict.fromkeys(members, ""), "val")
 
 
-async def await_step(gateway: Gateway, model: str, groups: Sequence[str]) -> StepResult:
+def batches_of(
+    chats: Sequence[Mapping[str, Any]], size: int | Literal["auto"]
+) -> list[list[Mapping[str, Any]]]:
+    """Return the conversations of each update."""
+    count = _AUTO_BATCH if size == "auto" else size
+    return [list(chats[i : i + count]) for i in range(0, len(chats), count)]
+
+
+async def train_chats(
+    gateway: Gateway, model: str, batches: Sequence[Sequence[Mapping[str, Any]]], rates: Sequence[float]
+) -> TrainResult:
+    """Take one step of an optimizer update per batch of conversations (`messages`, perhaps `tools`), and return once
+    the new version is served. `rates`: the learning rate of each update; of more updates, the last one.
+
+    Raises `ValueError` without a conversation or with more than 4,096 updates, and `TrainingError`."""
+    if not batches or not all(batches):
+        raise ValueError("train_sft: there is no trajectory to train on")
+    if len(batches) > _MAX_UPDATES:
+        raise ValueError(
+            f"train_sft: {len(batches)} updates in one call; at most {_MAX_UPDATES}, or larger batches"
+        )
+    batch_id = f"sft-{secrets.token_hex(6)}"
+    names = [f"{batch_id}-{number}" for number in range(len(batches))]
+    settings = {
+        "loss.type": "sft", "loss.weighting": "loss", "optimizer.epochs": 1, "optimizer.minibatches": len(names),
+        "optimizer.update_rates": list(rates),
+    }  # fmt: skip
+    batch = Batch(id=batch_id, groups=names, settings=settings)
+    members = {
+        name: [
+            Member(
+                id=f"{name}-{at}", exchanges=[], demonstration=dict(chat), reward=1.0, metrics={}, metadata={},
+                batch=batch,
+            )
+            for at, chat in enumerate(chats)
+        ]
+        for name, chats in zip(names, batches, strict=True)
+    }  # fmt: skip
+    await send(gateway, model, members, dict.fromkeys(names, ""), "train")
+    return await await_step(gateway, model, names)
+
+
+async def await_step(gateway: Gateway, model: str, groups: Sequence[str]) -> TrainResult:
     """Wait until every group was trained or discarded, and until the version that it was trained into is served."""
     waiting = set(groups)
     trained: dict[str, Any] = {}
     reasons: list[str] = []
 
-    async def settled() -> StepResult | None:
+    async def settled() -> TrainResult | None:
         for name in sorted(waiting):
             state = await gateway.group(name, model)
             if state["status"] == "waiting":
@@ -187,7 +223,7 @@ async def await_step(gateway: Gateway, model: str, groups: Sequence[str]) -> Ste
         policy = await gateway.policy(model)
         if not trained:
             log.warning("no step was trained, because every group was discarded: %s", "; ".join(reasons))
-            return StepResult(int(policy["step"]), str(policy["version"]), trained=False)
+            return TrainResult(int(policy["step"]))
         version = str(trained["version"])
         if version in policy["refused"]:
             raise TrainingError(f"{version} was trained and can't be served: {policy['refused'][version]}")
@@ -197,7 +233,7 @@ async def await_step(gateway: Gateway, model: str, groups: Sequence[str]) -> Ste
             decided = bool(policy["decision"] and policy["decision"]["version"])
             if not (decided and version in policy["loaded"]):
                 return None
-        return StepResult(step, version, trained=True, metrics=trained.get("metrics", {}))
+        return TrainResult(step, trained.get("metrics", {}), version)
 
     with anyio.move_on_after(_STEP_S):
         while True:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import collections.abc
 import inspect
-import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iterable, Iterator
-from contextlib import asynccontextmanager
-from datetime import datetime
+from collections.abc import Awaitable, Coroutine, Generator, Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeAlias, TypedDict, TypeGuard, cast, overload
 
@@ -18,7 +15,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from openai.types.chat.chat_completion import Choice
 from typing_extensions import Unpack
 
-from journeywork.art.gathering import get_gather_context
+from journeywork.art.progress import get_gather_context
 from journeywork.art.types import Messages, MessagesAndChoices, MetadataValue, Tools
 
 
@@ -59,26 +56,10 @@ class Trajectory(pydantic.BaseModel):
     metrics: dict[str, float | int | bool] = {}
     metadata: dict[str, MetadataValue] = {}
     logs: list[str] = []
-    start_time: datetime = pydantic.Field(default_factory=datetime.now, exclude=True)
 
     def log(self, message: str) -> None:
         """Add a line to `logs`."""
         self.logs.append(message)
-
-    def finish(self) -> Trajectory:
-        """Set the metric `duration` to the seconds since the trajectory was made, and return the trajectory."""
-        self.metrics["duration"] = (datetime.now() - self.start_time).total_seconds()
-        return self
-
-    @asynccontextmanager
-    async def track_duration(self, metric_name: str) -> AsyncIterator[None]:
-        """Add the seconds that the block takes to the metric `<metric_name>_duration`."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            name = f"{metric_name}_duration"
-            self.metrics[name] = self.metrics.get(name, 0.0) + time.monotonic() - began
 
     def messages(self) -> Messages:
         """Return the conversation as a request takes it."""
@@ -97,9 +78,6 @@ class Trajectory(pydantic.BaseModel):
             for message, item in zip(self.messages(), self.messages_and_choices, strict=True)
         ]
         return {**shown, "tools": self.tools, "logs": self.logs}
-
-    def __str__(self) -> str:
-        return f"Trajectory(reward={self.reward}, metrics={self.metrics}, metadata={self.metadata})"
 
 
 def get_messages(messages_and_choices: MessagesAndChoices) -> Messages:
@@ -211,29 +189,11 @@ class TrajectoryGroup(pydantic.BaseModel):
             logs=fields.get("logs") or [],
         )
 
-    def log(self, message: str) -> None:
-        """Add a line to `logs`."""
-        self.logs.append(message)
-
     def __iter__(self) -> Iterator[Trajectory]:  # type: ignore[override]  # of trajectories, as ART's interface has it
         return iter(self.trajectories)
 
     def __len__(self) -> int:
         return len(self.trajectories)
-
-    def __copy__(self) -> TrajectoryGroup:
-        return self._copy_with(list(self.trajectories))
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> TrajectoryGroup:
-        return self._copy_with([t.model_copy(deep=True) for t in self.trajectories])
-
-    def _copy_with(self, trajectories: list[Trajectory]) -> TrajectoryGroup:
-        """Return a copy of this group that holds `trajectories`. The copy has its own metadata, metrics and logs."""
-        copied = TrajectoryGroup(
-            trajectories, metadata=dict(self.metadata), metrics=dict(self.metrics), logs=list(self.logs)
-        )
-        copied.exceptions = list(self.exceptions)
-        return copied
 
 
 AnyGroup: TypeAlias = "TrajectoryGroup | list[Trajectory | BaseException] | list[Trajectory] | None"

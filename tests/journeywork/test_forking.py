@@ -6,12 +6,41 @@ import itertools
 from pathlib import Path
 
 import pytest
+from pyarrow import fs
 
 from journeywork import forking
-from journeywork.forking import ForkError, settings_of, version_to_fork
+from journeywork.forking import ForkError, settings_of
 from pipeline import cli
 from pipeline.config import load
-from tests.journeywork.art.test_copies import add_version
+from pipeline.lake_files import ADAPTER, EVENT, checkpoint_folder
+from tests.store.conftest import object_store, s3_server
+from trainer.checkpoints.checkpoint import pack
+
+__all__ = ["object_store", "s3_server"]  # fixtures
+
+
+def add_version(
+    lake: Path,
+    project: str,
+    name: str,
+    step: int,
+    files: tuple[str, ...] = (ADAPTER, EVENT),
+    *,
+    branch: str = "main",
+) -> None:
+    folder = lake / checkpoint_folder(project, branch, name, step)
+    folder.mkdir(parents=True)
+    for file in files:  # the event is written last: without it, the copy is not whole
+        (folder / file).write_bytes(
+            pack(
+                {
+                    "adapter_config.json": b'{"r": 4, "lora_alpha": 8, "base_model_name_or_path": "b"}',
+                    "adapter_model.safetensors": b"%d" % step,
+                }
+            )
+            if file == ADAPTER
+            else b"%d" % step
+        )
 
 
 @pytest.fixture
@@ -54,6 +83,24 @@ def test_the_arguments_are_settings_that_up_takes_and_later_ones_win(
     assert (config.project, config.models[0].name, config.models[0].base) == ("p.1", "n", "b")
     assert config.models[0].start == f"{run / 'store'}#p.1/main/m@2"
     assert (config.trainer.lora.rank, config.trainer.lora.alpha) == (4, 8.0)
+
+
+@pytest.mark.parametrize("name", ["m", "qwen2.5", "Größe ~x"])
+def test_the_newest_whole_version_of_every_name_is_found(name: str, tmp_path: Path) -> None:
+    for step, files in ((1, (ADAPTER, EVENT)), (12, (ADAPTER, EVENT)), (13, (ADAPTER,))):
+        add_version(tmp_path, "p.1", name, step, files)
+    assert str(settings_of(str(tmp_path))["models.0.start"]).endswith("@12")
+
+
+def test_a_version_in_object_storage_is_a_source(
+    run: Path, object_store: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", object_store["s3_endpoint"])
+    bucket, root = fs.FileSystem.from_uri(object_store["dir"])
+    fs.copy_files(str(run / "store"), root, fs.LocalFileSystem(), bucket)
+    assert (
+        settings_of(f"{object_store['dir']}#m@2")["models.0.start"] == f"{object_store['dir']}#p.1/main/m@2"
+    )
 
 
 def test_names_with_a_slash_are_escaped(tmp_path: Path) -> None:
@@ -120,8 +167,6 @@ def test_what_cannot_be_forked_is_said(run: Path, capsys: pytest.CaptureFixture[
         ForkError, match=r"no version that can be forked as \*/main/m@3; it has: p.1/main/m, p.1/tried/m"
     ):
         settings_of(f"{lake}#m@3")
-    with pytest.raises(ForkError, match="no version"):
-        version_to_fork(lake, not_after=0)
     add_version(run / "store", "p.1", "other", 1)
     with pytest.raises(ForkError, match=r"several models .* p.1/main/m, p.1/main/other"):
         settings_of(lake)

@@ -4,50 +4,81 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import json
+import ssl
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from journeywork.art.auto_trajectory import capture_auto_trajectory
+import httpx
+from openai import DefaultAsyncHttpxClient, DefaultHttpxClient
+
+from journeywork.art.langgraph.conversations import add_call
 from journeywork.art.model import Model
-from journeywork.art.refused import refusing
 from journeywork.art.trajectories import Trajectory
 
 if TYPE_CHECKING:
     from langchain_openai import ChatOpenAI
-__getattr__ = refusing(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T", bound=Trajectory)
 
-_model: contextvars.ContextVar[Model[Any, Any] | None] = contextvars.ContextVar(
-    "langgraph_model", default=None
-)
+
+class _Rollout:
+    """A rollout that plays: its model, the trajectory of its calls, and the connections of its chat models."""
+
+    def __init__(self, model: Model[Any]) -> None:
+        self.model, self.captured, self.connections = model, Trajectory(), AsyncExitStack()
+
+    def clients(self) -> tuple[DefaultHttpxClient, DefaultAsyncHttpxClient]:
+        """Return a blocking and an asynchronous client whose answers are captured. They read an answer to its end
+        before they hand it on, a stream too."""
+
+        def read(response: Any) -> None:
+            self._capture(response, response.read())
+
+        async def read_later(response: Any) -> None:
+            self._capture(response, await response.aread())
+
+        blocking = DefaultHttpxClient(verify=_tls(), event_hooks={"response": [read]})
+        waiting = DefaultAsyncHttpxClient(verify=_tls(), event_hooks={"response": [read_later]})
+        self.connections.callback(blocking.close)
+        self.connections.push_async_callback(waiting.aclose)
+        return blocking, waiting
+
+    def _capture(self, response: Any, body: bytes) -> None:
+        if response.status_code == 200 and response.request.url.path.endswith("/chat/completions"):
+            add_call(self.captured, json.loads(response.request.content), body)
 
 
-def wrap_rollout(model: Model[Any, Any], fn: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return httpx.create_ssl_context()  # 10 ms
+
+
+_playing: contextvars.ContextVar[_Rollout | None] = contextvars.ContextVar("langgraph_rollout", default=None)
+
+
+def wrap_rollout(model: Model[Any], fn: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     """Return `fn` with the calls of its chat models in the trajectory that it returns.
 
-    Within `fn`, `init_chat_model` makes chat models of `model`. If the trajectory that `fn` returns has no messages, it
-    gets the conversations of these calls: the first one as `messages_and_choices`, the others as
-    `additional_histories`."""
+    Within `fn`, `init_chat_model` makes chat models of `model`, whose connections end with `fn`. If the trajectory that
+    `fn` returns has no messages, it gets the conversations of these calls: the first one as `messages_and_choices`, the
+    others as `additional_histories`."""
 
     @functools.wraps(fn)
     async def rollout(*args: P.args, **kwargs: P.kwargs) -> T:
-        returned: list[T] = []
-
-        async def run() -> None:
-            returned.append(await fn(*args, **kwargs))
-
-        token = _model.set(model)
+        playing = _Rollout(model)
+        token = _playing.set(playing)
         try:
-            captured = await capture_auto_trajectory(run())
+            async with playing.connections:
+                trajectory = await fn(*args, **kwargs)
         finally:
-            _model.reset(token)
-        (trajectory,) = returned
+            _playing.reset(token)
         if not trajectory.messages_and_choices:
-            trajectory.messages_and_choices = captured.messages_and_choices
-            trajectory.additional_histories += captured.additional_histories
-            trajectory.tools = captured.tools
+            trajectory.messages_and_choices = playing.captured.messages_and_choices
+            trajectory.additional_histories += playing.captured.additional_histories
+            trajectory.tools = playing.captured.tools
         return trajectory
 
     return rollout
@@ -62,9 +93,12 @@ def init_chat_model(
     `ChatOpenAI`. Raises `RuntimeError` outside of `wrap_rollout`."""
     from langchain_openai import ChatOpenAI
 
-    served = _model.get()
-    if served is None:
+    playing = _playing.get()
+    if playing is None:
         raise RuntimeError("init_chat_model must be called in a function that wrap_rollout wraps")
-    address = {"base_url": served.inference_base_url, "api_key": served.inference_api_key}
-    options = {"model": model or served.get_inference_name(), "max_retries": 8, **address, **kwargs}
+    served, (blocking, waiting) = playing.model, playing.clients()
+    options: dict[str, Any] = {
+        "model": model or served.get_inference_name(), "max_retries": 8, "base_url": served.inference_base_url,
+        "api_key": served.inference_api_key, "http_client": blocking, "http_async_client": waiting, **kwargs,
+    }  # fmt: skip
     return ChatOpenAI(**options)

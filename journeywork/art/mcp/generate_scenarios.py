@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from journeywork.art.mcp.types import GeneratedScenario, GeneratedScenarioCollection, MCPResource, MCPTool
 from journeywork.scenarios import Writer, write_scenarios
+
+log = logging.getLogger("journeywork.art")
 
 _DESCRIPTION = """\
 It has the tools and resources of a server.
@@ -27,7 +30,9 @@ Resources:
 
 def preview_scenarios(scenarios: Sequence[Mapping[str, Any]], n: int = 5) -> None:
     """Log the first `n` of these scenarios. Raises `KeyError` for one without `task` or `difficulty`."""
-    GeneratedScenarioCollection.from_dicts(scenarios[:n]).preview(n)
+    for number, scenario in enumerate(scenarios[:n], 1):
+        task = str(scenario["task"])
+        log.info("%d. %.120s (difficulty %d)", number, task, scenario["difficulty"])
 
 
 async def generate_scenarios(
@@ -61,5 +66,5 @@ async def generate_scenarios(
     scenarios = await write_scenarios(writer, description, num_scenarios)
     collection = GeneratedScenarioCollection([GeneratedScenario(s.task, s.difficulty) for s in scenarios])
     if show_preview:
-        collection.preview()
+        preview_scenarios(collection.to_dicts())
     return collection

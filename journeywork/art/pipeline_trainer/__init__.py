@@ -5,15 +5,6 @@
 | `trainer` | `PipelineTrainer` |
 """
 
-from journeywork.art.pipeline_trainer.trainer import (
-    EvalFn,
-    PipelineTrainer,
-    RolloutFn,
-    ScenarioT,
-    SingleRolloutFn,
-    make_group_rollout_fn,
-)
-from journeywork.art.refused import refusing
+from journeywork.art.pipeline_trainer.trainer import PipelineTrainer
 
-__getattr__ = refusing(__name__)
-__all__ = ["EvalFn", "PipelineTrainer", "RolloutFn", "ScenarioT", "SingleRolloutFn", "make_group_rollout_fn"]
+__all__ = ["PipelineTrainer"]

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import signal
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import nullcontext
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from journeywork.art.backend import Backend
-from journeywork.art.model import TrainableModel
+from journeywork.art.model import Backend, TrainableModel
 from journeywork.art.training import trains
 from journeywork.art.trajectories import Trajectory, TrajectoryGroup
 from journeywork.gathering import cancellation_as_failure
@@ -26,28 +21,15 @@ log = logging.getLogger("journeywork.art")
 ScenarioT = TypeVar("ScenarioT")
 ConfigT = TypeVar("ConfigT")
 RolloutFn: TypeAlias = Callable[[TrainableModel[Any], ScenarioT, ConfigT], Awaitable[TrajectoryGroup]]
-SingleRolloutFn: TypeAlias = Callable[[TrainableModel[Any], ScenarioT, ConfigT], Awaitable[Trajectory]]
 Evaluated: TypeAlias = "list[Trajectory | TrajectoryGroup] | list[Trajectory] | list[TrajectoryGroup]"
 EvalFn: TypeAlias = Callable[
     [TrainableModel[Any], int, ConfigT], Awaitable["Evaluated | dict[str, Evaluated]"]
 ]
 
-PIPELINE_STATE_KEY = "_pipeline_trainer"
+_STATE = "_pipeline_trainer"
 """Key of what is played and evaluated in a model's state."""
-_LOGGED = 50
-"""Groups without different rewards of which a step logs the trajectories."""
-
-
-def make_group_rollout_fn(
-    single_rollout_fn: SingleRolloutFn[ScenarioT, ConfigT], n: int = 4
-) -> RolloutFn[ScenarioT, ConfigT]:
-    """Return a function that plays a scenario `n` times. Exceptions are kept in the group."""
-
-    async def play(model: TrainableModel[Any], scenario: ScenarioT, config: ConfigT) -> TrajectoryGroup:
-        attempts = (single_rollout_fn(model, scenario, config) for _ in range(n))
-        return TrajectoryGroup(await asyncio.gather(*attempts, return_exceptions=True))
-
-    return play
+_MOST_EQUAL = 100
+"""Groups with equal rewards since the last step, by `min_batch_size`, at which training ends."""
 
 
 class PipelineTrainer(Generic[ScenarioT, ConfigT]):
@@ -55,9 +37,9 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
     `max_batch_size` groups. A group begins only with a version that is at most `max_steps_off_policy` steps before the
     step that is trained, and is left out if it became older.
 
-    It ends after `max_steps` steps, with the scenarios, or when `discard_queue_multiplier * min_batch_size` groups
-    since the last step had equal rewards; the others since then are a last step. A trainer that is made anew
-    goes on with the next scenario (`resume`)."""
+    It ends after `max_steps` steps, with the scenarios, or when 100 times `min_batch_size` groups since the last step
+    had equal rewards; the others since then are a last step. A trainer that is made anew goes on with the next
+    scenario."""
 
     def __init__(
         self,
@@ -72,94 +54,56 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
         min_batch_size: int = 4,
         max_batch_size: int | None = None,
         max_steps_off_policy: int = 4,
-        queue_maxsize: int | None = None,
         learning_rate: float = 1e-5,
         max_steps: int | None = None,
-        discard_queue_multiplier: int = 100,
         eval_every_n_steps: int = 20,
         eval_at_start: bool = True,
-        resume: bool = True,
-        log_interval_seconds: float = 60.0,
-        status_ewa_alpha: float = 0.2,
         total_scenarios: int | None = None,
-        checkpoint_retention_strategy: Any = None,
-        checkpoint_retention_interval: int = 1,
         **options: Any,
     ) -> None:
-        """`options` are those of `backend.train`, such as `loss_fn`. Those of the status line and of the retention of
-        checkpoints have no effect: the progress is what `model.log` writes, and `trainer.keep_checkpoints` of the
-        installation says how many versions it keeps. Raises `ValueError` for a value out of range."""
+        """`options` are those of `backend.train`, such as `loss_fn`. `total_scenarios` has no effect: the progress is
+        what `model.log` writes. Raises `ValueError` for a value out of range."""
         most = max_batch_size if max_batch_size is not None else 10 * min_batch_size
-        room = queue_maxsize if queue_maxsize is not None else max(1, max_steps_off_policy * most)
-        for name, value in (
-            ("num_rollout_workers", num_rollout_workers), ("min_batch_size", min_batch_size), ("queue_maxsize", room),
-            ("discard_queue_multiplier", discard_queue_multiplier),
-        ):  # fmt: skip
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if (
-            most < min_batch_size
-            or max_steps_off_policy < 0
-            or eval_every_n_steps < 0
-            or (max_steps or 0) < 0
-        ):
+        if num_rollout_workers < 1 or min_batch_size < 1 or most < min_batch_size:
             raise ValueError(
-                "max_batch_size must be at least min_batch_size, and max_steps_off_policy, eval_every_n_steps and "
-                "max_steps at least 0"
+                "num_rollout_workers and min_batch_size must be at least 1, and max_batch_size at least min_batch_size"
             )
+        if max_steps_off_policy < 0 or eval_every_n_steps < 0 or (max_steps or 0) < 0:
+            raise ValueError("max_steps_off_policy, eval_every_n_steps and max_steps must be at least 0")
         self.model, self.backend, self.rollout_fn, self.config = model, backend, rollout_fn, config
         self.eval_fn, self.eval_every_n_steps, self.eval_at_start = eval_fn, eval_every_n_steps, eval_at_start
-        self.max_steps, self.max_steps_off_policy, self.resume = max_steps, max_steps_off_policy, resume
-        self._workers, self._sizes, self._room = num_rollout_workers, (min_batch_size, most), room
-        self._options = {
-            "learning_rate": learning_rate,
-            **{n: v for n, v in options.items() if v is not None},
-        }
-        self._most_equal = discard_queue_multiplier * min_batch_size
+        self.max_steps, self.max_steps_off_policy = max_steps, max_steps_off_policy
+        self._workers, self._sizes = num_rollout_workers, (min_batch_size, most)
+        self._options = {"learning_rate": learning_rate, **options}
         self._scenarios, self._drawing = _iterate(scenarios), anyio.Lock()
-        self._equal: list[TrajectoryGroup] = []
-        self._drawn = self._evaluated = self._step = self._stale = 0
-        self._playing = anyio.CancelScope()
+        self._drawn = self._evaluated = self._step = self._stale = self._equal = 0
         self._served = anyio.Event()
         """Set unless a step is trained whose version the next groups have to begin with."""
 
-    async def train(self, *, handle_signals: bool = True) -> None:
-        """Play, train and evaluate until the end. With `handle_signals`, SIGINT and SIGTERM end it as `request_stop`
-        does. Only the main thread can receive signals, so `handle_signals` has no effect in another.
+    async def train(self) -> None:
+        """Play, train and evaluate until the end.
 
         What `rollout_fn` raises is logged, and its scenario left out. A group that it returns with exceptions only
         ends the training with `RuntimeError`. Raises what `backend.train` raises."""
-        receives = handle_signals and threading.current_thread() is threading.main_thread()
         self._step = await self.model.get_step()
-        state = (self.model.read_state() or {}).get(PIPELINE_STATE_KEY, {}) if self.resume else {}
+        state = (self.model.read_state() or {}).get(_STATE, {})
         self._evaluated = int(state.get("last_eval_step", self._step))
         while self._drawn < int(state.get("scenario_offset", 0)) and await self._next() is not None:
             pass
-        put, played = anyio.create_memory_object_stream[TrajectoryGroup](self._room)
+        room = max(1, self.max_steps_off_policy * self._sizes[1])
+        put, played = anyio.create_memory_object_stream[TrajectoryGroup](room)
         due, evaluations = anyio.create_memory_object_stream[int](float("inf"))
-        stops = anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) if receives else nullcontext(None)
-        with plain_errors(Exception), stops as signals:
+        with plain_errors(Exception):
             async with anyio.create_task_group() as evaluating, due:
                 evaluating.start_soon(self._evaluate, evaluations)
                 if self.eval_at_start:
                     due.send_nowait(self._step)
-                async with anyio.create_task_group() as tg, put, played:
-                    if signals is not None:
-                        tg.start_soon(self._stop_at, signals)
-                    tg.start_soon(self._play_all, put.clone())
+                async with anyio.create_task_group() as playing, put, played:
+                    for _ in range(self._workers):
+                        playing.start_soon(self._play, put.clone())
                     put.close()
                     await self._train(played, due)
-                    tg.cancel_scope.cancel()
-
-    def request_stop(self) -> None:
-        """End after one more step, of at most `max_batch_size` of the groups that were played. The other groups are
-        left out."""
-        self._playing.cancel()
-
-    async def _stop_at(self, signals: AsyncIterator[signal.Signals]) -> None:
-        async for caught in signals:
-            log.warning("%s: ending after one more step, of groups that were played", caught.name)
-            self.request_stop()
+                    playing.cancel_scope.cancel()
 
     # -- playing -----------------------------------------------------------------------------------------------------
 
@@ -170,37 +114,29 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                 return scenario
         return None
 
-    async def _play_all(self, put: MemoryObjectSendStream[TrajectoryGroup]) -> None:
-        """Play until the scenarios end or a stop is requested. Closes `put` then, and without further groups `_train`
-        ends too."""
-        async with put:
-            with self._playing:
-                async with anyio.create_task_group() as tg:
-                    for _ in range(self._workers):
-                        tg.start_soon(self._play, put)
-
     async def _play(self, put: MemoryObjectSendStream[TrajectoryGroup]) -> None:
-        while (scenario := await self._next()) is not None:
-            await self._served.wait()
-            version = self._step
-            try:
-                builder = self.model.metrics_builder("train")
-                measured = builder.measure("time/step_actor_s")
-                with builder.activate_context(), measured, cancellation_as_failure("the rollout"):
-                    group = await self.rollout_fn(self.model, scenario, self.config)
-            except Exception:
-                log.exception("a rollout failed; its scenario is left out: %r", scenario)
-                continue
-            described = scenario.get("metadata") if isinstance(scenario, dict) else None
-            for name, value in (described or {}).items():
-                if isinstance(value, str | int | float | bool | None):
-                    group.metadata[name if name == "scenario_id" else f"scenario_{name}"] = value
-            for trajectory in group.trajectories:
-                if trajectory.initial_policy_version is None:
-                    trajectory.initial_policy_version = version
-                if trajectory.final_policy_version is None:
-                    trajectory.final_policy_version = self._step
-            await put.send(group)
+        """Play until the scenarios end. `_train` ends when every worker has closed its `put`."""
+        async with put:
+            while (scenario := await self._next()) is not None:
+                await self._served.wait()
+                version = self._step
+                try:
+                    measured = self.model.metrics_builder("train").measure("time/step_actor_s")
+                    with measured, cancellation_as_failure("the rollout"):
+                        group = await self.rollout_fn(self.model, scenario, self.config)
+                except Exception:
+                    log.exception("a rollout failed; its scenario is left out: %r", scenario)
+                    continue
+                described = scenario.get("metadata") if isinstance(scenario, dict) else None
+                for name, value in (described or {}).items():
+                    if isinstance(value, str | int | float | bool | None):
+                        group.metadata[name if name == "scenario_id" else f"scenario_{name}"] = value
+                for trajectory in group.trajectories:
+                    if trajectory.initial_policy_version is None:
+                        trajectory.initial_policy_version = version
+                    if trajectory.final_policy_version is None:
+                        trajectory.final_policy_version = self._step
+                await put.send(group)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -208,11 +144,12 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
         self, played: MemoryObjectReceiveStream[TrajectoryGroup], due: MemoryObjectSendStream[int]
     ) -> None:
         last = None if self.max_steps is None else self._step + self.max_steps
-        while last is None or self._step < last:
+        is_last = False
+        while not is_last and (last is None or self._step < last):
             self._served.set()
-            waited = time.monotonic()
+            waited, self._equal = time.monotonic(), 0
             batch = await self._batch(played)
-            began, is_last = time.monotonic(), self._playing.cancel_called
+            began, is_last = time.monotonic(), self._equal >= self._most_equal
             if not batch:
                 break
             if not self.max_steps_off_policy:
@@ -228,7 +165,6 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                 **result.metrics,
             }
             await self.model.log(batch, split="train", step=self._step, metrics=metrics)
-            await self._log_equal()
             if self.eval_every_n_steps and self._step - self._evaluated >= self.eval_every_n_steps:
                 due.send_nowait(self._step)
                 self._evaluated = self._step
@@ -237,21 +173,17 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                 "training_step": self._step,
                 "last_eval_step": self._evaluated,
             }
-            self.model.merge_state({PIPELINE_STATE_KEY: state})
-            if is_last:
-                break
-        await self._log_equal()
+            self.model.merge_state({_STATE: state})
 
-    async def _log_equal(self) -> None:
-        if self._equal:
-            await self.model.log(self._equal[:_LOGGED], split="discarded", step=self._step)
-            self._equal.clear()
+    @property
+    def _most_equal(self) -> int:
+        return _MOST_EQUAL * self._sizes[0]
 
     async def _batch(self, played: MemoryObjectReceiveStream[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """Return the groups of a step. Empty or smaller than `min_batch_size` at the end."""
         least, most = self._sizes
         batch: list[TrajectoryGroup] = []
-        while len(batch) < most:
+        while len(batch) < most and self._equal < self._most_equal:
             try:
                 group = played.receive_nowait() if len(batch) >= least else await played.receive()
             except (anyio.EndOfStream, anyio.WouldBlock):
@@ -266,15 +198,13 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
             elif trains(group):
                 batch.append(group)
             else:
-                self._equal.append(group)
-                if len(self._equal) >= self._most_equal:
-                    log.warning(
-                        "training ends: %d groups since the last step had equal rewards. Look at the reward, lower the "
-                        "learning rate, or raise discard_queue_multiplier",
-                        len(self._equal),
-                    )
-                    self.request_stop()
-                    break
+                self._equal += 1
+        if self._equal >= self._most_equal:
+            log.warning(
+                "training ends: %d groups since the last step had equal rewards. Look at the reward, or lower the "
+                "learning rate",
+                self._equal,
+            )
         return batch
 
     # -- evaluation --------------------------------------------------------------------------------------------------
@@ -285,16 +215,14 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                 if self.eval_fn is None:
                     continue
                 try:
-                    builder = self.model.metrics_builder("eval")
-                    measured = builder.measure("time/step_eval_s")
-                    with builder.activate_context(), measured, cancellation_as_failure("the evaluation"):
+                    measured = self.model.metrics_builder("eval").measure("time/step_eval_s")
+                    with measured, cancellation_as_failure("the evaluation"):
                         evaluated = await self.eval_fn(self.model, step, self.config)
                 except Exception:
                     log.exception("the evaluation of step %d failed", step)
                     continue
-                for split, items in (
-                    evaluated if isinstance(evaluated, dict) else {"val": evaluated}
-                ).items():
+                splits = evaluated if isinstance(evaluated, dict) else {"val": evaluated}
+                for split, items in splits.items():
                     groups = [item for item in items if isinstance(item, TrajectoryGroup)]
                     if alone := [item for item in items if isinstance(item, Trajectory)]:
                         groups.append(TrajectoryGroup(alone))

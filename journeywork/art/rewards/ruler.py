@@ -49,12 +49,6 @@ class TrajectoryScore(pydantic.BaseModel, extra="forbid"):
     score: float = pydantic.Field(ge=0, le=1)
 
 
-class Response(pydantic.BaseModel, extra="forbid"):
-    """The scores of a group."""
-
-    scores: list[TrajectoryScore]
-
-
 async def ruler(
     message_lists: Sequence[Sequence[ChatCompletionMessageParam]],
     judge_model: str = "openai/o3",
@@ -100,7 +94,7 @@ async def ruler_score_group(
     The former reward is the metric `independent_reward`, the score also `ruler_score`, and the explanation is the last
     line of `logs`. With `swallow_exceptions`, an error is logged and `None` is returned. Raises `ValueError` for a
     trajectory with additional histories, and as `ruler` does."""
-    scored = group.__deepcopy__()
+    scored = group.model_copy(deep=True)
     trajectories = scored.trajectories
     try:
         if any(trajectory.additional_histories for trajectory in trajectories):

@@ -2,15 +2,9 @@
 
 | module | contents |
 | --- | --- |
-| `backend` | `ServerlessBackend` |
+| `backend` | `ServerlessBackend`, where ART has it |
 """
 
-from typing import TYPE_CHECKING
-
-from journeywork.art.refused import refused_parts
-from journeywork.art.serverless.backend import ServerlessBackend
-
-if not TYPE_CHECKING:  # it would hide misspelt names from type checkers
-    __getattr__ = refused_parts(__name__)
+from journeywork.art.backend import ServerlessBackend
 
 __all__ = ["ServerlessBackend"]

@@ -12,8 +12,3 @@ def _write(kind: str, msg: object) -> None:
 
 
 info, step, ok, warn, err = (partial(_write, kind) for kind in ("INFO", "STEP", "OK", "WARN", "ERR"))
-
-
-def dim(msg: object) -> None:
-    """Write a message alone."""
-    sys.stdout.write(f"{msg}\n")

@@ -36,13 +36,6 @@ print(sorted(more & set({HEAVY!r})))
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_httpx_is_left_alone_until_something_is_captured() -> None:
-    done = run(
-        "import httpx as h; send = h.Client.send; import journeywork.art; print(h.Client.send is send)"
-    )
-    assert done.stdout.strip() == "True", done.stderr
-
-
 def test_without_openai_it_says_what_to_install() -> None:
     done = run("import sys; sys.modules['openai'] = None; import journeywork.art")
     assert "pip install './journeywork[art]'" in done.stderr

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,11 +22,11 @@ class Backend(local.LocalBackend):
 
     program = "import time; time.sleep(600)"
 
-    def command(self, run_dir: Path, model: local.AnyModel) -> list[str]:
+    def command(self, run_dir: Path, model: art.Model[Any]) -> list[str]:
         return [sys.executable, "-c", self.program]
 
 
-def model(tmp_path: Path) -> art.TrainableModel[None, None]:
+def model(tmp_path: Path) -> art.TrainableModel[None]:
     return art.TrainableModel(name="m", project="p", base_model="b", base_path=str(tmp_path))
 
 

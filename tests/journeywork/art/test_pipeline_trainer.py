@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import anyio
 import pytest
 
 import journeywork.art as art
-from journeywork.art.pipeline_trainer import PipelineTrainer, make_group_rollout_fn
+from journeywork.art.pipeline_trainer import PipelineTrainer
 from journeywork.art.types import TrainResult
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -41,7 +39,7 @@ class Backend:
         self.step += 1
         return TrainResult(self.step, {"loss": 0.5})
 
-    async def log_validation(self, model: Any, groups: Iterable[Any], split: str) -> None:
+    async def log_validation(self, model: Any, groups: Iterable[Any]) -> None:
         """Nothing."""
 
 
@@ -72,19 +70,20 @@ async def test_steps_are_trained_and_evaluated_and_the_next_trainer_goes_on(tmp_
     def trainer(**options: Any) -> PipelineTrainer[Any, Any]:
         return PipelineTrainer(
             model, backend, group, scenarios(), "config", evaluate, num_rollout_workers=1, min_batch_size=2,
-            max_batch_size=2, queue_maxsize=1, eval_every_n_steps=2, learning_rate=1e-4, loss_fn="ppo", **options,
+            max_batch_size=2, max_steps_off_policy=1, eval_every_n_steps=2, learning_rate=1e-4, loss_fn="cispo",
+            **options,
         )  # fmt: skip
 
     await trainer(max_steps=2).train()
     assert [len(batch) for batch in backend.batches] == [2, 2]
-    assert backend.options[0] == {"learning_rate": 1e-4, "loss_fn": "ppo"}
+    assert backend.options[0] == {"learning_rate": 1e-4, "loss_fn": "cispo"}
     assert evaluated == [(0, "config"), (2, "config")]
     first = backend.batches[0][0]
     assert first.metadata == {"scenario_id": 0, "scenario_kind": "x"}
     assert first.trajectories[0].initial_policy_version == 0
     played = model.read_state()["_pipeline_trainer"]["scenario_offset"]
     assert 4 <= played < 20
-    await trainer(eval_at_start=False).train(handle_signals=False)
+    await trainer(eval_at_start=False).train()
     assert backend.batches[2][0].metadata["scenario_id"] == played
     assert sum(map(len, backend.batches)) == 4 + 20 - played, "it ends with the scenarios"
 
@@ -105,7 +104,9 @@ async def test_a_group_waits_for_the_version_of_the_step_before_it(tmp_path: Pat
     assert [batch[0].trajectories[0].initial_policy_version for batch in backend.batches] == [0, 1]
 
 
-async def test_what_can_not_be_trained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_can_not_be_trained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = Backend(step=9)
     model = await model_of(backend, tmp_path)
     scenarios: list[dict[str, Any]] = [
@@ -116,22 +117,25 @@ async def test_what_can_not_be_trained(tmp_path: Path, caplog: pytest.LogCapture
         {},
     ]
 
-    async def one(model: Any, scenario: Any, config: Any) -> art.Trajectory:
-        raise ValueError("no key")
+    async def failing(model: Any, scenario: Any, config: Any) -> art.TrajectoryGroup:
+        return art.TrajectoryGroup([ValueError("no key")])
 
     def trainer(**options: Any) -> PipelineTrainer[Any, Any]:
         chosen = {"rollout_fn": group, "scenarios": scenarios, **options}
-        return PipelineTrainer(model, backend, config=None, num_rollout_workers=1, resume=False, **chosen)
+        return PipelineTrainer(model, backend, config=None, num_rollout_workers=1, **chosen)
 
     await trainer(min_batch_size=2).train()
     assert [len(batch) for batch in backend.batches] == [2]
     assert "a rollout failed; its scenario is left out" in caplog.text
-    await trainer(min_batch_size=1, discard_queue_multiplier=1).train()
+    monkeypatch.setattr("journeywork.art.pipeline_trainer.trainer._MOST_EQUAL", 1)
+    model.merge_state({"_pipeline_trainer": {"scenario_offset": 0}})
+    await trainer(min_batch_size=1).train()
     assert "training ends: 1 groups" in caplog.text
+    model.merge_state({"_pipeline_trainer": {"scenario_offset": 0}})
     with pytest.raises(
         RuntimeError, match=r"every rollout of a group failed, the first by .*ValueError.*: no key"
     ):
-        await trainer(rollout_fn=make_group_rollout_fn(one, 2)).train()
+        await trainer(rollout_fn=failing).train()
     for wrong in ({"min_batch_size": 0}, {"max_batch_size": 1}, {"max_steps": -1}):
         with pytest.raises(ValueError, match="must be at least"):
             trainer(**wrong)
@@ -155,64 +159,20 @@ async def test_what_is_cancelled_in_a_rollout_or_an_evaluation_is_a_failure_of_i
     trainer = PipelineTrainer(
         model, backend, play, scenarios, None, cancelled, num_rollout_workers=1, min_batch_size=2
     )
-    await trainer.train(handle_signals=False)
+    await trainer.train()
     assert [len(batch) for batch in backend.batches] == [2]
     assert "a rollout failed; its scenario is left out" in caplog.text
     assert "the evaluation of step 0 failed" in caplog.text
 
 
-async def test_a_signal_ends_it_after_one_more_step(tmp_path: Path) -> None:
-    backend = Backend()
-    model = await model_of(backend, tmp_path)
-
-    async def play(model: Any, scenario: Any, config: Any) -> art.TrajectoryGroup:
-        if backend.step:
-            os.kill(os.getpid(), signal.SIGTERM)
-            await anyio.sleep_forever()
-        return await group(model, {}, None)
-
-    endless: Iterable[dict[str, Any]] = iter(lambda: {}, None)  # type: ignore[arg-type]
-    await PipelineTrainer(
-        model, backend, play, endless, None, num_rollout_workers=1, min_batch_size=1, max_batch_size=1
-    ).train()
-    assert backend.batches
-
-
-async def test_one_more_step_follows_a_stop(tmp_path: Path) -> None:
-    backend = Backend()
-    backend.go_on = anyio.Event()
-    model = await model_of(backend, tmp_path)
-    trainer = PipelineTrainer(
-        model, backend, group, ({} for _ in range(9)), None, num_rollout_workers=1, min_batch_size=1,
-        max_batch_size=2, queue_maxsize=9,
-    )  # fmt: skip
-    async with anyio.create_task_group() as tg:
-        tg.start_soon(trainer.train)
-        await backend.began.wait()
-        await anyio.wait_all_tasks_blocked()
-        trainer.request_stop()
-        backend.go_on.set()
-    assert len(backend.batches) == 2, "the step that was under way, and one more"
-
-
 @pytest.mark.parametrize(("others", "trained"), [([{}], [1]), ([], [])])
-async def test_at_the_limit_of_equal_groups_the_others_are_trained_and_all_logged(
-    tmp_path: Path, others: list[dict[str, Any]], trained: list[int]
+async def test_at_the_limit_of_equal_groups_the_others_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: list[dict[str, Any]], trained: list[int]
 ) -> None:
+    monkeypatch.setattr("journeywork.art.pipeline_trainer.trainer._MOST_EQUAL", 1)
     backend, equal = Backend(), {"rewards": [1, 1]}
     model = await model_of(backend, tmp_path)
     await PipelineTrainer(
-        model, backend, group, [*others, equal, equal, {}], None, num_rollout_workers=1, min_batch_size=2,
-        discard_queue_multiplier=1,
-    ).train()  # fmt: skip
+        model, backend, group, [*others, equal, equal, {}], None, num_rollout_workers=1, min_batch_size=2
+    ).train()  # type: ignore[arg-type]
     assert [len(batch) for batch in backend.batches] == trained
-    (logged,) = tmp_path.rglob("discarded/*.jsonl")
-    assert len(logged.read_text().splitlines()) == 2
-
-
-async def test_a_trainer_in_another_thread_receives_no_signals(tmp_path: Path) -> None:
-    backend = Backend()
-    model = await model_of(backend, tmp_path)
-    trainer = PipelineTrainer(model, backend, group, [{}], None, num_rollout_workers=1)
-    await anyio.to_thread.run_sync(lambda: anyio.run(trainer.train))
-    assert len(backend.batches) == 1

@@ -1,9 +1,10 @@
-"""`model.log` sends its rows to Weights & Biases where WANDB_API_KEY is set."""
+"""Rows of `model.log`: what the program measured is in them, and they go to Weights & Biases where its key is set."""
 
 from __future__ import annotations
 
+import json
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ class FakeWandb:
         self.begun: list[dict[str, Any]] = []
         self.rows: list[dict[str, float]] = []
         self.axes: dict[str, str | None] = {}
-        self.config = SimpleNamespace(update=lambda values, **_: self.begun[-1].update(config=values))
 
     def init(self, **options: Any) -> FakeWandb:
         self.begun.append(options)
@@ -47,16 +47,13 @@ def model(path: object, **options: Any) -> art.Model[None]:
 
 async def test_rows_go_to_one_run_by_their_step(wandb: FakeWandb, tmp_path: object) -> None:
     policy = model(tmp_path)
-    policy.update_wandb_config({"a": {"b": 1}})
     await policy.log(metrics={"loss/train": 0.5}, step=3)
     await policy.log(metrics={"val/reward": 1.0}, step=2)
     (begun,) = wandb.begun
     assert (begun["project"], begun["name"], begun["id"], begun["resume"]) == ("p", "m", "m", "allow")
-    assert begun["config"] == {"a": {"b": 1}}
     assert wandb.rows == [{"training_step": 3, "loss/train": 0.5}, {"training_step": 2, "val/reward": 1.0}]
     assert wandb.axes["val/*"] == "training_step"
-    policy.update_wandb_config({"a": {"c": 2}})
-    assert wandb.begun[0]["config"] == {"a": {"b": 1, "c": 2}}
+    assert policy._get_wandb_run() is wandb
 
 
 @pytest.mark.parametrize(("key", "reports"), [("", None), ("k", [])])
@@ -78,17 +75,20 @@ async def test_an_error_of_the_tracker_is_a_warning(
     assert "the metrics of step 1 are not at Weights & Biases" in caplog.text
 
 
-async def test_a_run_that_the_program_puts_into_the_model_gets_the_rows(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As ART's programs do that begin their run themselves."""
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    policy, own = model(tmp_path), FakeWandb()
-    policy.update_wandb_config({"a": 1})
-    own.begun.append({})
-    policy._wandb_run = own
-    await policy.log(metrics={"x": 1.0}, step=1)
-    assert own.rows == [{"training_step": 1, "val/x": 1.0}]
-    assert policy._get_wandb_run() is own
-    assert own.begun == [{"config": {"a": 1}}]
-    assert own.axes["val/*"] == "training_step"
+async def test_what_a_program_measured_is_in_the_next_row_of_its_split(tmp_path: Path) -> None:
+    policy = model(tmp_path)
+    for context in ("train", "eval"):
+        builder = policy.metrics_builder(context)
+        with builder.activate_context(), builder.measure(f"time/step_{context}_s"):
+            builder.add_data(step_actor_tokens=3)
+            builder.add_data(step_actor_tokens=4)
+    for split, step in (("val", 1), ("train", 2), ("train", 3)):
+        await policy.log(metrics={"x": 1.0}, split=split, step=step)
+    rows = map(json.loads, (tmp_path / "p" / "models" / "m" / "history.jsonl").read_text().splitlines())
+    measured = [{n for n in row if n.startswith(("data/", "time/step"))} for row in rows]
+    assert measured == [
+        {"data/step_actor_tokens", "time/step_eval_s"},
+        {"data/step_actor_tokens", "time/step_train_s"},
+        set(),
+    ]
+    assert '"data/step_actor_tokens": 7' in (tmp_path / "p" / "models" / "m" / "history.jsonl").read_text()

@@ -11,7 +11,8 @@ import pytest
 
 import journeywork.art as art
 from journeywork.art.gateway import Gateway
-from journeywork.art.training import StepResult, await_step
+from journeywork.art.training import await_step
+from journeywork.art.types import TrainResult
 from journeywork.transport import GatewayUnavailableError, JourneyworkError
 
 pytestmark = pytest.mark.anyio
@@ -44,14 +45,14 @@ class Scripted:
         return {**known, "version": version, "step": step, **self._now.get("policy", {})}
 
 
-Served = Callable[..., Awaitable[StepResult]]
+Served = Callable[..., Awaitable[TrainResult]]
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     """What `train` waits for, at a gateway that passes through the given moments."""
 
-    async def wait(*moments: dict[str, Any], breaks: Exception | None = None) -> StepResult:
+    async def wait(*moments: dict[str, Any], breaks: Exception | None = None) -> TrainResult:
         gateway = Scripted(*moments, breaks=breaks)
         monkeypatch.setattr(anyio, "sleep", gateway.pause)
         return await await_step(cast(Gateway, gateway), "m", ["a", "b"])
@@ -66,7 +67,7 @@ EQUAL = {"status": "discarded", "reason": "no_variance", "detail": "all 2 reward
 async def test_it_waits_until_the_version_is_served(served: Served) -> None:
     both = {"a": TRAINED, "b": TRAINED}
     result = await served({}, {"a": TRAINED}, both, {**both, "served": 1})
-    assert (result.step, result.version, result.trained) == (1, "m@1", True)
+    assert (result.step, result.version) == (1, "m@1")
     assert result.metrics == {"loss/train": 0.5}
 
 
@@ -89,9 +90,9 @@ async def test_a_version_that_one_of_several_servers_has_loaded_is_waited_for(se
 
 async def test_discarded_groups_are_done_with(served: Served) -> None:
     result = await served({"a": EQUAL}, {"a": EQUAL, "b": {**TRAINED}, "served": 1})
-    assert (result.step, result.trained) == (1, True)
+    assert (result.step, result.version) == (1, "m@1")
     nothing = await served({"a": EQUAL, "b": EQUAL})
-    assert (nothing.step, nothing.trained) == (0, False)
+    assert (nothing.step, nothing.version) == (0, None)
 
 
 async def test_a_version_that_is_refused_is_an_error(served: Served) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from safetensors.torch import load_file
 
-from journeywork.art.options import loss_settings
+from journeywork.art.dev import loss_settings
 from pipeline import streams
 from pipeline.config import NatsConfig, with_batch_settings
 from pipeline.events import CheckpointPublished, DeadLettered, GroupDiscarded, TrainingBatch
@@ -82,8 +82,8 @@ _TASK: dict[str, object] = {"loss.baseline": "task", "loss.advantage_scaling": "
     [
         pytest.param(
             {
-                "alice": loss_settings({"loss_fn": "ppo", "epsilon": 0.1, "scale_rewards": False}),
-                "bob": loss_settings({"loss_fn": "cispo"}),
+                "alice": {"loss.type": "dapo", "loss.epsilon": 0.1, "loss.advantage_scaling": "none"},
+                "bob": loss_settings(),
             },
             id="types of loss",
         ),

@@ -7,6 +7,6 @@ So they import nothing of this repository but each other, and use no fixture of 
 | --- | --- |
 | `kit` | the package under test, values that programs pass, a model behind OpenAI's API |
 | `test_played` | trajectories, groups, and what plays many of them |
-| `test_models` | models, the trajectories of their calls, helpers |
+| `test_models` | models, helpers |
 | `test_judged` | RULER, scenarios of tools, agents of LangGraph |
 """

@@ -141,35 +141,6 @@ def test_tools_and_resources_of_a_server() -> None:
     assert (made.uri, made.name, made.description, made.mime_type) == ("u", "n", "", "text/plain")
 
 
-def scenario(task: str, difficulty: int) -> Any:
-    return part("mcp").GeneratedScenario(task=task, difficulty=difficulty)
-
-
-def test_a_scenario_has_a_difficulty_from_1_to_5() -> None:
-    assert scenario("x" * 30, 2).preview(10) == "x" * 10 + "…"
-    assert scenario("t", 2).to_dict() == {"task": "t", "difficulty": 2}
-    for difficulty in (0, 6, "3"):
-        with pytest.raises(ValueError, match=r"(?i)difficulty"):
-            scenario("t", difficulty)  # type: ignore[arg-type]
-
-
-def test_a_collection_of_scenarios() -> None:
-    kind = part("mcp").GeneratedScenarioCollection
-    made = kind([scenario(f"t{n}", 1 + n % 5) for n in range(7)])
-    assert (len(made), made[0].task, [s.task for s in made[1:3]]) == (7, "t0", ["t1", "t2"])
-    train, val = made.split(3)
-    assert ([s.task for s in train], len(val)) == (["t0", "t1", "t2"], 4)
-    assert sorted(s.task for s in made.shuffle()) == [f"t{n}" for n in range(7)]
-    assert [s.difficulty for s in made.filter_by_difficulty(2, 3)] == [2, 3, 2]
-    assert made.get_difficulty_distribution() == {1: 2, 2: 2, 3: 1, 4: 1, 5: 1}
-    summary = made.get_summary()
-    assert (summary["total_scenarios"], summary["avg_task_length"]) == (7, 2)
-    with pytest.raises(ValueError, match="train_size"):
-        made.split(8)
-    assert kind.from_json(made.to_json()).to_dicts() == made.to_dicts()
-    assert kind.from_dicts(made.to_dicts())[1].difficulty == 2
-
-
 def generated(
     served: Served, tools: Any = ({"name": "find", "description": "finds"},), **options: Any
 ) -> Any:
@@ -186,7 +157,8 @@ def test_scenarios_are_generated_of_tools(served: Served) -> None:
     served.says(lambda _: json.dumps(made))
     stock = {"uri": "file://inventory", "name": "inventory", "description": "stock"}
     collection = generated(served, resources=[stock], custom_instructions="mention ships", show_preview=True)
-    assert [s.task for s in collection] == ["task 0", "task 1", "task 2"]
+    assert [s.task for s in collection.scenarios] == ["task 0", "task 1", "task 2"]
+    assert sorted(s.task for s in collection.shuffle()) == ["task 0", "task 1", "task 2"]
     headers, body = served.requests[0]
     assert (headers["authorization"], body["model"]) == ("Bearer key", "gen")
     text = json.dumps(body["messages"])

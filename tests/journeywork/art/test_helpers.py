@@ -1,0 +1,76 @@
+"""Helpers of programs: what is counted while they play, what servers of tools list, chunks of a data set."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import journeywork.art as art
+from journeywork.art.mcp.generate_scenarios import preview_scenarios
+from journeywork.art.mcp.types import MCPResource, MCPTool
+from journeywork.art.progress import GatherContext
+from journeywork.art.utils import iterate_dataset
+from journeywork.art.utils.sft import create_sft_dataset_iterator
+
+
+def test_a_batch_is_the_tuple_of_earlier_versions_of_art() -> None:
+    assert [tuple(batch) for batch in iterate_dataset([1], num_epochs=2, use_tqdm=False)] == [
+        ([1], 0, 0, 0),
+        ([1], 1, 1, 0),
+    ]
+
+
+def test_a_name_without_a_value_hides_no_value_by_the_protocols_name() -> None:
+    schema = {"type": "object"}
+    assert MCPTool.from_dict({"name": "f", "parameters": None, "inputSchema": schema}).parameters == schema
+    assert MCPTool.from_dict({"name": "f", "parameters": None}).parameters == {}
+    assert MCPResource.from_dict({"uri": "u", "mime_type": None, "mimeType": "a/b"}).mime_type == "a/b"
+
+
+def test_scenarios_are_previewed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    preview_scenarios([{"task": "t" * 200, "difficulty": 2}] * 3, n=1)
+    assert [record.getMessage() for record in caplog.records] == [f"1. {'t' * 120} (difficulty 2)"]
+
+
+def test_a_share_of_exceptions_is_allowed_whole() -> None:
+    bar = SimpleNamespace(total=100, update=lambda n: None, set_postfix=lambda shown: None)
+    context = GatherContext(bar, max_exceptions=0.29)
+    assert [context.allow() for _ in range(30)] == [True] * 29 + [False]
+
+
+def test_a_metric_named_exceptions_is_no_exception() -> None:
+    context = GatherContext(max_exceptions=1)
+    context.count(art.Trajectory(reward=0.5, metrics={"exceptions": 2, "won": True}))
+    assert context.allow()
+    assert context.sums == {"reward": 0.5, "exceptions": 2, "won": 1}
+
+
+def test_the_chunks_of_a_data_set_share_one_schedule() -> None:
+    """As in openpipe-art 0.5.18: 7 trajectories, 4 batches an epoch, chunks of 3 batches."""
+    trajectories = [art.Trajectory(reward=float(i)) for i in range(7)]
+    options: dict[str, Any] = {"chunk_size": 3, "epochs": 2, "warmup_ratio": 0.25, "peak_lr": 1.0}
+    chunks = list(create_sft_dataset_iterator(trajectories, **options))
+    assert [(c.step, c.epoch, c.epoch_step, len(c.trajectories)) for c in chunks] == [
+        (0, 0, 0, 6), (3, 0, 3, 1), (4, 1, 0, 6), (7, 1, 3, 1),
+    ]  # fmt: skip
+    rates = [rate for c in chunks for rate in c.config.learning_rate]  # type: ignore[union-attr]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
+    for epoch in (chunks[:2], chunks[2:]):
+        assert sorted(t.reward for c in epoch for t in c.trajectories) == list(range(7))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"epochs": 0}, "must be at least 1, not 10, 0 and 2"),
+        ({"peak_lr": float("nan")}, "peak_lr must be above 0"),
+        ({"warmup_ratio": 1.0}, "warmup_ratio from 0 to below 1"),
+    ],
+)
+def test_an_option_out_of_range_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        list(create_sft_dataset_iterator([], **options))
