@@ -49,16 +49,16 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     timeout_s: Positive = 10.0
     """Longest duration of one call of the function. Its processes are killed after that."""
     memory_mb: Count = 1024
-    """Memory that all processes of one call may use together, in MiB, and the address space of each."""
+    """Address space of each process of a call, in MiB."""
     processes: Count = 64
-    """Processes and threads that one call may have at once."""
+    """Processes and threads that one call may have at once in the sandbox. The kernel enforces it from Linux 5.14 on,
+    unless the judge runs as root."""
     isolate: Literal["auto", "require", "off"] = "auto"
-    """`auto`: the function runs in a bubblewrap sandbox (no network, nothing writable, only code readable). If
-    bubblewrap is not installed it runs without a sandbox, and the judge logs a warning. `require`: without
-    bubblewrap the judge does not start. `off`: the function runs without a sandbox. docs/judging.md lists the
-    guarantees of each."""
+    """`auto`: the function runs in a bubblewrap sandbox (no network, nothing writable). If bubblewrap is not installed
+    it runs without a sandbox, and the judge logs a warning. `require`: without bubblewrap the judge does not start.
+    `off`: the function runs without a sandbox. docs/judging.md lists the guarantees of each."""
     readable: tuple[str, ...] = ()
-    """Files and folders that the function may read in its sandbox, besides Python and the modules of the search
+    """Files and folders that the function may read in its sandbox, besides Python and the folders of the search
     path."""
 
 
