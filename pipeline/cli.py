@@ -187,7 +187,7 @@ def _up(args: argparse.Namespace) -> None:
     with run_lock.hold(Path(config.run_dir)) as lock:
         require_same_bases(config)
         _check(config, planned, specs)
-        check_ports(planned, [spec.name for spec in specs])  # here what a killed `up` left behind has ended
+        check_ports(planned, [spec.name for spec in specs])
         path.parent.mkdir(parents=True, exist_ok=True)
         sink = path.open("a", encoding="utf-8")
         try:

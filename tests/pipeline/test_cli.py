@@ -133,7 +133,7 @@ def test_a_dry_run_refuses_what_a_service_would_refuse(
         assert caught.value.code == 2
         told = capsys.readouterr().err
         assert [said for said in refused.values() if said not in told] == []
-        assert {path.name for path in tmp_path.iterdir()} <= {"up.lock", "processes.lock"}
+        assert {path.name for path in tmp_path.iterdir()} <= {"up.lock"}
 
 
 GONE = 2**22 + 1
