@@ -173,7 +173,7 @@ async def with_lessons(
 
     A *lesson* is a hint or an answer of the teacher. If the group has no reward and `judge.rewards` is empty, members
     with a lesson get the reward 0: else they would be masked, and the lesson could not train."""
-    said = feedback_on(members, signals, config, rewards.components, rewards.feedback)
+    said = feedback_on(members, signals, config, rewards.feedback)
     rewards = replace(rewards, feedback=said)
     if teach is not None:
         rewards = replace(rewards, taught={**rewards.taught, **await teach(members)})

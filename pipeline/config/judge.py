@@ -96,9 +96,9 @@ class FeedbackConfig(Section, frozen=True, kw_only=True):
     """`rewards`: a group is scored as soon as it has the feedback that `judge.rewards` names; texts that come later are
     only recorded. `all`: a group always waits for `wait_s`. Use it for hints, which may come at any time."""
     max_share: Share = 1.0
-    """How far the feedback of one API key may move a step. The size of a step is the sum of its absolute advantages;
-    the feedback may add at most `max_share / (1 - max_share)` times the size without it. A larger addition is scaled
-    down, and the alarm `feedback_share` is raised. Hints of one key teach at most this share of a step's trained
+    """Largest share of a step that groups which one API key graded may have. The size of a step is the sum of its
+    absolute advantages; a larger part is scaled down, and the alarm `feedback_share` is raised. Below 1, groups are
+    compared only with groups that the same keys graded. Hints of one key teach at most this share of a step's trained
     tokens. 1: no limit, for installations where one program reports all results."""
     max_signals: Count = 1000
     """How many signals one API key may give on one run. Every reader of the run reads all of them. Further signals get
