@@ -57,7 +57,6 @@ SUBCOMMANDS = {
     "what-if": ("store.commands.what_if", "train and evaluate history under other settings, beside main"),
     "decide": ("store.evidence.decide", "compare two versions in use, and promote the better one"),
     "diff": ("store.commands.diff", "compare two verdict sets"),
-    "calibrate": ("store.commands.calibrate", "fit a judge's scores to people's labels"),
     "erase": ("store.erasure.command", "delete a person's runs from log, lake and data sets"),
     "dataset": ("store.datasets.command", "write runs of the history as files for supervised trainers"),
     "prepare": ("pipeline.running.prepare", "make keys and settings of a run, for containers"),

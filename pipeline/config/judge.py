@@ -36,8 +36,6 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     rubric: str = ""
     """Kinds `ruler` and `next_state`: the rubric, as in `judge.rubric`. Empty: that one, or for `next_state` the rubric
     `next_state`."""
-    calibration: str = ""
-    """Kind `ruler`: the calibration of its scores, as `judge.calibration`. Empty: none."""
     votes: Count = 3
     """Kind `next_state`: how often the judge model is asked about each call. The score with the most votes counts, 0 in
     a tie."""
@@ -179,10 +177,6 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     """litellm names of models to call, in this order, if the judge model can't be reached."""
     rubric: str = ""
     """Path of a rubric, or the name of one that comes with Journeywork. Empty: `general`."""
-    calibration: str = ""
-    """File that `journeywork calibrate` wrote: a function from the judge's scores to people's labels. If rewards are
-    not composed, the calibrated scores are the rewards. Verdicts hold the scores before calibration. Empty: no
-    calibration."""
     concurrency: Count = 16
     """Calls to the judge model at once, in each judge process. Further judges may run on other machines."""
     passes: Count = 2

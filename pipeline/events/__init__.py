@@ -29,7 +29,6 @@ from pipeline.events.group import (
     GroupDiscarded,
     GroupScored,
     Hint,
-    JudgeCalibrated,
     JudgeMeasured,
     Member,
     Score,

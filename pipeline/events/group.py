@@ -226,34 +226,6 @@ class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
         return f"{self.project}/{self.ruler}/measured/{self.kind}/{self.judge}/{self.at}"
 
 
-class JudgeCalibrated(Event, frozen=True, kw_only=True, tag="group.calibrated"):
-    """A function from a judge's scores to people's labels was fitted (`journeywork calibrate`). It is applied where
-    settings name its file."""
-
-    subject_fields = ("project", "reward")
-
-    reward: str
-    """Name of the judge's part in `components`; `ruler`: rewards are not composed."""
-    calibration: str
-    """Hash of the corners."""
-    scores: tuple[float, ...]
-    """Corners of the function: scores of the judge, and the labels that it gives them. It is linear between two."""
-    labels: tuple[float, ...]
-    rubric: str = ""
-    rubric_hash: str = ""
-    runs: int = 0
-    """Number of runs with a label."""
-    groups: int = 0
-    """Number of groups that they belong to."""
-    error_before: float = 0.0
-    """Mean squared difference of scores and labels."""
-    error_after: float = 0.0
-    """The same with calibrated scores, fitted without the run's own group."""
-
-    def message_id(self) -> str:
-        return f"{self.project}/{self.reward}/calibrated/{self.calibration}/{self.at}"
-
-
 class GroupAhead(msgspec.Struct, frozen=True, kw_only=True):
     """A group that is ahead of the trainer: admitted, and neither trained nor discarded."""
 
