@@ -21,6 +21,9 @@ import numpy as np
 from pipeline.config import TrainerConfig
 from trainer.batches.groups import Example, TrainingGroup, examples, trajectory_weights, units
 
+_ABOVE = 1 + 1e-9
+"""A key is above the cap if its part is larger than the cap by more than rounding."""
+
 
 def cap_graders(
     groups: Sequence[TrainingGroup], config: TrainerConfig, max_share: float
@@ -33,16 +36,16 @@ def cap_graders(
     keys_of = {g: frozenset(key for m in g.event.members for key in m.graders) for g in groups}
     weights = trajectory_weights(groups, config)
     parts: dict[frozenset[str], list[Example]] = {}
-    for keys in set(keys_of.values()):
+    for keys in dict.fromkeys(keys_of.values()):  # in one order in each process
         part = examples([g for g in groups if keys_of[g] == keys], config)
         parts[keys] = [dataclasses.replace(e, weight=weights.get(e.sequence.trajectory, 1.0)) for e in part]
     size_of = {keys: sum(_size(e, config) for e in part) for keys, part in parts.items()}
     total, sizes = sum(size_of.values()), Counter[str]()
     for keys, size in size_of.items():
-        sizes.update(dict.fromkeys(keys, size / max(len(keys), 1)))  # type: ignore[arg-type]
+        sizes.update(dict.fromkeys(keys, size / max(len(keys), 1)))
     cap = _cap(sizes.values(), total, max_share)
     kept = {key: min(1.0, cap / size) if size else 1.0 for key, size in sizes.items()}
-    scaled = {}
+    scaled: dict[int, Example] = {}
     for keys, part in parts.items():
         factor = fmean(kept[key] for key in keys) if keys else 1.0
         scaled |= {id(e.sequence): _scaled(e, factor) for e in part}
@@ -50,7 +53,8 @@ def cap_graders(
     shares = [*taught.values(), *(size / total if total else 0.0 for size in sizes.values())]
     if not shares:
         return made, {}
-    above = {k for k in kept if kept[k] < 1} | {k for k in taught if taught[k] > max_share}
+    above = {key for key, size in sizes.items() if size > cap * _ABOVE}
+    above |= {key for key, share in taught.items() if share > max_share}
     return made, {"grader_share": max(shares), "graders_limited": float(len(above))}
 
 
@@ -65,7 +69,7 @@ def _cap(sizes: Collection[float], total: float, max_share: float) -> float:
     it."""
     cap = max_share * total
     for cut, size in enumerate(sorted(sizes, reverse=True), 1):
-        if size <= cap * (1 + 1e-9) or cut * max_share >= 1:
+        if size <= cap * _ABOVE or cut * max_share >= 1:
             break
         total -= size
         cap = max_share * max(total, 0.0) / (1 - cut * max_share)
