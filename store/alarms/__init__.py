@@ -5,5 +5,4 @@
 | `table` | the alarms: query, threshold setting, action |
 | `reading` | runs the queries |
 | `checker` | the task of the store service: events when an alarm begins and when it ends |
-| `webhook` | posts these changes to `alarms.webhook` |
 """
