@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from pipeline.config import JudgeConfig, RewardConfig
-from pipeline.events import Grader, Hint, SignalGiven, TrajectoryCompleted
+from pipeline.events import Hint, SignalGiven, TrajectoryCompleted
 from pipeline.events.signal import OWN_REWARD
-from pipeline.rewards import combine, is_usable
+from pipeline.rewards import is_usable
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class RunFeedback:
     call_rewards: Mapping[str, float] = field(default_factory=dict)
     """As in `Member`."""
     hints: tuple[Hint, ...] = ()
-    graders: tuple[Grader, ...] = ()
+    graders: tuple[str, ...] = ()
+    """As in `Member`."""
 
 
 def merge(parts: Iterable[RunFeedback]) -> RunFeedback:
@@ -78,50 +79,30 @@ def feedback_on(
     members: Sequence[TrajectoryCompleted],
     signals: Sequence[SignalGiven],
     config: JudgeConfig,
-    components: Mapping[str, Mapping[str, float]],
     known: Mapping[str, RunFeedback],
 ) -> dict[str, RunFeedback]:
     """Return what is known about each of `members`, by trajectory: what signals say, added to `known`, which the other
-    parts of the reward say. `components`: the parts of each one's reward."""
+    parts of the reward say."""
     said, feedback = by_run(signals), dict(known)
     for member in members:
         if not (own := said.get(member.trajectory)):
             continue
         earlier = known.get(member.trajectory, RunFeedback())
-        parts = components.get(member.trajectory, {})
         hints = (
             Hint(call=s.call, text=s.text, kind="correction" if s.kind == "correction" else "text", by=s.by)
             for s in own
             if s.kind in ("text", "correction") and s.text
         )
-        graders = []
-        for key in sorted(_graders(own, config)):
-            others = [s for s in own if s.by != key]
-            calls = _sum((earlier.call_rewards, _call_rewards(member, others, config)))
-            graders.append(Grader(key=key, reward=_reward_from(others, config, parts), call_rewards=calls))
         calls = _sum((earlier.call_rewards, _call_rewards(member, own, config)))
-        feedback[member.trajectory] = RunFeedback(calls, (*earlier.hints, *hints), tuple(graders))
+        feedback[member.trajectory] = RunFeedback(calls, (*earlier.hints, *hints), _graders(own, config))
     return feedback
 
 
-def _graders(own: Iterable[SignalGiven], config: JudgeConfig) -> set[str]:
+def _graders(own: Iterable[SignalGiven], config: JudgeConfig) -> tuple[str, ...]:
     """Return the keys whose numbers rewards of kind `feedback` are made of."""
     names = {r.name for r in config.rewards if r.kind == "feedback"}
-    return {s.by for s in own if s.kind == "number" and s.name in names and is_usable(s.value)}
-
-
-def _reward_from(
-    signals: Sequence[SignalGiven], config: JudgeConfig, components: Mapping[str, float]
-) -> float | None:
-    """Return the reward that a run would have with only these signals; `None` if it would have none. `feedback_on`
-    leaves out those of one grader, so that the reward without that one is known.
-
-    `signals` have passed `counting`. `components`: the recorded values of all rewards that are not feedback."""
-    rewards = [r for r in config.rewards if r.kind != "next_state"]  # next_state rewards only single calls
-    values = (feedback_value(signals, r) if r.kind == "feedback" else components.get(r.name) for r in rewards)
-    parts = {r.name: value for r, value in zip(rewards, values, strict=True) if value is not None}
-    reward = combine(config, parts) if len(parts) == len(rewards) else None
-    return reward if is_usable(reward) else None
+    graders = {s.by for s in own if s.kind == "number" and s.name in names and is_usable(s.value)}
+    return tuple(sorted(graders))
 
 
 def _call_rewards(

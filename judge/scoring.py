@@ -20,7 +20,6 @@ from judge.feedback import RunFeedback, feedback_on
 from judge.groups import Group, GroupKey, key_of
 from judge.models.params import scoring_params
 from judge.ruler.rubrics import load_rubric, rubric_of
-from pipeline.calibration import read_calibration
 from pipeline.config import JudgeConfig
 from pipeline.events import (
     GroupDiscarded,
@@ -89,9 +88,6 @@ class RewardComposer(Protocol):
 def judge_hash(config: JudgeConfig) -> str:
     """Return the identity of a judge configuration: a hash of the settings and rubrics that can change scores."""
     what: dict[str, object] = {"rewards": config.rewards, "combine": config.combine if config.rewards else ""}
-    files = [config.calibration, *(r.calibration for r in config.rewards)]
-    if any(files):
-        what["calibrations"] = [read_calibration(file).id if file else "" for file in files]
     if config.model:
         judged = [r for r in config.rewards if r.kind in ("ruler", "next_state")]
         what |= {
@@ -173,7 +169,7 @@ async def with_lessons(
 
     A *lesson* is a hint or an answer of the teacher. If the group has no reward and `judge.rewards` is empty, members
     with a lesson get the reward 0: else they would be masked, and the lesson could not train."""
-    said = feedback_on(members, signals, config, rewards.components, rewards.feedback)
+    said = feedback_on(members, signals, config, rewards.feedback)
     rewards = replace(rewards, feedback=said)
     if teach is not None:
         rewards = replace(rewards, taught={**rewards.taught, **await teach(members)})

@@ -23,7 +23,6 @@
 | `intervals` | 95 % intervals of means, and of their differences |
 | `progress` | whether the training reward moved, in a sentence |
 | `sequential` | intervals of a mean that hold however often one looks |
-| `calibration` | a function from a judge's scores to people's labels |
 | `errors` | errors that a command prints as one line |
 | `printing` | makes text of agents and models safe to print on a terminal |
 | `command_line` | the parsers of commands, and how an error ends a command |

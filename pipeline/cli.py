@@ -57,7 +57,6 @@ SUBCOMMANDS = {
     "what-if": ("store.commands.what_if", "train and evaluate history under other settings, beside main"),
     "decide": ("store.evidence.decide", "compare two versions in use, and promote the better one"),
     "diff": ("store.commands.diff", "compare two verdict sets"),
-    "calibrate": ("store.commands.calibrate", "fit a judge's scores to people's labels"),
     "erase": ("store.erasure.command", "delete a person's runs from log, lake and data sets"),
     "dataset": ("store.datasets.command", "write runs of the history as files for supervised trainers"),
     "prepare": ("pipeline.running.prepare", "make keys and settings of a run, for containers"),
@@ -187,7 +186,7 @@ def _up(args: argparse.Namespace) -> None:
     with run_lock.hold(Path(config.run_dir)) as lock:
         require_same_bases(config)
         _check(config, planned, specs)
-        check_ports(planned, [spec.name for spec in specs])  # here what a killed `up` left behind has ended
+        check_ports(planned, [spec.name for spec in specs])
         path.parent.mkdir(parents=True, exist_ok=True)
         sink = path.open("a", encoding="utf-8")
         try:

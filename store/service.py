@@ -16,7 +16,6 @@ from pipeline.log.broker import Broker
 from pipeline.running.service import Ready
 from pipeline.telemetry.logs import get_logger
 from store.alarms.checker import Checker
-from store.alarms.webhook import Webhook, webhook_url
 from store.lake.lake import Lake, open_lake
 from store.lake.maintenance import Maintenance
 from store.lake.storage import open_storage
@@ -32,10 +31,9 @@ _LOCK_RETRY_S = 2.0
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` if `store.dir` names no bucket, `alarms.webhook` is no URL, or `curves.trackers` names a
-    library that is not installed."""
+    """Raise `ConfigError` if `store.dir` names no bucket, or `curves.trackers` names a library that is not
+    installed."""
     open_storage(config)
-    webhook_url(config)
     check_trackers(config)
 
 
@@ -76,4 +74,4 @@ async def _serve_run_directory(config: Config, broker: Broker, unmerged: Mapping
         async with anyio.create_task_group() as tg:
             if config.curves.enabled:
                 tg.start_soon(Curves(config, broker).run)
-            tg.start_soon(Checker(config, broker, Webhook(config, tg).send, unmerged).run)
+            tg.start_soon(Checker(config, broker, unmerged).run)

@@ -29,7 +29,7 @@ from pipeline.events import (
 from pipeline.names import version_name
 from pipeline.sampling import sampling_of
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.graders import limit_graders
+from trainer.batches.graders import cap_graders
 from trainer.batches.groups import TrainingGroup
 from trainer.batches.metrics import group_metrics, replay_metrics
 from trainer.batches.sampling import defaults_of
@@ -327,7 +327,7 @@ class Learner:
             budget = self.engine.passes.budget
             budget.tokens = max(1, settings.memory.tokens_per_batch >> (attempt - 1))
         group_of = [i for i, g in enumerate(batch) for _ in g.sequences or ()]
-        made, metrics = limit_graders(batch, settings, self.config.feedback.max_share)
+        made, metrics = cap_graders(batch, settings, self.config.feedback.max_share)
         result = self.engine.step(self.state, made, group_of)
         return dataclasses.replace(result, metrics=result.metrics | metrics)
 

@@ -280,13 +280,11 @@ async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[C
         if judge.model and (judged or not judge.rewards):
             model = await stack.enter_async_context(open_judge_model(judge))
             if not judge.rewards:
-                rulers[""] = LlmRuler(
-                    judge, load_rubric(judge.rubric), model, load, calibration=judge.calibration
-                )
+                rulers[""] = LlmRuler(judge, load_rubric(judge.rubric), model, load)
             for reward in judged:
                 rubric = rubric_of(reward, judge)
                 if reward.kind == "ruler":
-                    rulers[reward.name] = LlmRuler(judge, rubric, model, load, calibration=reward.calibration)
+                    rulers[reward.name] = LlmRuler(judge, rubric, model, load)
                 else:
                     next_state[reward.name] = NextStateJudge(judge, reward.votes, rubric, model, load)
         if judge.second.model and rulers:

@@ -1,7 +1,6 @@
 """Reward functions in processes of their own: one that hangs, crashes or exhausts memory fails only its own score.
 
-`judge.rewards.sandbox_worker` separates a call from the judge and from other calls; `judge.rewards.sandbox_view`
-defines what it can see. docs/judging.md says what is guaranteed with and without bubblewrap.
+docs/judging.md says what is guaranteed with and without bubblewrap.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import anyio.abc
 import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from judge.rewards import sandbox_filter, sandbox_view
+from judge.rewards import sandbox_view
 from pipeline.config import ConfigError, RewardConfig
 from pipeline.rewards import is_usable
 from pipeline.telemetry.logs import get_logger
@@ -48,7 +47,7 @@ _BROKEN = (
     anyio.IncompleteRead,
     anyio.EndOfStream,
     anyio.DelimiterNotFound,
-    msgspec.DecodeError,  # code that the function's module ran at import wrote into the worker's pipe
+    msgspec.DecodeError,
 )
 
 
@@ -69,9 +68,8 @@ class FunctionReward(NamedTuple):
 
 
 class _WorkerMessage(msgspec.Struct):
-    """The worker's message about one call. `answer` is JSON text that the function may have written."""
+    """The worker's message about one call. `answer` is JSON text."""
 
-    n: int
     answer: str
     printed: str = ""
 
@@ -85,7 +83,6 @@ class RewardFunction:
         self._process: anyio.abc.Process | None = None
         self._answers: BufferedByteReceiveStream | None = None
         self._turn = anyio.Lock()
-        self._calls = 0
         self._sandboxed = False
 
     @asynccontextmanager
@@ -124,27 +121,23 @@ class RewardFunction:
         entry = self._config.entry
         async with self._turn:
             process = await self._running()
-            self._calls += 1
             async with self._stopping_worker_on_failure("ended its process", self._config.timeout_s):
                 assert process.stdin is not None
-                await process.stdin.send(b"%d\n%b\n" % (self._calls, msgspec.json.encode(trajectory)))
-                message = await self._receive(self._calls)
+                await process.stdin.send(msgspec.json.encode(trajectory) + b"\n")
+                message = await self._receive()
         if message.printed:
             log.debug("reward function printed", entry=entry, text=message.printed)
         try:
-            answer = msgspec.json.decode(message.answer)
+            answer = msgspec.json.decode(message.answer, type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise RewardFunctionError(f"{entry} returned no JSON, not a number") from error
-        if not isinstance(answer, dict):  # the function wrote to the channel itself
-            answer = {"reward": answer}
         if "error" in answer:
             log.debug("reward function raised", entry=entry, message=answer.get("message", ""))
             raise RewardFunctionError(f"{entry}: {answer['error']}")
         value, calls = answer.get("reward"), {}
         if isinstance(value, dict):
-            if not value.keys() <= {"reward", "calls"} or not isinstance(
-                calls := value.get("calls", {}), dict
-            ):
+            calls = value.get("calls", {})
+            if not (value.keys() <= {"reward", "calls"} and isinstance(calls, dict)):
                 raise RewardFunctionError(
                     f'{entry} returned a dict other than {{"reward": number, "calls": {{call: number}}}}'
                 )
@@ -154,15 +147,12 @@ class RewardFunction:
 
     def _number(self, value: object, where: str = "") -> float:
         """Return what a function returned as a reward. Raises `RewardFunctionError`."""
-        if not isinstance(value, int | float):
-            raise RewardFunctionError(
-                f"{self._config.entry} returned a {type(value).__name__}{where}, not a number"
-            )
-        if not is_usable(value):
-            raise RewardFunctionError(
-                f"{self._config.entry} returned a number{where} that is not from -1e15 to 1e15"
-            )
-        return float(value)
+        fault = f"a {type(value).__name__}{where}, not a number"
+        if isinstance(value, int | float):
+            if is_usable(value):
+                return float(value)
+            fault = f"a number{where} that is not from -1e15 to 1e15"
+        raise RewardFunctionError(f"{self._config.entry} returned {fault}")
 
     @asynccontextmanager
     async def _stopping_worker_on_failure(self, fault: str, seconds: float) -> AsyncIterator[None]:
@@ -181,54 +171,43 @@ class RewardFunction:
             await self._stop()
             raise
 
-    async def _receive(self, n: int) -> _WorkerMessage:
+    async def _receive(self) -> _WorkerMessage:
         assert self._answers is not None
         line = await self._answers.receive_until(b"\n", _MAX_MESSAGE)
-        message = msgspec.json.decode(line, type=_WorkerMessage)
-        if message.n != n:
-            raise anyio.BrokenResourceError
-        return message
+        return msgspec.json.decode(line, type=_WorkerMessage)
 
-    async def _argv(self, filter_fd: int | None) -> list[str]:
+    def _argv(self) -> list[str]:
         path = sandbox_view.search_path()
-        names = ("entry", "memory_mb", "processes", "timeout_s")
-        settings = {name: getattr(self._config, name) for name in names}
+        settings = {
+            name: getattr(self._config, name) for name in ("entry", "memory_mb", "processes", "timeout_s")
+        }
         settings |= {"path": path, "sandboxed": self._sandboxed}
         # -I: environment and working directory do not affect what the worker itself imports.
         argv = [sys.executable, "-I", "-u", _WORKER, msgspec.json.encode(settings).decode()]
         if not self._sandboxed:
             return argv
-        extra = (*self._config.readable, _WORKER)
-        return await anyio.to_thread.run_sync(
-            sandbox_view.command, self._config.entry, path, extra, self._hidden, argv, filter_fd
-        )
+        return sandbox_view.command((*path, *self._config.readable, _WORKER), self._hidden, argv)
 
     async def _running(self) -> anyio.abc.Process:
         if self._process is not None and self._process.returncode is None:
             return self._process
         await self._stop()
         entry = self._config.entry
-        filter_fd = None
         try:
-            filter_fd = sandbox_filter.open_program() if self._sandboxed else None
             self._process = await anyio.open_process(
-                await self._argv(filter_fd),
+                self._argv(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None,
                 env={"PATH": os.environ.get("PATH", ""), **_ENVIRONMENT},
                 start_new_session=True,
-                pass_fds=() if filter_fd is None else (filter_fd,),
             )
         except OSError as error:  # such as no memory, or too many processes or open files
             raise RewardFunctionError(f"the process of {entry} cannot be started: {error}") from error
-        finally:
-            if filter_fd is not None:
-                os.close(filter_fd)
         assert self._process.stdout is not None
         self._answers = BufferedByteReceiveStream(self._process.stdout)
         async with self._stopping_worker_on_failure("did not start; see the judge's log", _START_S):
-            started = msgspec.json.decode((await self._receive(0)).answer, type=dict[str, str])
+            started = msgspec.json.decode((await self._receive()).answer, type=dict[str, str])
         if (why := started.get("error")) is not None:
             await self._stop()
             raise RewardImportError(f"{entry} cannot be imported: {why}")

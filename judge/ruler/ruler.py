@@ -21,7 +21,6 @@ from judge.ruler.aggregation import JudgePass, aggregate, draw_orders
 from judge.ruler.asking import Asker, Failures, JudgingError, LoadTranscript, Usage, charged, new_backoff
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript
-from pipeline.calibration import read_calibration
 from pipeline.config import JudgeConfig
 from pipeline.events import Score, TrajectoryCompleted, Verdict
 from pipeline.gather import gather
@@ -44,18 +43,15 @@ class LlmRuler(Asker):
         load: LoadTranscript,
         *,
         rng: random.Random | None = None,
-        calibration: str = "",
     ) -> None:
-        """`rng` as `Asker`'s; `calibration`: the file of what is applied to the scores, if any. Raises
-        `ConfigError`."""
+        """`rng` as `Asker`'s."""
         self._passes, self._load = config.passes, load
-        self._calibrate = read_calibration(calibration) if calibration else None
         super().__init__(config, rubric, model, rng)
 
     async def __call__(
         self, members: Sequence[TrajectoryCompleted]
     ) -> tuple[dict[str, float], tuple[Verdict, ...]]:
-        """Return the calibrated score of each trajectory and the verdicts behind it.
+        """Return the score of each trajectory and the verdicts behind it.
 
         Raises `UnscoredError` if no judging succeeds within `judge.retry_for_s`, or a trajectory has left the log."""
 
@@ -63,8 +59,6 @@ class LlmRuler(Asker):
             return await self.judge(await gather(self._load, members))
 
         (scores, verdicts), in_vain = await self.retry(judge, members[0].group)
-        if self._calibrate is not None:
-            scores = {trajectory: self._calibrate(score) for trajectory, score in scores.items()}
         return scores, charged(verdicts, in_vain)
 
     async def judge(

@@ -66,6 +66,3 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     unwritten_share: Share = 0.5
     """`store_behind`: share of its stream's age limit (`nats.rollouts_max_age_h`) that an event may wait for the
     store."""
-    webhook: str = ""
-    """URL that every change of an alarm is posted to as JSON. `${NAME}` stands for an environment variable, so that
-    a secret in the URL is not saved. Empty: none."""

@@ -36,7 +36,6 @@ def _check_addresses(config: Config) -> None:
         ("nats.url", config.nats.servers, "nats.users or nats.nkey_seed"),
         ("sampler.advertise", config.sampler.advertise, "vllm.api_key_file"),
         ("store.s3_endpoint", (config.store.s3_endpoint,), "the AWS_* variables"),
-        ("alarms.webhook", (config.alarms.webhook,), 'an environment variable in its place: "${NAME}"'),
     )
     for name, urls, instead in (*http, *others):
         if any(map(names_user, urls)):

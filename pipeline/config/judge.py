@@ -36,8 +36,6 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     rubric: str = ""
     """Kinds `ruler` and `next_state`: the rubric, as in `judge.rubric`. Empty: that one, or for `next_state` the rubric
     `next_state`."""
-    calibration: str = ""
-    """Kind `ruler`: the calibration of its scores, as `judge.calibration`. Empty: none."""
     votes: Count = 3
     """Kind `next_state`: how often the judge model is asked about each call. The score with the most votes counts, 0 in
     a tie."""
@@ -49,16 +47,16 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     timeout_s: Positive = 10.0
     """Longest duration of one call of the function. Its processes are killed after that."""
     memory_mb: Count = 1024
-    """Memory that all processes of one call may use together, in MiB, and the address space of each."""
+    """Address space of each process of a call, in MiB."""
     processes: Count = 64
-    """Processes and threads that one call may have at once."""
+    """Processes and threads that one call may have at once in the sandbox. The kernel enforces it from Linux 5.14 on,
+    unless the judge runs as root."""
     isolate: Literal["auto", "require", "off"] = "auto"
-    """`auto`: the function runs in a bubblewrap sandbox (no network, nothing writable, only code readable). If
-    bubblewrap is not installed it runs without a sandbox, and the judge logs a warning. `require`: without
-    bubblewrap the judge does not start. `off`: the function runs without a sandbox. docs/judging.md lists the
-    guarantees of each."""
+    """`auto`: the function runs in a bubblewrap sandbox (no network, nothing writable). If bubblewrap is not installed
+    it runs without a sandbox, and the judge logs a warning. `require`: without bubblewrap the judge does not start.
+    `off`: the function runs without a sandbox. docs/judging.md lists the guarantees of each."""
     readable: tuple[str, ...] = ()
-    """Files and folders that the function may read in its sandbox, besides Python and the modules of the search
+    """Files and folders that the function may read in its sandbox, besides Python and the folders of the search
     path."""
 
 
@@ -96,9 +94,9 @@ class FeedbackConfig(Section, frozen=True, kw_only=True):
     """`rewards`: a group is scored as soon as it has the feedback that `judge.rewards` names; texts that come later are
     only recorded. `all`: a group always waits for `wait_s`. Use it for hints, which may come at any time."""
     max_share: Share = 1.0
-    """How far the feedback of one API key may move a step. The size of a step is the sum of its absolute advantages;
-    the feedback may add at most `max_share / (1 - max_share)` times the size without it. A larger addition is scaled
-    down, and the alarm `feedback_share` is raised. Hints of one key teach at most this share of a step's trained
+    """Largest share of a step that groups which one API key graded may have. The size of a step is the sum of its
+    absolute advantages; a larger part is scaled down, and the alarm `feedback_share` is raised. Below 1, groups are
+    compared only with groups that the same keys graded. Hints of one key teach at most this share of a step's trained
     tokens. 1: no limit, for installations where one program reports all results."""
     max_signals: Count = 1000
     """How many signals one API key may give on one run. Every reader of the run reads all of them. Further signals get
@@ -179,10 +177,6 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     """litellm names of models to call, in this order, if the judge model can't be reached."""
     rubric: str = ""
     """Path of a rubric, or the name of one that comes with Journeywork. Empty: `general`."""
-    calibration: str = ""
-    """File that `journeywork calibrate` wrote: a function from the judge's scores to people's labels. If rewards are
-    not composed, the calibrated scores are the rewards. Verdicts hold the scores before calibration. Empty: no
-    calibration."""
     concurrency: Count = 16
     """Calls to the judge model at once, in each judge process. Further judges may run on other machines."""
     passes: Count = 2

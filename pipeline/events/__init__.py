@@ -24,13 +24,11 @@ from pipeline.events.continuation import Continuation
 from pipeline.events.dead_letter import DeadLettered
 from pipeline.events.evaluation import Measure, PolicyEvaluated, TaskResult, Variant, WhatIfAnswered
 from pipeline.events.group import (
-    Grader,
     GroupAdmitted,
     GroupAhead,
     GroupDiscarded,
     GroupScored,
     Hint,
-    JudgeCalibrated,
     JudgeMeasured,
     Member,
     Score,

@@ -36,7 +36,6 @@ AnyEvent = (
     | group.GroupDiscarded
     | group.GroupAdmitted
     | group.JudgeMeasured
-    | group.JudgeCalibrated
     | policy.CheckpointPublished
     | policy.PolicyLoaded
     | policy.PolicyUnloaded

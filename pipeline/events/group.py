@@ -60,17 +60,6 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the API key that gave it. Empty: the judge of kind `next_state`."""
 
 
-class Grader(msgspec.Struct, frozen=True, kw_only=True):
-    """An API key that gave feedback on a trajectory, and the rewards that the trajectory would have without that
-    feedback."""
-
-    key: str
-    """Name of the API key."""
-    reward: float | None = None
-    """`None`: no reward, so it would not be trained."""
-    call_rewards: dict[str, float] = {}
-
-
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """A trajectory in a scored group."""
 
@@ -94,8 +83,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """What calls of the run should have done, for hindsight distillation."""
     teacher: str = ""
     """The teacher from outside whose answer about the run is on the log (`rollout.teacher`); empty: there is none."""
-    graders: tuple[Grader, ...] = ()
-    """The API keys whose feedback is a part of `reward` or `call_rewards`; `feedback.max_share` limits their effect."""
+    graders: tuple[str, ...] = ()
+    """Names of the API keys whose feedback is a part of `reward` or `call_rewards`; `feedback.max_share` limits their
+    share of a step."""
     graded: Literal["run", "calls"] = "run"
     """`calls`: nothing judged the run as a whole. `reward` is 0, and a call trains only if it has a reward or a hint,
     or a later reward is credited to it."""
@@ -234,34 +224,6 @@ class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
 
     def message_id(self) -> str:
         return f"{self.project}/{self.ruler}/measured/{self.kind}/{self.judge}/{self.at}"
-
-
-class JudgeCalibrated(Event, frozen=True, kw_only=True, tag="group.calibrated"):
-    """A function from a judge's scores to people's labels was fitted (`journeywork calibrate`). It is applied where
-    settings name its file."""
-
-    subject_fields = ("project", "reward")
-
-    reward: str
-    """Name of the judge's part in `components`; `ruler`: rewards are not composed."""
-    calibration: str
-    """Hash of the corners."""
-    scores: tuple[float, ...]
-    """Corners of the function: scores of the judge, and the labels that it gives them. It is linear between two."""
-    labels: tuple[float, ...]
-    rubric: str = ""
-    rubric_hash: str = ""
-    runs: int = 0
-    """Number of runs with a label."""
-    groups: int = 0
-    """Number of groups that they belong to."""
-    error_before: float = 0.0
-    """Mean squared difference of scores and labels."""
-    error_after: float = 0.0
-    """The same with calibrated scores, fitted without the run's own group."""
-
-    def message_id(self) -> str:
-        return f"{self.project}/{self.reward}/calibrated/{self.calibration}/{self.at}"
 
 
 class GroupAhead(msgspec.Struct, frozen=True, kw_only=True):

@@ -80,7 +80,6 @@ def _named(config: Config, process: str) -> list[tuple[str, str]]:
             "judge.request.params": references(request.params),
             "judge.request.model_params": references(request.model_params),
         },
-        "store": {"alarms.webhook": references(config.alarms.webhook)},
         "gateway": {"gateway.key_secret_env": [config.gateway.key_secret_env]},
     }
     return [(setting, name) for setting, of in named.get(process, {}).items() for name in of if name]

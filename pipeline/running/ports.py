@@ -24,29 +24,19 @@ def http_url(host: str, port: int) -> str:
     return f"http://{host_and_port(host, port)}"
 
 
+_random = random.SystemRandom()  # not the one that a program may seed
+_returned: set[int] = set()
+
+
 def free_port(host: str = LOOPBACK, preferred: int = 0) -> int:
-    """Return a port that no process listens on now: `preferred` if it is free. The caller keeps using the same port
-    when a process restarts. No other call on this machine returns the port before this process ends."""
-    tried = [preferred] if preferred else []
-    for port in (*tried, *random.sample(_RANGE, 100), 0):
+    """Return a port that no process listens on now, `preferred` if it is free, and that no call in this process has
+    returned. The caller keeps using the same port when a process restarts."""
+    for port in (*([preferred] if preferred else []), *_random.sample(_RANGE, 100), 0):
         with suppress(OSError) if port else nullcontext(), _listener(host, port) as probe:
-            if _claim(found := int(probe.getsockname()[1])):
+            if (found := int(probe.getsockname()[1])) not in _returned:
+                _returned.add(found)
                 return found
     return free_port(host)
-
-
-def _claim(port: int) -> bool:
-    """Claim `port` for this process until it ends, because its child listens there only later. Return false if a
-    process has claimed it already. The claim is a Unix socket without a file: the kernel removes it with the
-    process."""
-    claim = socket.socket(socket.AF_UNIX)
-    try:
-        claim.bind(f"\0journeywork-port-{port}")
-    except OSError:
-        claim.close()
-        return False
-    claim.detach()  # stays open
-    return True
 
 
 def check_ports(config: Config, processes: Iterable[str]) -> None:

@@ -134,7 +134,7 @@ USERS: tuple[User, ...] = (
         fetches=(streams.ADAPTERS_BUCKET,),
         probes=EVENT_STREAMS,
         provisions=True,
-        connections=("calibrate", "dead", "export", "influence", "provision", "rejudge", "replay", "status",
+        connections=("dead", "export", "influence", "provision", "rejudge", "replay", "status",
                      "supervisor", "what-if"),
     ),
     User(

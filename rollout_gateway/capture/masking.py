@@ -3,8 +3,9 @@
 The agent gets what was sampled; log, judge, lake and data sets get `[name of the mask]`. A call with masked text is
 recorded without its tokens: they hold the text too, and without them nothing that follows in its conversation can be
 computed exactly. So it is not trained. What can't be searched is not recorded, or refused before it is sent: JSON that
-can't be decoded, and prompts of token ids. Patterns are RE2's, which takes time in proportion to the text, whatever
-the pattern is.
+can't be decoded, and prompts of token ids. A text is searched as it is, and with JSON's escapes decoded once, as in the
+arguments of a tool call; what is escaped more often is not found. Patterns are RE2's, which takes time in proportion to
+the text, whatever the pattern is.
 """
 
 from __future__ import annotations
@@ -33,14 +34,10 @@ _TOKENS = frozenset(("logprobs", "prompt_logprobs", "prompt_token_ids", "routed_
 """Fields of a response that hold its tokens, one by one."""
 _PERSON = (("user",), ("safety_identifier",), ("metadata", "user_id"), ("metadata", "subject"))
 """Where a call names the person whose run it is; `journeywork erase` looks there."""
-_ESCAPE = re.compile(r'(?<!\\)\\++(?:u((?!d[89a-f])[0-9a-f]{4})|(["/])|[bfnrt])', re.IGNORECASE)
-"""A character in JSON in a text, such as the arguments of a tool call. It looks at each run of backslashes once."""
-_STRICT_ESCAPE = re.compile(
+_ESCAPE = re.compile(
     r'\\(?:["\\/bfnrt]|u(?:(?![dD][89a-fA-F])[0-9a-fA-F]{4}|[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))'
 )
 """A character in a text of JSON, as JSON defines it. Half of a surrogate pair is none."""
-_LETTER = re.compile(r"(?<!\\)(?:\\|\\{2}|\\{4}|\\{8})u((?![dD][89a-fA-F])[0-9a-fA-F]{4})")
-"""A character that JSON, or JSON within it, writes by its number. Other runs of backslashes hold some of the text."""
 _VALUE = re.compile(r'"(?:[^"\\]|\\.)*+"|-?[0-9][0-9.eE+-]*+')
 """A text or number in valid JSON."""
 _Mask = tuple[str, str]
@@ -48,8 +45,6 @@ _Mask = tuple[str, str]
 _LARGE_BYTES = 32 * 1024
 _LARGE_JSON = 256 * 1024
 """Characters. The values of larger JSON in a text would take gigabytes one by one: the text is masked as a whole."""
-_LEVELS = 3
-"""JSON within JSON that is searched value by value: each further level may double the backslashes of what it holds."""
 
 
 class Masks:
@@ -60,7 +55,7 @@ class Masks:
         self._masks = [(mask.pattern, "[" + mask.name.replace("\\", r"\\") + "]") for mask in masks]
         for mask in masks:
             try:
-                _masked_raw([""], [(mask.pattern, "")])
+                _masked_raw([""], (mask.pattern, ""))
             except ValueError as error:  # pyarrow's is one
                 raise ConfigError(
                     f"gateway.masks: the pattern of {mask.name!r} can't be used: {error}"
@@ -163,35 +158,27 @@ class Masks:
 
     def _mask_texts(self, texts: list[str]) -> list[str]:
         """Mask texts. JSON, such as the arguments of a tool call, stays valid JSON."""
-        masked = _masked_also_escaped(texts, self._masks)
-        places = [i for i, text in enumerate(texts) if masked[i] != text and _is_json(text)]
-        single = [texts[i] for i in places if len(texts[i]) <= _LARGE_JSON]
-        for mask in self._masks if single else ():
-            single = _masked_by_value(mask, single, _LEVELS)
-        by_value = iter(single)
-        for i in places:
-            masked[i] = next(by_value) if len(texts[i]) <= _LARGE_JSON else _as_json(masked[i])
-        return masked
+        for mask in self._masks:
+            texts = _masked(texts, mask)
+        return texts
 
 
-def _masked_by_value(mask: _Mask, texts: list[str], levels: int) -> list[str]:
-    """Mask texts, and in JSON the single values, of which JSON in texts is searched for `levels` further levels. If the
-    mask matches more than single values, `_raw` has the masked text."""
-    masked = _masked_also_escaped(texts, [mask])
-    places = [i for i, text in enumerate(texts) if levels and masked[i] != text and _is_json(text)]
-    if not places:
-        return masked
+def _masked(texts: list[str], mask: _Mask) -> list[str]:
+    """Mask texts, in JSON the single values. If the mask matches more than single values, `_raw` has the masked
+    text."""
+    masked = _masked_also_decoded(texts, mask)
+    changed = [i for i, text in enumerate(texts) if masked[i] != text and _is_json(text)]
+    places = [i for i in changed if len(texts[i]) <= _LARGE_JSON]
     written = list({value for i in places for value in _VALUE.findall(texts[i])})
     values = [str(msgspec.json.decode(value)) for value in written]
     new = {
         before: before if text == value else msgspec.json.encode(text).decode()
-        for before, value, text in zip(
-            written, values, _masked_by_value(mask, values, levels - 1), strict=True
-        )
+        for before, value, text in zip(written, values, _masked_raw(values, mask), strict=True)
     }
     with_values = [_VALUE.sub(lambda match: new[match[0]], texts[i]) for i in places]
-    for i, text in zip(places, _masked_also_escaped(with_values, [mask]), strict=True):
-        masked[i] = text if _is_json(text) else _as_json(masked[i])
+    by_value = dict(zip(places, _masked_also_decoded(with_values, mask), strict=True))
+    for i in changed:
+        masked[i] = text if _is_json(text := by_value.get(i, "")) else _as_json(masked[i])
     return masked
 
 
@@ -207,61 +194,39 @@ def _is_json(text: str) -> bool:
         return False
 
 
-def _masked_also_escaped(texts: list[str], masks: Sequence[_Mask]) -> list[str]:
-    """Mask texts with escaped letters decoded, of which a match would else leave the part before an escape; then as
-    they are, then with escapes of JSON decoded once, twice and so on, then without any. A text that matches in such a
-    form comes back in that form, so it may be JSON no more."""
-    masked, forms = list(texts), list(texts)
-    ways: tuple[Callable[[str], str], ...] = (_with_letters, str, *[_decoded] * (_LEVELS + 1), _unescaped)
-    for unescape in ways:
-        before = forms if unescape is _decoded else masked
-        plains = {
-            i: new for i, form in enumerate(before) if (new := unescape(form)) != form or unescape is str
-        }
-        for i, new in zip(plains, _masked_raw(list(plains.values()), masks), strict=True):
-            forms[i] = new
-            if new != plains[i]:
-                masked[i] = new
-    return masked
+def _masked_also_decoded(texts: list[str], mask: _Mask) -> list[str]:
+    """Mask texts with escapes of JSON decoded once, of which a match would else leave the part before an escape, then
+    as they are. A text that matches when decoded comes back decoded, so it may be JSON no more."""
+    masked = list(texts)
+    plains = {i: plain for i, text in enumerate(texts) if (plain := _decoded(text)) != text}
+    for i, new in zip(plains, _masked_raw(list(plains.values()), mask), strict=True):
+        if new != plains[i]:
+            masked[i] = new
+    return _masked_raw(masked, mask)
 
 
-def _masked_raw(texts: list[str], masks: Sequence[_Mask]) -> list[str]:
+def _masked_raw(texts: list[str], mask: _Mask) -> list[str]:
     if not texts:
         return []
     import pyarrow as pa  # a gateway without masks does not load it
     from pyarrow import compute
 
+    pattern, replacement = mask
     column = pa.array(texts, pa.large_string())
-    for pattern, replacement in masks:
-        column = compute.replace_substring_regex(column, pattern=pattern, replacement=replacement)
+    column = compute.replace_substring_regex(column, pattern=pattern, replacement=replacement)
     return [str(text) for text in column.to_pylist()]
-
-
-def _with_letters(text: str) -> str:
-    """Return a text with `\\uXXXX` decoded where it is a letter or a digit. JSON stays valid."""
-    if "\\" not in text:
-        return text
-    return _LETTER.sub(lambda match: new if (new := chr(int(match[1], 16))).isalnum() else match[0], text)
 
 
 def _decoded(text: str) -> str:
     """Return a text with its escapes of JSON decoded once, as the value of JSON that holds the text."""
     if "\\" not in text:
         return text
-    return _STRICT_ESCAPE.sub(lambda match: _character(match[0]), text)
+    return _ESCAPE.sub(lambda match: _character(match[0]), text)
 
 
 @functools.lru_cache(maxsize=65536)
 def _character(escape: str) -> str:
     return str(json.loads(f'"{escape}"'))
-
-
-def _unescaped(text: str) -> str:
-    """Return a text in which escapes of JSON, however often they are escaped, are the characters that they stand for.
-    Those of line breaks, tabs and the like are spaces."""
-    if "\\" not in text:
-        return text
-    return _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else match[2] or " ", text)
 
 
 def _containers(document: list[Any]) -> list[Any]:

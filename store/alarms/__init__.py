@@ -6,5 +6,4 @@
 | `learning` | the query of the alarm `not_learning` |
 | `reading` | runs the queries |
 | `checker` | the task of the store service: events when an alarm begins and when it ends |
-| `webhook` | posts these changes to `alarms.webhook` |
 """

@@ -1,16 +1,14 @@
 """Checks the alarms, as a task of the store service. Every `alarms.every_s` it runs their queries, publishes
-`policy.alarm` for each alarm that is raised or cleared, and passes the change to the webhook.
+`policy.alarm` for each alarm that is raised or cleared.
 
 The queries run in a separate thread, with a DuckDB of one thread, so the writers continue. The raised alarms are read
-from the log before each change, so a restart raises no alarm again, and only one of several stores raises it. The
-settings and disks of stores may differ, so a store clears only alarms that it has found itself, or that were raised
-before it started.
+from the log before each change, so a restart raises no alarm again, and only one of several stores raises it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import anyio
@@ -53,24 +51,19 @@ class Checker:
         self,
         config: Config,
         broker: Broker,
-        announce: Callable[[AlarmChanged], None],
         unmerged: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`announce` is called with each change that this checker has published, after the log has acknowledged it.
-        `unmerged` has the damaged files that maintenance finds (`Maintenance.damaged`)."""
+        """`unmerged` has the damaged files that maintenance finds (`Maintenance.damaged`)."""
         self._unmerged = unmerged
-        self._config, self._broker, self._announce = config, broker, announce
+        self._config, self._broker = config, broker
         self._raised: dict[Key, AlarmChanged] = {}
         """The raised alarms, according to the log."""
-        self._clearable: set[Key] = set()
-        """Alarms that this checker may clear."""
         self._sent: dict[Key, AlarmChanged] = {}
         """Changes that this checker has published and not yet read from the log."""
         self._newest: dict[str, int] = {}
         """By subject, the sequence of the newest change that was read."""
         self._read_to = 0
         """The sequence up to which changes were read."""
-        self._started = False
         self._unwritten = UnwrittenEvents(config.alarms.unwritten_share)
         self._absent: dict[Key, int] = {}
         """By raised alarm, the number of checks since its condition was last met."""
@@ -98,7 +91,7 @@ class Checker:
                 await self._apply(conditions, unknown)
 
     async def _catch_up(self) -> None:
-        """Read the changes on the log, and call `announce` for those that this checker published.
+        """Read the changes on the log, and log those that this checker published.
 
         Raises `BrokerError`."""
         for recorded in await self._broker.read(AlarmChanged, start_seq=self._read_to + 1):
@@ -109,7 +102,6 @@ class Checker:
                 self._raised[key] = event
             else:
                 self._raised.pop(key, None)
-                self._clearable.discard(key)
                 self._absent.pop(key, None)
             if self._sent.get(key) == event:
                 del self._sent[key]
@@ -119,10 +111,6 @@ class Checker:
                     alarm=event.alarm,
                     detail=event.detail,
                 )
-                self._announce(event)
-        if not self._started:
-            self._clearable |= self._raised.keys()
-            self._started = True
 
     async def _check(self, connection: duckdb.DuckDBPyConnection) -> tuple[list[Condition], set[str]]:
         """Run all queries. Return the conditions that are met, and the names of the alarms that could not be
@@ -174,7 +162,6 @@ class Checker:
         present = {condition.key: condition for condition in conditions}
         for key, met in present.items():
             self._absent.pop(key, None)
-            self._clearable.add(key)
             if key not in self._raised and not await self._may_be_starting(met):
                 at = now_us()
                 event = AlarmChanged(
@@ -186,7 +173,7 @@ class Checker:
         behind = {met.about for met in present.values() if met.alarm == "replica_behind"}
         self._starting = {replica: at for replica, at in self._starting.items() if replica in behind}
         for key, event in list(self._raised.items()):
-            if key in present or key not in self._clearable or key[0] in unknown:
+            if key in present or key[0] in unknown:
                 continue
             self._absent[key] = self._absent.get(key, 0) + 1
             if self._absent[key] >= _CLEAR_AFTER:

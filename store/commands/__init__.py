@@ -1,4 +1,4 @@
-"""Commands over the history: `journeywork replay`, `what-if`, `diff` and `calibrate`.
+"""Commands over the history: `journeywork replay`, `what-if` and `diff`.
 
 | module | what lives there |
 | --- | --- |
@@ -6,5 +6,4 @@
 | `what_if` | trains and evaluates a part of the history under other settings |
 | `question` | what `what_if` is asked: groups, and variants of the settings |
 | `diff` | compares two sets of verdicts |
-| `calibrate` | fits a judge's scores to people's labels; labelled groups as anchors |
 """

@@ -2,14 +2,12 @@
 
     journeywork diff --a branch=main --b branch=colder
     journeywork diff --a judge=3f2c… --b judge=91ab… --format json
-    journeywork diff --a branch=main --b branch=main,calibration=5e0d…
 
 A side is selected by `branch=`, `judge=` (hash of a judge configuration), `judge_model=` (that model's mean scores
 instead of the groups' final rewards; with `rubric=`, the hash of a rubric, if it judged by several), or several of them
-joined by commas; `calibration=` makes the rewards again from scores that this calibration is applied to (`journeywork
-calibrate`), without asking the judge. The groups and trajectories that both sides have are compared: advantages whose
-sign flips and the checkpoints that were trained on them, Spearman's rank correlation within groups, groups without
-variance on each side. With `--calls` it is the rewards of single calls that are compared.
+joined by commas. The groups and trajectories that both sides have are compared: advantages whose sign flips and the
+checkpoints that were trained on them, Spearman's rank correlation within groups, groups without variance on each side.
+With `--calls` it is the rewards of single calls that are compared.
 """
 
 from __future__ import annotations
@@ -24,17 +22,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.calibration import Calibration
 from pipeline.command_line import command_parser
-from pipeline.config import ConfigError, JudgeConfig
+from pipeline.config import ConfigError
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.printing import visible_json
-from pipeline.rewards import combine
 from pipeline.running.runs import run_settings
 from store.reading import sql
 from store.reading.commands import add_run, exit_status
 
-_KEYS = ("branch", "judge", "judge_model", "rubric", "calibration")
+_KEYS = ("branch", "judge", "judge_model", "rubric")
 _COLUMNS = {"rubric": "rubric_hash"}
 """Columns of the views whose names are not those of the keys."""
 
@@ -66,44 +62,6 @@ _MODEL_SCORES = """
     GROUP BY project, model, group_id, branch, judge, trajectory, scored_at ORDER BY scored_at
 """
 """A model's mean scores: a judge asks it several times (`judge.passes`)."""
-_SCORES = """
-    SELECT project, model, group_id, trajectory, r.components, avg(v.score) AS score, r.scored_at
-    FROM rewards r JOIN verdicts v USING (project, model, group_id, branch, judge, trajectory)
-    WHERE v.rubric_hash = $rubric_hash AND v."call" < 0 AND NOT v.second AND r.outcome = 'scored' AND {conditions}
-    GROUP BY ALL ORDER BY r.scored_at
-"""
-
-
-def calibrated(connection: duckdb.DuckDBPyConnection, side: dict[str, str], config: JudgeConfig) -> Rewards:
-    """Return the rewards that the groups of a side would have with its calibration: the mean of a run's recorded
-    scores, which no calibration has changed, as the judge's part of the reward. Raises `ConfigError` if the history
-    does not hold the calibration."""
-    where = {key: value for key, value in side.items() if key != "calibration"}
-    if "judge_model" in where or "rubric" in where:
-        raise ConfigError(
-            "calibration= is about rewards, not one model's scores: leave judge_model and rubric out"
-        )
-    row = connection.execute(
-        "SELECT reward, rubric_hash, scores, labels FROM group_calibrated WHERE calibration = ?",
-        [side["calibration"]],
-    ).fetchone()
-    if row is None:
-        raise ConfigError(
-            f"the history holds no calibration {side['calibration']!r}; those that it holds: `journeywork sql "
-            '"FROM group_calibrated"`'
-        )
-    name, rubric_hash, scores, labels = row
-    fitted = Calibration(scores=tuple(scores), labels=tuple(labels))
-    query = _SCORES.format(conditions=" AND ".join(["true", *(f"r.{key} = ${key}" for key in where)]))
-    names = {r.name for r in config.rewards if r.kind != "next_state"}
-    out: Rewards = {}
-    for project, model, group, trajectory, components, score, _ in connection.execute(
-        query, {"rubric_hash": rubric_hash, **where}
-    ).fetchall():
-        parts = {part: value for part, value in components.items() if part in names} | {name: fitted(score)}
-        reward = combine(config, parts) if config.rewards else parts[name]
-        out.setdefault((project, model, group), {})[trajectory] = reward
-    return out
 
 
 def checkpoints_trained_on(
@@ -134,8 +92,6 @@ def rewards(connection: duckdb.DuckDBPyConnection, side: dict[str, str], *, call
     """Return the rewards of scored members, or a judge model's scores, by group and trajectory; `calls`: the rewards of
     their calls, by group and call. `side`: a filter by `parse_side`. If a group was scored several times, the latest
     counts. Raises `ConfigError` for scores of calls, and of a model that judged a group by several rubrics."""
-    if "calibration" in side:
-        raise ConfigError("--calls compares the rewards of calls, which have no calibration")
     if "judge_model" in side and calls:
         raise ConfigError("--calls compares rewards, not one model's scores: leave judge_model out")
     if "rubric" in side and "judge_model" not in side:
@@ -238,15 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    config = run_settings(args.run_dir, args.config, sections=("store", "judge"))
+    config = run_settings(args.run_dir, args.config, sections=("store",))
     with sql.connect(config) as connection:
         first, second = parse_side(args.a), parse_side(args.b)
-        a, b = (
-            calibrated(connection, side, config.judge)
-            if "calibration" in side and not args.calls
-            else rewards(connection, side, calls=args.calls)
-            for side in (first, second)
-        )
+        a, b = (rewards(connection, side, calls=args.calls) for side in (first, second))
         result, flipped = compare(a, b)
         checkpoints = (
             [] if args.calls else checkpoints_trained_on(connection, flipped, first.get("branch", "main"))

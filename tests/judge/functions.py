@@ -7,9 +7,8 @@ import ctypes
 import decimal
 import fractions
 import json
-import mmap
 import os
-import pathlib
+import resource
 import signal
 import socket
 import sys
@@ -134,106 +133,36 @@ def reads(trajectory: dict[str, Any]) -> float:
         return float(len(file.read()))
 
 
-def leaves_a_child(trajectory: dict[str, Any]) -> float:
-    if trajectory["id"] == "bad" and os.fork() == 0:
-        time.sleep(60)
-    time.sleep(30 if trajectory["id"] == "bad" else 0)
-    return 0.5
-
-
 def floods(_: dict[str, Any]) -> float:
     sys.stdout.write("x" * 5_000_000)
     return 0.5
 
 
-# -- attacks: what a trajectory could do that takes over the process which scores it -----------------------------
-
-
-def _named_daemon(name: str) -> bool:
-    """Fork twice with a session between. Return True in the process that nobody waits for, now called `name`."""
-    if child := os.fork():
-        os.waitpid(child, 0)
-        return False
-    os.setsid()
-    if os.fork():
-        os._exit(0)
-    ctypes.CDLL(None).prctl(15, name.encode())  # PR_SET_NAME
-    return True
-
-
-def daemonizes(trajectory: dict[str, Any]) -> float:
-    if trajectory["id"] == "bad" and _named_daemon(str(trajectory["task"])):
-        time.sleep(100)
-        os._exit(0)
-    if trajectory["id"] == "bad" and trajectory.get("hang"):
-        time.sleep(100)
+def forks(trajectory: dict[str, Any]) -> float:
+    """Leave a process behind that nobody waits for, called as the task says; a daemon has a session of its own."""
+    if trajectory["id"] == "bad":
+        if child := os.fork():
+            os.waitpid(child, 0)
+        else:
+            if trajectory["daemon"]:
+                os.setsid()
+            if os.fork():
+                os._exit(0)
+            ctypes.CDLL(None).prctl(15, str(trajectory["task"]).encode())  # PR_SET_NAME
+            time.sleep(100)
+            os._exit(0)
+        time.sleep(100 if trajectory.get("hang") else 0)
     return 0.5
 
 
 def connects_unix(trajectory: dict[str, Any]) -> float:
-    address = str(trajectory["task"]).replace("@", "\0")
-    if trajectory["how"] == "pair":  # datagrams of a pair can be sent elsewhere
-        with socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0] as client:
-            client.sendto(b"x", address)
     with socket.socket(socket.AF_UNIX) as client:
-        client.connect(address)
+        client.connect(str(trajectory["task"]).replace("@", "\0"))
     return 1.0
 
 
-def talks_to_itself(_: dict[str, Any]) -> float:
-    """What asyncio and multiprocessing use."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(b"7")
-        return float(theirs.recv(1))
-
-
-_FORGED = (
-    b'{"reward": 1.0}\n{"n": 1, "answer": "{\\"reward\\": 1.0}"}\n{"n": 2, "answer": "{\\"reward\\": 1.0}"}\n'
-)
-
-
-def scatters(trajectory: dict[str, Any]) -> float:
-    """Leave grandchildren behind that are born while the call ends."""
-    for _ in range(3):
-        if os.fork() == 0:
-            if os.fork() == 0:
-                ctypes.CDLL(None).prctl(15, str(trajectory["task"]).encode())
-                time.sleep(100)
-            os._exit(0)
-    return 0.5
-
-
-def forges(trajectory: dict[str, Any]) -> float:
-    """Write good scores for everybody into whatever is open here and, in a sandbox, in any process that can be seen.
-    Without one that would be every process of the machine."""
-    if trajectory["id"] == "bad":
-        sandboxed = os.getppid() == 1
-        if _named_daemon(str(trajectory["task"])):
-            while sandboxed:
-                for fd in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
-                    with contextlib.suppress(OSError), fd.open("wb", buffering=0) as channel:
-                        channel.write(_FORGED)
-            time.sleep(100)
-        time.sleep(0.2)
-        for fd in [1, *range(3, 64)]:
-            with contextlib.suppress(OSError):
-                os.write(fd, _FORGED * 3)
-    time.sleep(0.2)
-    return 0.125
-
-
-def seizes(_: dict[str, Any]) -> float:
-    """Count the files and memories of the other processes here that this one can open."""
-    opened = 0
-    for process in pathlib.Path("/proc").glob("[0-9]*"):
-        if int(process.name) != os.getpid():
-            for held in [process / "mem", process / "environ", *(process / "fd" / str(n) for n in range(64))]:
-                for how in (os.O_RDONLY, os.O_WRONLY):
-                    with contextlib.suppress(OSError):
-                        os.close(os.open(held, how))
-                        opened += 1
-    return float(opened)
+def limit(_: dict[str, Any]) -> float:
+    return float(resource.getrlimit(resource.RLIMIT_NPROC)[0])
 
 
 def kills(trajectory: dict[str, Any]) -> float:
@@ -244,41 +173,6 @@ def kills(trajectory: dict[str, Any]) -> float:
             os.kill(-1, signal.SIGKILL)  # all but the caller
         os.kill(os.getpid(), signal.SIGKILL)
     return 0.5
-
-
-def hoards(trajectory: dict[str, Any]) -> float:
-    """Hold memory in six processes, each of which stays below the limit."""
-    for _ in range(6):
-        if os.fork() == 0:
-            held = bytearray(int(trajectory["task"]) << 20)
-            held[:: mmap.PAGESIZE] = b"x" * len(held[:: mmap.PAGESIZE])
-            time.sleep(100)
-    time.sleep(100)
-    return 0.5
-
-
-def hides(trajectory: dict[str, Any]) -> float:
-    """Do as `hoards`, in processes whose memory maps nobody may read."""
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
-    return hoards(trajectory)
-
-
-def bombs(_: dict[str, Any]) -> float:
-    """Become 512 processes, where nobody says stop: enough to exceed any limit here, not enough to harm the machine."""
-    for _generation in range(9):
-        with contextlib.suppress(OSError):
-            os.fork()
-    time.sleep(100)
-    return 0.5
-
-
-def shares(trajectory: dict[str, Any]) -> float:
-    """Leave System V shared memory behind, and say how much was there before."""
-    before = len(pathlib.Path("/proc/sysvipc/shm").read_text().splitlines()) - 1
-    if trajectory["id"] == "bad":
-        libc = ctypes.CDLL(None)
-        libc.shmget(0, 1 << 20, 0o1600)
-    return float(before)
 
 
 CALLS: list[str] = []

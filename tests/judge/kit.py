@@ -96,12 +96,10 @@ def loading(transcripts: Iterable[Transcript]) -> LoadTranscript:
     return load
 
 
-def ruler(
-    model: Model, transcripts: Sequence[Transcript] = (), calibration: str = "", **settings: Any
-) -> LlmRuler:
-    """A ruler over `model`; given transcripts are what its members said; `calibration`: its file."""
+def ruler(model: Model, transcripts: Sequence[Transcript] = (), **settings: Any) -> LlmRuler:
+    """A ruler over `model`; given transcripts are what its members said."""
     config, load = with_values(JudgeConfig(model="test/judge"), settings), loading(transcripts)
-    return LlmRuler(config, load_rubric(), model, load, rng=random.Random(7), calibration=calibration)
+    return LlmRuler(config, load_rubric(), model, load, rng=random.Random(7))
 
 
 def labelled(path: Path, groups: int = 4, wrong: bool = False) -> Path:

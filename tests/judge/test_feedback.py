@@ -17,7 +17,7 @@ from judge.groups import GroupKey, read_group
 from judge.rewards.compose import open_composer_on_log
 from judge.service import Judge
 from pipeline.config import Config, FeedbackConfig, JudgeConfig, NatsConfig, RewardConfig
-from pipeline.events import AnyEvent, FeedbackTimedOut, Grader, Hint, SignalGiven
+from pipeline.events import AnyEvent, FeedbackTimedOut, Hint, SignalGiven
 from pipeline.log.broker import Broker, Recorded
 from pipeline.running.status import read_log
 from pipeline.security.signing import Trust
@@ -71,7 +71,7 @@ async def test_a_complete_run_waits_for_its_feedback_and_is_scored_with_it_by_an
         await drained(broker)
         await timers(broker, 0)
     (member,) = group.members
-    assert (member.reward, member.graders, group.closed_by) == (0.75, (Grader(key="desk"),), "size")
+    assert (member.reward, member.graders, group.closed_by) == (0.75, ("desk",), "size")
 
 
 async def test_feedback_before_the_end_of_a_run_counts_and_none_is_waited_for(
@@ -122,7 +122,7 @@ async def test_only_the_keys_that_a_reward_names_give_it_and_end_the_wait(
     again = [g for g in await groups(broker, 2) if g.branch == "b"]
     for scored in (group, *again):
         (member,) = scored.members
-        assert (member.reward, member.call_rewards, member.graders) == (1.0, {}, (Grader(key="desk"),))
+        assert (member.reward, member.call_rewards, member.graders) == (1.0, {}, ("desk",))
     assert len(again) == 1
 
 
@@ -265,7 +265,7 @@ async def test_feedback_is_one_part_of_a_reward_or_a_veto(
         (group,) = await groups(broker, 1)
     (member,) = group.members
     assert (member.reward, member.components) == (reward, {"own": 1.0, "agent": 1.0, "result": 0.5})
-    assert member.graders == (Grader(key="desk", reward=without),)
+    assert member.graders == ("desk",)
 
 
 def read(
@@ -308,19 +308,15 @@ def test_the_last_number_of_each_key_counts_and_keys_are_averaged() -> None:
         signal("a", 1e300, by="z"), signal("b", 1.0),
     ]  # fmt: skip
     known = {"a": RunFeedback({"2": 0.5}, (Hint(call=2, text="No."),)), "c": RunFeedback({"0": 1.0})}
-    found = feedback_on([member], said, config, {"a": {"result": 0.5}}, known)
+    found = feedback_on([member], said, config, known)
     assert found["a"].call_rewards == {"1": 1.0, "2": 1.5}
     assert found["a"].hints == (
         Hint(call=2, text="No."), Hint(call=1, text="Not there.", by="desk"),
         Hint(call=-1, text="b2", kind="correction", by="desk"),
     )  # fmt: skip
-    assert found["a"].graders == (
-        Grader(key="desk", reward=0.5, call_rewards={"1": 1.0, "2": 0.5}),
-        Grader(key="x", reward=1.0, call_rewards={"1": 1.0, "2": 1.5}),
-        Grader(key="y", reward=0.0, call_rewards={"1": 1.0, "2": 1.5}),
-    )
+    assert found["a"].graders == ("desk", "x", "y")
     assert found["c"] == known["c"]
-    assert feedback_on([member], [], config, {}, {}) == {}
+    assert feedback_on([member], [], config, {}) == {}
 
 
 async def test_a_run_with_hints_and_no_reward_is_scored_zero_for_its_teacher(nats_config: NatsConfig) -> None:

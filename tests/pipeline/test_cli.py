@@ -42,7 +42,6 @@ def test_every_command_that_lives_elsewhere_has_its_module() -> None:
             "up --services judge --run-dir nowhere --set judge.api_key_env=NO_KEY",
             "the environment has no NO_KEY",
         ),
-        ("up --services store --run-dir nowhere --set alarms.webhook=https://x/${NO_KEY}", "has no NO_KEY"),
         ("status --run-dir nowhere", "nothing was started there"),
         ("up --vllm-url localhost:8000", "vllm.urls: 'localhost:8000' is no HTTP address: write http://"),
         ("polic list", "there is no command 'polic'; did you mean policy? `journeywork --help` lists"),
@@ -133,7 +132,7 @@ def test_a_dry_run_refuses_what_a_service_would_refuse(
         assert caught.value.code == 2
         told = capsys.readouterr().err
         assert [said for said in refused.values() if said not in told] == []
-        assert {path.name for path in tmp_path.iterdir()} <= {"up.lock", "processes.lock"}
+        assert {path.name for path in tmp_path.iterdir()} <= {"up.lock"}
 
 
 GONE = 2**22 + 1

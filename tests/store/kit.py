@@ -24,7 +24,6 @@ from pipeline.events import (
     ExchangeRecorded,
     GroupDiscarded,
     GroupScored,
-    JudgeCalibrated,
     JudgeMeasured,
     Measure,
     Member,
@@ -145,9 +144,6 @@ def run_of_one_step() -> list[Event]:
             top_ids=pack_ids([3, 4]), top_logprobs=pack_logprobs([-0.5, -1.5]), requests=1, tokens=9,
         ),
         JudgeMeasured(project="p", kind="groups", judge="j", model="judge/1", ruler="default", position_bias=0.1),
-        JudgeCalibrated(
-            project="p", reward="ruler", calibration="c", scores=(0.0, 1.0), labels=(0.25, 0.75), runs=20, groups=5
-        ),
         DeadLettered(
             project="p", stream="ROLLOUTS", stream_seq=7, original_subject="rollout.x", consumer="judge",
             reason="undecodable", payload=b"\xc1",

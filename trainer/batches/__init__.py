@@ -6,7 +6,7 @@
 | `metrics` | metrics of a step that its groups give |
 | `returns` | returns of calls, where rewards belong to single calls |
 | `tasks` | returns of the earlier runs of a task, as the baseline of runs without a group |
-| `graders` | how much of a step feedback of one API key may decide |
+| `graders` | a cap on the share of a step that feedback of one API key has |
 | `histories` | reads a group's exchanges from the log |
 | `sequences` | exchanges to exact token sequences and loss masks |
 | `sampling` | a server's sampling defaults, and the sampler's distribution from the trainer's logits |

@@ -234,7 +234,7 @@ def examples(groups: Sequence[TrainingGroup], config: TrainerConfig) -> list[Exa
     (`trainer.loss.baseline`), divided as `trainer.loss.advantage_scaling` says, then balanced and normalised by the
     settings after it. Where rewards belong to calls, it is their returns that are compared (`trainer.batches.returns`).
     With loss type `sft` it is the reward."""
-    weights = _weights(groups, config)
+    weights = trajectory_weights(groups, config)
     if config.loss.type == "sft":
         return [
             Example(s, reward_of[s.trajectory], weight=weights.get(s.trajectory, 1.0))
@@ -355,7 +355,7 @@ def units(sequence: TokenSequence, config: TrainerConfig) -> int:
     return 1 if config.loss.type in ("grpo", "sapo") else sequence.trained_tokens
 
 
-def _weights(groups: Sequence[TrainingGroup], config: TrainerConfig) -> dict[str, float]:
+def trajectory_weights(groups: Sequence[TrainingGroup], config: TrainerConfig) -> dict[str, float]:
     """By trajectory, the factor that gives every trajectory the same share of the loss; the mean over what the loss
     averages is 1."""
     if config.loss.weighting == "loss":

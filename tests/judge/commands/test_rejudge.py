@@ -21,7 +21,7 @@ from judge.scoring import GroupRewards, UnscoredError, agent_rewards
 from pipeline import config as configuration
 from pipeline import crash
 from pipeline.config import Config, ConfigError, JudgeConfig, NatsConfig, RewardConfig
-from pipeline.events import Grader, GroupScored, SignalGiven, TrainingBatch, TrajectoryCompleted
+from pipeline.events import GroupScored, SignalGiven, TrainingBatch, TrajectoryCompleted
 from pipeline.log.broker import Broker
 from tests.judge.kit import Model, completed, exchange, groups, judging, ruler
 from tests.kits.scoring_server import Scorer
@@ -89,11 +89,7 @@ async def test_late_labels_of_people_become_the_rewards_of_a_verdict_set(
     assert report.rejudged == 2
     found = {g.group: g for g in await groups(broker, 4) if g.branch == "labels"}
     assert [m.reward for m in found["g1"].members] == [0.0, 0.5, 1.0]
-    assert [m.graders for m in found["g1"].members] == [
-        (Grader(key="ann", reward=0.5),),
-        (),
-        (Grader(key="ann", reward=0.5),),
-    ]
+    assert [m.graders for m in found["g1"].members] == [("ann",), (), ("ann",)]
     assert {m.reward for m in found["g0"].members} == {0.5}
 
 

@@ -1,4 +1,4 @@
-"""A reward function can't reach the network or a socket, read secrets, answer other calls, or outlive its call."""
+"""A sandboxed reward function reaches no network and writes nothing; no function outlives its call."""
 
 from __future__ import annotations
 
@@ -80,53 +80,43 @@ async def test_a_function_reaches_no_network_and_no_file(tmp_path: Path) -> None
         assert (await call({"id": "a"})).reward == 0.0
     async with function("length").open() as call:  # what only computes notices nothing
         assert (await call({"id": "a", "messages": [1, 2, 3]})).reward == 0.3
-    async with function("talks_to_itself").open() as call:
-        assert (await call({"id": "a"})).reward == 7.0
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("kind", ["path", "readable", "abstract"])
-async def test_a_function_reaches_no_unix_socket(tmp_path: Path, kind: str) -> None:
-    address = f"@journeywork-{os.getpid()}" if kind == "abstract" else str(tmp_path / "s")
-    readable = (str(tmp_path),) if kind == "readable" else ()
+@pytest.mark.parametrize("abstract", [False, True])
+async def test_a_function_reaches_no_unix_socket_of_the_machine(tmp_path: Path, abstract: bool) -> None:
+    address = f"@journeywork-{os.getpid()}" if abstract else str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address.replace("@", "\0"))
         server.listen()
-        async with function("connects_unix", readable=readable).open() as call:
-            for how in ("socket", "pair"):
-                await refused(
-                    call, {"id": "a", "task": address, "how": how}, "PermissionError|FileNotFoundError"
-                )
+        async with function("connects_unix").open() as call:
+            await refused(call, {"id": "a", "task": address}, "ConnectionRefusedError|FileNotFoundError")
         async with function("connects_unix", "off").open() as call:
-            assert (await call({"id": "a", "task": address, "how": "socket"})).reward == 1.0
+            assert (await call({"id": "a", "task": address})).reward == 1.0
 
 
 @needs_bubblewrap
-async def test_a_working_directory_shows_its_code_and_not_its_runs(
+async def test_a_function_reads_its_search_path_and_what_is_named_and_not_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "words.txt").write_text("abc")
-    (tmp_path / "mine" / "score.py").write_text(
+    work, data, other = tmp_path / "work", tmp_path / "data", tmp_path / "other"
+    run = work / "runs" / "x"
+    for folder in (work / "mine", data, other, run):
+        folder.mkdir(parents=True)
+        (folder / "text").write_text("abc")
+    (work / "mine" / "score.py").write_text(
         "import helper\ndef reads(t):\n    return float(len(open(t['task']).read())) * helper.ONE\n"
     )
-    (tmp_path / "helper.py").write_text("ONE = 1.0\n")
-    (tmp_path / ".env").write_text("KEY=1")
-    (tmp_path / "data.csv").write_text("abcd")
-    run = tmp_path / "runs" / "x"
-    inside = tmp_path / "mine" / "runs"
-    for folder in (run, inside):
-        folder.mkdir(parents=True)
-        (folder / "gateway.secret").write_text("secret")
-    monkeypatch.chdir(tmp_path)
+    (work / "helper.py").write_text("ONE = 1.0\n")
+    monkeypatch.chdir(work)
     config = RewardConfig(
-        name="x", kind="python", entry="mine.score:reads", isolate="require", readable=("data.csv",)
+        name="x", kind="python", entry="mine.score:reads", isolate="require", readable=("../data",)
     )
-    async with RewardFunction(config, ("runs/x", str(inside))).open() as call:
-        for seen, size in (("mine/words.txt", 3.0), ("data.csv", 4.0)):
-            assert (await call({"id": "a", "task": str(tmp_path / seen)})).reward == size
-        for unseen in (".env", "runs/x/gateway.secret", "mine/runs/gateway.secret"):
-            await refused(call, {"id": "a", "task": str(tmp_path / unseen)}, "FileNotFoundError")
+    async with RewardFunction(config, ("runs/x",)).open() as call:
+        for seen in (work / "mine", data):
+            assert (await call({"id": "a", "task": str(seen / "text")})).reward == 3.0
+        for unseen in (run, other):
+            await refused(call, {"id": "a", "task": str(unseen / "text")}, "FileNotFoundError")
 
 
 # -- other calls, and the judge ----------------------------------------------------------------------------------
@@ -134,46 +124,21 @@ async def test_a_working_directory_shows_its_code_and_not_its_runs(
 
 @everywhere
 async def test_a_process_that_a_function_forks_does_not_outlive_its_call(isolate: str, name: str) -> None:
-    async with function("daemonizes", isolate).open() as call:
-        assert (await call({"id": "bad", "task": name})).reward == 0.5
+    """In a sandbox even if it has left its session."""
+    bad = {"id": "bad", "task": name, "daemon": isolate == "require"}
+    async with function("forks", isolate).open() as call:
+        assert (await call(bad)).reward == 0.5
         assert named(name) == []  # after an answer
         assert (await call({"id": "good"})).reward == 0.5
         async with anyio.create_task_group() as tg:
-            tg.start_soon(call, {"id": "bad", "task": name, "hang": True})
+            tg.start_soon(call, {**bad, "hang": True})
             while not named(name):
                 await anyio.sleep(0.05)
             tg.cancel_scope.cancel()
         assert named(name) == []  # after the judge gave up
-    async with function("daemonizes", isolate, timeout_s=2.0).open() as call:
-        await refused(call, {"id": "bad", "task": name, "hang": True}, "took longer than 2")
+    async with function("forks", isolate, timeout_s=2.0).open() as call:
+        await refused(call, {**bad, "hang": True}, "took longer than 2")
         assert named(name) == []  # after too long
-
-
-@everywhere
-async def test_a_process_forked_while_a_call_ends_is_killed_too(isolate: str, name: str) -> None:
-    async with function("scatters", isolate).open() as call:
-        for n in range(30):
-            assert (await call({"id": str(n), "task": name})).reward == 0.5
-            if n % 10 == 9:
-                assert named(name) == []
-
-
-@everywhere
-async def test_a_call_can_t_answer_for_another_trajectory(isolate: str, name: str, tmp_path: Path) -> None:
-    """What this process has open stays as it is: an attack on all of the machine would fail other tests."""
-    with (tmp_path / "open").open("wb"):
-        async with function("forges", isolate).open() as call:
-            # About itself it may say what it likes.
-            assert (await call({"id": "bad", "task": name})).reward == 1.0
-            for n in range(3):
-                assert (await call({"id": f"good{n}"})).reward == 0.125
-    assert (tmp_path / "open").read_bytes() == b""
-
-
-@needs_bubblewrap
-async def test_a_call_can_neither_signal_nor_trace_another_process() -> None:
-    async with function("seizes").open() as call:
-        assert (await call({"id": "a"})).reward == 0.0
 
 
 @needs_bubblewrap
@@ -187,9 +152,6 @@ async def test_a_call_that_kills_every_process_it_can_fails_only_its_own_score()
 async def test_nothing_of_a_call_is_left_for_the_next(isolate: str) -> None:
     async with function("remembers", isolate).open() as call:
         assert [(await call({"id": i})).reward for i in "abc"] == [1.0, 1.0, 1.0]
-    if isolate == "require":
-        async with function("shares").open() as call:
-            assert [(await call({"id": "bad"})).reward for _ in range(3)] == [0.0, 0.0, 0.0]
 
 
 @everywhere
@@ -222,32 +184,10 @@ async def test_what_a_module_prints_at_import_is_not_of_a_call(
     assert "at import" in capfd.readouterr().err
 
 
-# -- memory and processes ----------------------------------------------------------------------------------------
-
-
-@everywhere
-async def test_memory_is_bounded_for_all_processes_of_a_call_together(isolate: str) -> None:
-    """Six processes of 100 MB each: none exceeds its own limit."""
-    async with function("hoards", isolate, memory_mb=400).open() as call:
-        await refused(call, {"id": "a", "task": "100"}, "held more than 400 MB of memory in [4-9] processes")
-        await refused(call, {"id": "a", "task": "1000"}, "MemoryError|took longer|ended its process")
-
-
-@everywhere
-async def test_memory_is_bounded_for_processes_that_nobody_may_read(isolate: str) -> None:
-    async with function("hides", isolate, memory_mb=400, timeout_s=30.0).open() as call:
-        await refused(call, {"id": "a", "task": "100"}, "held more than 400 MB of memory in [4-9] processes")
-
-
-@everywhere
-async def test_processes_are_bounded(isolate: str) -> None:
-    async with function("bombs", isolate, processes=20).open() as call:
-        await refused(call, {"id": "a"}, "more than 20 processes and threads")
-        assert call._process is not None
-        sandbox = psutil.Process(call._process.pid)
-        with anyio.fail_after(60):
-            while len(sandbox.children(recursive=True)) > 1:  # the worker in its sandbox
-                await anyio.sleep(0.01)  # killed processes take a moment to end
+@needs_bubblewrap
+async def test_the_kernel_bounds_the_processes_of_a_sandbox() -> None:
+    async with function("limit", processes=20).open() as call:
+        assert (await call({"id": "a"})).reward == 20.0
 
 
 # -- the machine -------------------------------------------------------------------------------------------------
@@ -279,27 +219,15 @@ async def test_a_bubblewrap_that_fails_is_an_error_with_its_message(
             pass
 
 
-async def test_bubblewrap_is_tried_with_what_a_function_sees(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It fails if any mount of what it shows ends at that moment, such as a container's of this machine."""
-    (tmp_path / "bwrap").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/given\n')
-    (tmp_path / "bwrap").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert sandbox_view.unavailable() == ""
-    given = (tmp_path / "given").read_text()
-    assert "--ro-bind /usr/lib /usr/lib " in given
-    assert "--ro-bind / / " not in given
-
-
 @everywhere
 async def test_a_killed_judge_leaves_no_process_of_its_functions(isolate: str, name: str) -> None:
     if isolate == "require" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     code = (
         "import anyio, sys\nfrom tests.judge.rewards.kit import function\n"
-        "async def main():\n    async with function('daemonizes', sys.argv[1]).open() as call:\n"
-        "        await call({'id': 'bad', 'task': sys.argv[2], 'hang': True})\nanyio.run(main)\n"
+        "async def main():\n    async with function('forks', sys.argv[1]).open() as call:\n"
+        "        daemon = sys.argv[1] == 'require'\n"
+        "        await call({'id': 'bad', 'task': sys.argv[2], 'daemon': daemon, 'hang': True})\nanyio.run(main)\n"
     )
     judge = subprocess.Popen([sys.executable, "-c", code, isolate, name])
     with anyio.fail_after(60):
@@ -313,30 +241,6 @@ async def test_a_killed_judge_leaves_no_process_of_its_functions(isolate: str, n
 
 
 # -- a worker that fails ---------------------------------------------------------------------------------------------
-
-FORGED = """
-import json, os, stat
-for fd in range(3, 32):  # the worker's pipes among them, which it has at import
-    try:
-        if stat.S_ISFIFO(os.fstat(fd).st_mode):
-            os.write(fd, json.dumps({"n": 0, "answer": %r}).encode() + b"\\n")
-    except OSError:
-        pass
-def length(trajectory):
-    return 1.0
-"""
-
-
-@pytest.mark.parametrize("answer", ["no JSON", "[]", '{"error": 1}'])
-async def test_a_module_that_answers_for_the_worker_fails_each_call(
-    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "forged_start.py").write_text(FORGED % answer)
-    monkeypatch.chdir(tmp_path)
-    async with function("length", "off", entry="forged_start:length").open() as call:
-        await call.start()  # left to the first call
-        for _ in range(2):
-            await refused(call, {"id": "a"}, "forged_start:length did not start")
 
 
 async def test_a_process_that_the_machine_refuses_fails_the_call_and_the_next_one_tries_again(

@@ -6,7 +6,6 @@ import json
 import re
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -56,15 +55,6 @@ async def test_each_trajectory_gets_its_own_score() -> None:
         )
         assert all(s.explanation for s in verdict.scores)
     assert verdicts[0].order != verdicts[1].order
-
-
-async def test_rewards_are_made_of_calibrated_scores_and_verdicts_of_the_judge_s_own(tmp_path: Path) -> None:
-    file = tmp_path / "calibration.json"
-    file.write_text('{"scores": [0.1, 0.3], "labels": [0.0, 1.0]}')
-    judge = ruler(Model(Scorer()), TRANSCRIPTS, str(file))
-    scores, verdicts = await judge([completed(name) for name in QUALITY])
-    assert scores == pytest.approx({n: min((q - 0.1) / 0.2, 1.0) for n, q in QUALITY.items()})
-    assert {s.trajectory: s.score for s in verdicts[0].scores} == pytest.approx(QUALITY)
 
 
 async def test_judging_the_same_history_again_uses_the_same_orders_and_new_ids() -> None:

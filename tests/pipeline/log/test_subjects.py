@@ -44,7 +44,6 @@ PUBLISHED_TO = {
     "group.scored": "N.N.N.N.main",
     "group.discarded": "N.N.N.main",
     "group.measured": "N.N.N",
-    "group.calibrated": "N.N",
     "group.admitted": "N.N",
     "policy.checkpoint": "N.N.7",
     "policy.loaded": "N.N",

@@ -44,7 +44,7 @@ def test_a_restored_installation_trains_on(tmp_path: Path) -> None:
     with up(tmp_path, first, "--run-dir", str(first), settings=settings) as run:
         run_groups(run.url, "before", GROUPS, finished)
         run.until_step(1)
-        with pytest.raises(AssertionError, match="is in use: journeywork up runs there"):
+        with pytest.raises(AssertionError, match="is in use: journeywork up "):
             program([*JOURNEYWORK, "backup", str(tmp_path / "early"), "--run-dir", str(first)], ROOT)
     before = history(run)
     program([*JOURNEYWORK, "backup", str(tmp_path / "copy"), "--run-dir", str(first)], ROOT)

@@ -193,18 +193,11 @@ anyio.run(main)
         await anyio.sleep(0.02)
 
 
-def test_two_installations_that_start_at_once_get_different_ports() -> None:
-    """The first one's dashboard does not listen yet when the second one is planned."""
+def test_a_process_gets_a_free_port_once() -> None:
+    """Its child does not listen yet when the next one is chosen."""
     wanted = free_port()
-    code = f"from pipeline.running import ports; print(ports.free_port(ports.LOOPBACK, {wanted}))"
-
-    def port_of_another() -> int:
-        return int(subprocess.check_output([sys.executable, "-c", code]))
-
-    assert port_of_another() == wanted
-    assert ports.free_port(ports.LOOPBACK, wanted) == wanted, "the other process has ended"
+    assert ports.free_port(ports.LOOPBACK, wanted) == wanted
     assert ports.free_port(ports.LOOPBACK, wanted) not in (0, wanted)
-    assert port_of_another() not in (0, wanted)
 
 
 def test_a_free_port_is_none_that_the_system_gives_to_others() -> None:

@@ -367,7 +367,7 @@ def test_a_reward_of_kind_feedback_that_is_called_reward_replaces_the_owner_s(by
     )
     assert _use(config, signal, "bob", {"run": "completed"}) == use
     run = completed("t", owner="bob")
-    said = feedback_on([run], counting([signal], config.judge), config.judge, {}, {})
+    said = feedback_on([run], counting([signal], config.judge), config.judge, {})
     assert bool(said.get("t", RunFeedback()).call_rewards) == (use == "call_reward")
 
 

@@ -173,7 +173,6 @@ def nested(depth: int, text: str) -> bytes:
         nested(100_000, SECRET),
         msgspec.json.encode({"arguments": f'{{"to": "{ESCAPED}"}}'}),
         msgspec.json.encode({"arguments": f'{{"to": "{ESCAPED}'}),  # broken off
-        msgspec.json.encode({"a": msgspec.json.encode({"b": f'{{"to": "{ESCAPED}"}}'}).decode()}),
         b'{"a": "jane.doe\\u0040example.com"}',
     ],
 )
@@ -325,12 +324,10 @@ PASSWORD = MaskConfig(name="password", pattern='"password": *"[^"]*"')
     ],
 )
 async def test_arguments_of_a_tool_call_stay_json(arguments: str, mask: MaskConfig, expected: Any) -> None:
-    outer = msgspec.json.encode({"in": arguments}).decode()
-    sent = {"arguments": arguments, "nested": outer, "broken": arguments[:-1]}
+    sent = {"arguments": arguments, "broken": arguments[:-1]}
     event = await masked(exchange(sent, {}), mask)
     recorded = msgspec.json.decode(event.request)
     assert msgspec.json.decode(recorded["arguments"]) == expected
-    assert msgspec.json.decode(msgspec.json.decode(recorded["nested"])["in"]) == expected
     for secret in ("jane", "4111", "hunter2"):
         assert secret.encode() not in event.request
     plain = exchange({"arguments": '{ "n": 1.0 }', "text": "{x} 4111111111111111"}, {})
@@ -347,17 +344,6 @@ async def test_what_a_mask_matches_across_json_is_not_kept_by_another_mask() -> 
     assert msgspec.json.decode(recorded) == {"_raw": '{"n": 1, [password]}'}
 
 
-async def test_json_within_json_does_not_grow_by_masking() -> None:
-    """Each level that is written anew doubles the backslashes below it, which the attacker wrote in a shorter form."""
-    said = f'["{SECRET}"]'
-    for _ in range(15):
-        short = said.replace("\\", "\\u005c").replace('"', "\\u0022")
-        said = f'["{short}"]'
-    event = await masked(exchange({"k": said}, {}), MAIL)
-    assert SECRET.encode() not in event.request
-    assert len(event.request) < 2 * len(said)
-
-
 async def test_large_json_in_a_text_is_masked_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking, "_LARGE_JSON", 50)
     for said in (f'["{SECRET}","{"x" * 50}"]', f'["\\u0022{ESCAPED}","{"x" * 50}"]'):
@@ -367,7 +353,7 @@ async def test_large_json_in_a_text_is_masked_as_a_whole(monkeypatch: pytest.Mon
 
 async def test_what_stands_behind_an_escaped_line_break_is_masked() -> None:
     number = MaskConfig(name="number", pattern=r"\b[0-9]{3}-[0-9]{4}\b")
-    for escape in ("\\n", "\\t", "\\\\n"):
+    for escape in ("\\n", "\\t"):
         event = await masked(exchange({"k": f"it is:{escape}123-4567"}, {}), number)
         assert (b"123-4567" in bytes(event.request), event.prompt_ids) == (False, b"")
 
@@ -399,9 +385,8 @@ async def test_a_pattern_matches_what_json_in_a_text_writes_with_escapes(
     pattern: str, secret: str, field: str
 ) -> None:
     said = json.dumps({"user": secret, "n": 1})
-    outer = json.dumps({"in": said})
-    broken = [said[:-1], outer[:-1], f"{said[:-1]} {json.dumps(SECRET).replace('@', ESCAPED[8:14])}"]
-    texts = {"arguments": said, "nested": outer, "text": secret, secret: 1, "broken": broken}
+    broken = [said[:-1], f"{said[:-1]} {json.dumps(SECRET).replace('@', ESCAPED[8:14])}"]
+    texts = {"arguments": said, "text": secret, secret: 1, "broken": broken}
     event = msgspec.structs.replace(exchange({}, {}), **{field: msgspec.json.encode(texts)})
     event = await masked(event, MaskConfig(name="x", pattern=pattern), MAIL)
     recorded = getattr(event, field)
@@ -410,7 +395,6 @@ async def test_a_pattern_matches_what_json_in_a_text_writes_with_escapes(
         assert word.encode() not in recorded.replace(b"broken", b"")
     recorded = msgspec.json.decode(recorded)
     assert json.loads(recorded["arguments"]) == {"user": "[x]", "n": 1}
-    assert json.loads(json.loads(recorded["nested"])["in"]) == {"user": "[x]", "n": 1}
 
 
 @pytest.mark.timeout(60)
@@ -428,8 +412,18 @@ async def test_escapes_of_escapes_take_linear_time() -> None:
 
 async def test_an_address_with_escaped_letters_is_masked_whole_in_text_that_is_no_json() -> None:
     said = json.dumps({"to": "j\u00fcrgen.m\u00fcller@example.com", "at": "C:\\new"})
-    texts = [f"Result: {said}", said[:-1], json.dumps({"in": said})[:-1]]
+    texts = [f"Result: {said}", said[:-1]]
     event = await masked(exchange({"k": texts}, {}), MAIL)
     for text in msgspec.json.decode(event.request)["k"]:
         assert "[mail]" in text
         assert "rgen" not in text
+
+
+async def test_what_json_escapes_twice_is_not_found() -> None:
+    """docs/erasure.md says so."""
+    plain, escaped = (json.dumps({"in": f'{{"to": "{said}"}}'}) for said in (SECRET, ESCAPED))
+    event = await masked(exchange({"plain": plain, "escaped": escaped}, {}), MAIL)
+    assert msgspec.json.decode(event.request) == {
+        "plain": plain.replace(SECRET, "[mail]"),
+        "escaped": escaped,
+    }
