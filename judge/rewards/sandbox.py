@@ -141,7 +141,9 @@ class RewardFunction:
                 raise RewardFunctionError(
                     f'{entry} returned a dict other than {{"reward": number, "calls": {{call: number}}}}'
                 )
-            value = value.get("reward")
+            if "reward" not in value:
+                raise RewardFunctionError(f'{entry} returned a dict without "reward"')
+            value = value["reward"]
         numbers = {call: self._number(number, " for a call") for call, number in calls.items()}
         return FunctionReward(self._number(value), numbers)
 

@@ -58,6 +58,16 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _answer(reward: Any) -> str:
+    """Return the answer with what a function returned. JSON has no number that is not finite."""
+    try:
+        return json.dumps({"reward": reward}, default=_number, allow_nan=False)
+    except ValueError as error:
+        return _error(
+            f"returned {'a number that is not finite' if 'JSON compliant' in str(error) else 'no JSON'}"
+        )
+
+
 def _raised(error: BaseException) -> str:
     """Say what a function raised and where, without the message: it may quote a trajectory."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
@@ -73,7 +83,7 @@ def _call(function: Any, trajectory: bytes, answers: int, printed: int) -> NoRet
     os.closerange(answers + 1, 1 << 16)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
-        answer = json.dumps({"reward": function(json.loads(trajectory))}, default=_number)
+        answer = _answer(function(json.loads(trajectory)))
     except BaseException as error:  # noqa: BLE001 - whatever user code raises is an answer, `SystemExit` included
         answer = json.dumps({"error": _raised(error), "message": str(error)[:2000]})
     with suppress(BaseException):

@@ -83,7 +83,8 @@ class LossConfig(Section, frozen=True, kw_only=True):
     delta: Scale | None = None
     """Two-sided clipping: largest ratio where the advantage is negative. Must be above `1 + epsilon_high`."""
     off_policy_mask: Coefficient | None = None
-    """Sequences with a negative advantage are dropped if their mean log ratio of sampler to trainer exceeds this."""
+    """Sequences with a negative advantage are dropped if their mean log ratio of sampler to trainer exceeds this; of a
+    sequence whose tokens have advantages of their own, the tokens with a negative one."""
     entropy_coef: Weight = 0.0
     """Weight of an entropy bonus: the batch's mean entropy per trained token, in nats."""
     baseline: Literal["group", "task", "batch"] = "group"

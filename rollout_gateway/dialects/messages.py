@@ -191,6 +191,6 @@ def _arguments(text: str) -> dict[str, Any]:
     field `_raw`. `_arguments_text` gives the model its own text again."""
     try:
         value = msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"_raw": text}

@@ -102,7 +102,8 @@ class StreamCapture:
 
     def __init__(self, call: Call) -> None:
         self._call, self._params, self._expected = call, call.params, call.choices
-        self._buffer = b""
+        self._pending: list[bytes] = []
+        """The portions of an event that has not ended yet."""
         self._after_cr = False
         """What came last ended with a carriage return, to which a line feed may belong."""
         self._prompt_ids = b""
@@ -137,14 +138,18 @@ class StreamCapture:
         chunk."""
         if self._after_cr or b"\r" in data:
             data, self._after_cr = _with_line_feeds(data, self._after_cr)
-        if self._buffer:
-            data, self._buffer = self._buffer + data, b""
+        if self._pending:
+            if b"\n\n" not in self._pending[-1][-1:] + data:  # neither copied nor searched again
+                self._pending += [data] if data else []
+                return b""
+            data = b"".join([*self._pending, data])
+            self._pending.clear()
         out: list[bytes] = []
         start = 0
         while not self.ended:
             end = data.find(b"\n\n", start)
             if end < 0:
-                self._buffer = data[start:]
+                self._pending += [data[start:]] if start < len(data) else []
                 break
             self._take_event(data, start, end, out)
             start = end + 2
@@ -155,7 +160,7 @@ class StreamCapture:
 
         Returns how many bytes they take, and what the client gets of them, in chunked coding too. The rest is for
         `take`."""
-        if not self._plain or not self._top or self._finished or self._buffer:
+        if not self._plain or not self._top or self._finished or self._pending:
             return 0, b""
         out: list[bytes] = []
         at = 0
@@ -222,7 +227,7 @@ class StreamCapture:
             self._usage = fields["usage"]
         choices = choices_decoder.decode(fields["choices"])
         visible = [c for c in choices if self._take_choice(c)]
-        if choices and not visible and "usage" not in fields:
+        if choices and not visible and is_null(fields.get("usage")):
             return None
         return _encode({**fields, "choices": visible})
 

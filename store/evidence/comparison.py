@@ -211,7 +211,7 @@ def _check(connection: duckdb.DuckDBPyConnection, columns: str, count: int, name
         node.get("type") != "SELECT_NODE"
         or node["from_table"]["type"] != "EMPTY"
         or len(node["select_list"]) != count
-        or any(word in text for word in ('"SUBQUERY"', '"WINDOW"'))
+        or any(f'"class":"{kind}"' in text for kind in ("SUBQUERY", "WINDOW"))
     ):
         raise ConfigError(
             f"the metrics {named} can't be computed: each is one expression over a run, without a query or a window. "
@@ -235,8 +235,9 @@ def _compared(
     of_control = _means(control, max(round((100 - percent) / percent), 1))
     width = metric.high - metric.low
     pairs = min(len(of_candidate), len(of_control))
-    least = [max(c[0] - o[1], -width) for c, o in zip(of_candidate, of_control, strict=False)]
-    greatest = [min(c[1] - o[0], width) for c, o in zip(of_candidate, of_control, strict=False)]
+    # Cut at both ends: means round.
+    least = [min(max(c[0] - o[1], -width), width) for c, o in zip(of_candidate, of_control, strict=False)]
+    greatest = [min(max(c[1] - o[0], -width), width) for c, o in zip(of_candidate, of_control, strict=False)]
     return Finding(
         sql=metric.sql, candidate_runs=len(candidate), control_runs=len(control),
         candidate_late=_late(candidates, candidate), control_late=_late(controls, control),

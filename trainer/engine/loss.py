@@ -32,7 +32,7 @@ _LOG_LEAST, _LOG_MOST = math.log(1e-8), 20.0
 """Bounds of VESPO's log ratio, by the authors' code."""
 
 Sums = dict[str, tuple[float, float]]
-"""Of each metric the sum over tokens, or over sequences, and their number. Those of several passes are added."""
+"""Of each metric the sum over tokens, and their number. Those of several passes are added."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +136,10 @@ def _gamma_weights(
     """VESPO's weight exp(lambda (1 - w)) w^k of each sequence's ratio w to the sampler, [S, 1] or [S, K]."""
     log_w = (log_ratio_SK.clamp(-20.0, 20.0) * given.mask_SK).sum(-1, keepdim=True)
     if given.weights is not None:
-        log_w = log_w + given.weights.log().clamp(_LOG_LEAST, _LOG_MOST).sum(-1, keepdim=True)
+        of_tokens = given.weights.log().clamp(
+            _LOG_LEAST, _LOG_MOST
+        )  # of padding too, where the weights are bounded
+        log_w = log_w + (of_tokens * given.mask_SK).sum(-1, keepdim=True)
     log_w = log_w.clamp(_LOG_LEAST, _LOG_MOST)
     not_negative = given.advantages >= 0
     k = _by_sign(not_negative, log_w, constants, "vespo_k")
@@ -187,14 +190,10 @@ def _mean(values_SK: torch.Tensor, mask_SK: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(metrics: dict[str, torch.Tensor], mask_SK: torch.Tensor) -> Sums:
-    """One transfer from the device for all of them."""
-    of_sequences = torch.ones_like(mask_SK[:, :1])
-    parts = []
-    for value in metrics.values():
-        counted = mask_SK if value.shape[1] > 1 else of_sequences
-        parts += [(value.detach() * counted).sum().double(), counted.sum().double()]
-    numbers = torch.stack(parts).tolist()
-    return dict(zip(metrics, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
+    """The sums over the tokens, in one transfer from the device. What a sequence has, each of its tokens has."""
+    parts = [(value.detach() * mask_SK).sum().double() for value in metrics.values()]
+    *sums, count = torch.stack([*parts, mask_SK.sum().double()]).tolist()
+    return {name: (total, count) for name, total in zip(metrics, sums, strict=True)}
 
 
 def means(parts: list[Sums]) -> dict[str, float]:

@@ -81,7 +81,8 @@ def _advantages(examples: Sequence[Example], old_SK: torch.Tensor, config: Train
             advantages_SK[row, : len(penalty)] += penalty
         if teaches and example.teaching is not None:
             teacher = torch.from_numpy(example.teaching.logprobs_k).to(advantages_SK)
-            gap = torch.nan_to_num(teacher - old_SK[row, : len(teacher)], nan=0.0)
+            gap = teacher - old_SK[row, : len(teacher)]
+            gap = torch.where(gap.isfinite(), gap, 0.0)
             advantages_SK[row, : len(teacher)] += config.distill.weight * example.weight * gap
     return advantages_SK
 
@@ -90,7 +91,7 @@ def distillation_loss(
     examples: Sequence[Example], divergences_SK: torch.Tensor, given: LossInputs, config: TrainerConfig
 ) -> torch.Tensor:
     """Return this pass's part of the mean divergence from the teacher over the batch's trained tokens, in nats, with
-    the importance weights of the rewards' loss and `trainer.distill.weight`."""
+    the weights of the trajectories, the importance weights of the inputs and `trainer.distill.weight`."""
     weights_S1 = torch.tensor([[e.weight] for e in examples]).to(divergences_SK)
     weighted = weights_S1 * divergences_SK * given.mask_SK
     if given.weights is not None:

@@ -191,3 +191,18 @@ def test_deltas_of_all_kinds_are_joined() -> None:
             {"id": "t-0", "type": "function", "function": {"name": "stop", "arguments": ""}},
         ],
     }
+
+
+@pytest.mark.timeout(60)
+def test_a_long_event_in_short_portions_is_read_in_linear_time() -> None:
+    """It took 92 s, in which the gateway answered nobody: each portion was copied with all before it."""
+    content = "x" * (8 << 20)
+    assert any(content in str(part) for part in captured(stream(content), 1000, cut=True))
+
+
+def test_an_event_of_which_nothing_is_left_is_not_sent() -> None:
+    """A program reads `choices[0]` of each event without usage."""
+    capture = StreamCapture(read_chat(b'{"model":"m","messages":[],"stream":true}'))
+    silent = {"index": 0, "delta": {}, "finish_reason": None, "token_ids": [7]}
+    event = json.dumps({**HEAD, "choices": [silent], "usage": None}).encode()
+    assert capture.take(b"data: %b\n\n" % event) == b""

@@ -9,6 +9,7 @@ differ by more than any tolerance that would still find a mistake, and by how mu
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -21,14 +22,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.config import ConfigError, TrainerConfig, with_values
+from pipeline.config import ConfigError, LossConfig, TrainerConfig, with_values
 from pipeline.config.trainer import LossType
 from tests.trainer.engine.kit import Configure
 from tests.trainer.kit import VOCAB, backward, exchange, stir
 from trainer.batches.groups import Example
 from trainer.batches.sequences import TokenSequence, build
+from trainer.distillation.lessons import Teaching
 from trainer.engine.engine import Engine
-from trainer.engine.loss import importance_weights
+from trainer.engine.loss import LossInputs, importance_weights, policy_loss
+from trainer.engine.loss_inputs import inputs_of
 from trainer.trl_trainers import trl_imports
 
 with trl_imports():
@@ -395,3 +398,48 @@ def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engine: Engine, configur
     assert one["ratio_max"] == other["ratio_max"]
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def given(advantages: list[float], width: int, **more: torch.Tensor) -> LossInputs:
+    """A sequence of as many trained tokens as it has advantages, in a row of `width`."""
+    n = len(advantages)
+    row = torch.tensor([[*advantages, *[0.0] * (width - n)]])
+    mask = (torch.arange(width) < n).float()[None]
+    old = torch.full((1, width), -1.0)
+    inputs: dict[str, Any] = {"old_SK": old, "sampled_SK": old, "weights": None, "reference_SK": None} | more
+    return LossInputs(mask, row, **inputs, sequences=1, tokens=n)
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_padding_changes_no_loss_where_weights_are_bounded(width: int) -> None:
+    """VESPO multiplied the weights of padding too, which a bound keeps from being 1."""
+    config = LossConfig(type="vespo", importance_clip=0.5)
+    weights = torch.full((1, width), 0.5)
+    inputs, logprobs = given([1.0] * 4, width, weights=weights), torch.full((1, width), -1.0)
+    loss, _ = policy_loss(config, inputs, logprobs, torch.zeros(1, width))
+    assert loss.item() == pytest.approx(0.0652, abs=1e-3)
+
+
+def test_a_metric_of_sequences_counts_their_tokens_whatever_the_advantages_shape() -> None:
+    config = LossConfig(importance_level="sequence")
+    logprobs, entropies = torch.zeros(1, 4), torch.zeros(1, 4)
+    whole = given([1.0] * 4, 4)
+    of_sequence = dataclasses.replace(whole, advantages=whole.advantages[:, :1])
+    sums = [policy_loss(config, inputs, logprobs, entropies)[1] for inputs in (whole, of_sequence)]
+    assert sums[0] == sums[1]
+    assert sums[0]["clip_ratio/high_mean"] == (4.0, 4.0)
+
+
+def test_a_teacher_that_rules_a_token_out_leaves_the_step_finite() -> None:
+    (sequence,) = build("t", [exchange("t", 0, [5], [7, 8], logprobs=[-1.0, -1.0])])
+    none = np.zeros((2, 0))
+    teaching = Teaching(np.array([-np.inf, -0.5]), none.astype(np.int64), none)
+    config = with_values(TrainerConfig(), {"distill.weight": 1.0})
+    inputs = inputs_of(
+        [Example(sequence, 0.5, teaching=teaching)],
+        torch.full((1, 2), -1.0),
+        config=config,
+        sequences=1,
+        tokens=2,
+    )
+    assert inputs.advantages.tolist() == [[0.5, 1.0]]
