@@ -26,7 +26,7 @@ class RunFeedback:
     call_rewards: Mapping[str, float] = field(default_factory=dict)
     """As in `Member`."""
     hints: tuple[Hint, ...] = ()
-    graders: tuple[str, ...] = ()
+    graded_by: tuple[str, ...] = ()
     """As in `Member`."""
 
 

@@ -221,7 +221,7 @@ def make_member(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> 
         completed_seq=seq,
         call_rewards=dict(said.call_rewards),
         hints=said.hints,
-        graders=said.graders,
+        graded_by=said.graded_by,
         teacher=rewards.taught.get(event.trajectory, ""),
     )
 

@@ -83,7 +83,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """What calls of the run should have done, for hindsight distillation."""
     teacher: str = ""
     """The teacher from outside whose answer about the run is on the log (`rollout.teacher`); empty: there is none."""
-    graders: tuple[str, ...] = ()
+    graded_by: tuple[str, ...] = ()
     """Names of the API keys whose feedback is a part of `reward` or `call_rewards`; `feedback.max_share` limits their
     share of a step."""
     graded: Literal["run", "calls"] = "run"

@@ -11,13 +11,14 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
-from examples.common import stand_in, tiny
+from examples.common import stand_in
 from examples.mcp_rl.make_model import CHAT_TEMPLATE, call, taught_run, words
 from examples.mcp_rl.shop import SYSTEM, Scenario, scenario
 from examples.mcp_rl.stand_in import score
 from judge.ruler.prompt import Prompt, build_prompt
 from judge.ruler.rubrics import load_rubric
 from tests.judge.kit import single
+from trainer import tiny
 
 TASK = Scenario("sum", "tea", "Oslo", "price", (("tea", "Oslo", 3), ("tea", "Oslo", 4), ("tea", "Lima", 9)))
 RIGHT = "SELECT sum(price) FROM orders WHERE item = 'tea' AND city = 'Oslo'"

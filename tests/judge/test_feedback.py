@@ -71,7 +71,7 @@ async def test_a_complete_run_waits_for_its_feedback_and_is_scored_with_it_by_an
         await drained(broker)
         await timers(broker, 0)
     (member,) = group.members
-    assert (member.reward, member.graders, group.closed_by) == (0.75, ("desk",), "size")
+    assert (member.reward, member.graded_by, group.closed_by) == (0.75, ("desk",), "size")
 
 
 async def test_feedback_before_the_end_of_a_run_counts_and_none_is_waited_for(
@@ -122,7 +122,7 @@ async def test_only_the_keys_that_a_reward_names_give_it_and_end_the_wait(
     again = [g for g in await groups(broker, 2) if g.branch == "b"]
     for scored in (group, *again):
         (member,) = scored.members
-        assert (member.reward, member.call_rewards, member.graders) == (1.0, {}, ("desk",))
+        assert (member.reward, member.call_rewards, member.graded_by) == (1.0, {}, ("desk",))
     assert len(again) == 1
 
 
@@ -186,7 +186,7 @@ async def test_a_default_stands_in_for_feedback_that_never_comes(nats_config: Na
     ):
         await broker.publish(run("a"))
         (group,) = await groups(broker, 1)
-    assert (group.members[0].reward, group.members[0].graders) == (0.25, ())
+    assert (group.members[0].reward, group.members[0].graded_by) == (0.25, ())
 
 
 async def test_a_group_waits_for_the_feedback_on_each_run_that_has_a_result(
@@ -265,7 +265,7 @@ async def test_feedback_is_one_part_of_a_reward_or_a_veto(
         (group,) = await groups(broker, 1)
     (member,) = group.members
     assert (member.reward, member.components) == (reward, {"own": 1.0, "agent": 1.0, "result": 0.5})
-    assert member.graders == ("desk",)
+    assert member.graded_by == ("desk",)
 
 
 def read(
@@ -314,7 +314,7 @@ def test_the_last_number_of_each_key_counts_and_keys_are_averaged() -> None:
         Hint(call=2, text="No."), Hint(call=1, text="Not there.", by="desk"),
         Hint(call=-1, text="b2", kind="correction", by="desk"),
     )  # fmt: skip
-    assert found["a"].graders == ("desk", "x", "y")
+    assert found["a"].graded_by == ("desk", "x", "y")
     assert found["c"] == known["c"]
     assert feedback_on([member], [], config, {}) == {}
 

@@ -33,7 +33,7 @@ def cap_graders(
     above it. No metrics where there is no cap, or nobody gave feedback."""
     if max_share >= 1:
         return examples(groups, config), {}
-    keys_of = {g: frozenset(key for m in g.event.members for key in m.graders) for g in groups}
+    keys_of = {g: frozenset(key for m in g.event.members for key in m.graded_by) for g in groups}
     weights = trajectory_weights(groups, config)
     parts: dict[frozenset[str], list[Example]] = {}
     for keys in dict.fromkeys(keys_of.values()):  # in one order in each process
@@ -67,12 +67,12 @@ def _size(example: Example, config: TrainerConfig) -> float:
 def _cap(sizes: Collection[float], total: float, max_share: float) -> float:
     """Return the largest size that is at most `max_share` of a step of size `total` whose parts `sizes` are cut to
     it."""
-    cap = max_share * total
+    cap, rounding = max_share * total, 1e-9 * total
     for cut, size in enumerate(sorted(sizes, reverse=True), 1):
         if size <= cap * _ABOVE or cut * max_share >= 1:
             break
         total -= size
-        cap = max_share * max(total, 0.0) / (1 - cut * max_share)
+        cap = max_share * (total if total > rounding else 0.0) / (1 - cut * max_share)
     return cap
 
 

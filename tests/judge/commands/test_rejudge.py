@@ -89,7 +89,7 @@ async def test_late_labels_of_people_become_the_rewards_of_a_verdict_set(
     assert report.rejudged == 2
     found = {g.group: g for g in await groups(broker, 4) if g.branch == "labels"}
     assert [m.reward for m in found["g1"].members] == [0.0, 0.5, 1.0]
-    assert [m.graders for m in found["g1"].members] == [("ann",), (), ("ann",)]
+    assert [m.graded_by for m in found["g1"].members] == [("ann",), (), ("ann",)]
     assert {m.reward for m in found["g0"].members} == {0.5}
 
 

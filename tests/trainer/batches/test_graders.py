@@ -39,7 +39,7 @@ def made(group: str, *members: Member) -> TrainingGroup:
 
 
 def run(name: str, reward: float, *graders: str) -> TrainingGroup:
-    return made(name, Member(trajectory=name, reward=reward, graders=graders, exchanges=1))
+    return made(name, Member(trajectory=name, reward=reward, graded_by=graders, exchanges=1))
 
 
 def step_of(made_of: Sequence[Example]) -> dict[str, np.ndarray[Any, Any]]:
@@ -93,7 +93,7 @@ def members(draw: st.DrawFn, name: str, key: str) -> Member:
     of_calls = st.dictionaries(st.sampled_from([str(n) for n in range(calls)]), NUMBERS, max_size=2)
     graders = (key,) if key and draw(st.booleans()) else ()
     return Member(
-        trajectory=name, reward=draw(NUMBERS), call_rewards=draw(of_calls), exchanges=calls, graders=graders
+        trajectory=name, reward=draw(NUMBERS), call_rewards=draw(of_calls), exchanges=calls, graded_by=graders
     )
 
 
@@ -110,7 +110,7 @@ def test_whatever_keys_say_each_has_its_share_at_most_and_other_groups_train_as_
         groups.append(made(f"g{g}", *runs))
     after, _ = cap_graders(groups, config, max_share)
     assert [e.sequence for e in after] == [s for g in groups for s in g.sequences or ()]
-    graders_of = {g: {key for m in g.event.members for key in m.graders} for g in groups}
+    graders_of = {g: {key for m in g.event.members for key in m.graded_by} for g in groups}
     for key in "xyz":
         own = {s.trajectory for g in groups if key in graders_of[g] for s in g.sequences or ()}
         part = size([e for e in after if e.sequence.trajectory in own], config)
@@ -140,7 +140,7 @@ def test_each_key_of_a_group_has_an_equal_part_of_it_which_is_scaled_by_itself()
     groups = []
     for graders in (("x", "y"), ("x",)):
         runs = [Member(trajectory=f"{graders}{n}", reward=n, exchanges=1) for n in (0.0, 1.0)]
-        groups.append(made(str(graders), runs[0], msgspec.structs.replace(runs[1], graders=graders)))
+        groups.append(made(str(graders), runs[0], msgspec.structs.replace(runs[1], graded_by=graders)))
     after, metrics = cap_graders(groups, config, 0.5)
     assert [e.advantage for e in after] == pytest.approx([-1 / 3, 1 / 3, -1 / 6, 1 / 6])
     assert metrics == {"grader_share": 0.75, "graders_limited": 1.0}
@@ -202,7 +202,7 @@ async def test_a_step_says_which_share_a_key_would_have_had(
     config = msgspec.structs.replace(config, feedback=msgspec.structs.replace(config.feedback, max_share=0.2))
     await kit.publish_group(broker, "own", [0.0, 1.0], seed=1)
     graded = kit.group("graded", [0.0, 1.0])
-    fans = tuple(msgspec.structs.replace(m, graders=("fan",)) for m in graded.members)
+    fans = tuple(msgspec.structs.replace(m, graded_by=("fan",)) for m in graded.members)
     await kit.publish_group(broker, "graded", [0.0, 1.0], seed=2, members=fans)
     async with running(config):
         (event,) = await steps_reach(broker, 1)
