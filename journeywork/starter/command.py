@@ -22,7 +22,7 @@ from journeywork.command_line import exit_status
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _PLACEHOLDER = "starter_model"
-FILES = ("agent.py", "journeywork.toml", "README.md", "test_agent.py")
+FILES = ("agent.py", "journeywork.toml", "README.md", "test_agent.py", "pytest.ini")
 _BASE = 'base = "Qwen/Qwen3-4B"'
 _RATE = "\n[trainer.optimizer]"
 TINY_BASE = "base"
@@ -53,7 +53,7 @@ def write_project(name: str, folder: Path, base: str = "", *, tiny: bool = False
         raise InitError(f"{folder} cannot be made: {error.strerror}; choose a folder with --dir") from error
     written = []
     # `journeywork up` runs in the project's folder.
-    named = TINY_BASE if tiny else str(Path(base).absolute()) if Path(base).is_dir() else base
+    named = TINY_BASE if tiny else str(Path(base).absolute()) if base and Path(base).is_dir() else base
     for file in (*FILES, *(["make_model.py"] if tiny else [])):
         text = template.joinpath(file).read_text("utf-8").replace(_PLACEHOLDER, name)
         if file == "journeywork.toml":
@@ -86,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dir", default="", help="folder; default: the name")
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
-        "--base", default="", help="folder of the base model, or its name on the Hugging Face hub"
+        "--base",
+        default="",
+        help="folder of the base model, or its name on the Hugging Face hub; default: Qwen/Qwen3-4B",
     )
     model.add_argument(
         "--tiny", action="store_true",

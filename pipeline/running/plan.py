@@ -301,8 +301,8 @@ def require_base_files(config: Config, services: tuple[str, ...]) -> None:
         downloaded = _hub_cache().glob(f"models--{model.base.replace('/', '--')}/snapshots/*/config.json")
         if not Path(model.base).is_dir() and not any(downloaded):
             raise ConfigError(
-                f"models.{i}.base: {model.base!r} is not on this machine: expected a folder with config.json, or a "
-                f"model that was downloaded into {_hub_cache()} (`hf download {model.base}`)"
+                f"models.{i}.base: {model.base!r} is not on this machine: expected a folder with config.json "
+                f"(seen from {Path.cwd()}), or a model that was downloaded into {_hub_cache()} (`hf download {model.base}`)"
             )
 
 

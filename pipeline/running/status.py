@@ -36,8 +36,8 @@ from pipeline.running.state import read_state
 from pipeline.security.signing import Trust
 from pipeline.telemetry import logs as log
 
-_NEWEST = 256
-"""Messages at the end of GROUPS that are read: some tens of groups."""
+_NEWEST = (256, 1024, 4096)
+"""Messages at the end of GROUPS that are read, the next number where the ones before hold no training group."""
 
 
 def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
@@ -123,12 +123,16 @@ async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, An
 async def _newest_groups(broker: Broker, project: str) -> dict[str, dict[str, Any]]:
     """Return by model how many of the newest training groups were discarded, whole or in part, by reason, and `reward`:
     whether the training reward moved since the first groups that the log holds."""
-    first = max((await broker.stream_info("GROUPS")).state.last_seq - _NEWEST, 0) + 1
+    last = (await broker.stream_info("GROUPS")).state.last_seq
     oldest = (await broker.read_page(GroupScored, project=project)).events
     events: list[GroupScored | GroupDiscarded] = []
-    events += [r.event for r in await broker.read(GroupScored, start_seq=first, project=project)]
-    events += [r.event for r in await broker.read(GroupDiscarded, start_seq=first, project=project)]
-    events = [e for e in events if (e.branch, e.split) == ("main", "train")]
+    for messages in _NEWEST:  # an evaluation's groups may be the newest
+        first = max(last - messages, 0) + 1
+        events = [r.event for r in await broker.read(GroupScored, start_seq=first, project=project)]
+        events += [r.event for r in await broker.read(GroupDiscarded, start_seq=first, project=project)]
+        events = [e for e in events if (e.branch, e.split) == ("main", "train")]
+        if events or first == 1:
+            break
     groups = Counter(model for model, _ in {(e.model, e.group) for e in events})
     reasons = {(e.model, e.reason, e.group) for e in events if isinstance(e, GroupDiscarded)}
     counts = Counter((model, reason) for model, reason, _ in sorted(reasons)).most_common()

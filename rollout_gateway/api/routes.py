@@ -82,7 +82,7 @@ def find(method: str, path: str) -> tuple[Route, list[str]]:
     if allowed:
         raise not_allowed(*allowed)
     message = f"There is no route {method} {path}."
-    if not path.startswith("/v1/"):
+    if not path.startswith("/v1/") or path.count("/v1/") > 1 or path.count("/completions") > 1:
         message += " Give your client the base URL with /v1 at its end, such as http://127.0.0.1:8700/v1."
     raise ApiError(404, "unknown_url", message)
 

@@ -299,3 +299,17 @@ def test_a_log_that_refuses_its_streams_ends_up_with_its_reason(
         main(["up", "--services", "store", "--run-dir", str(tmp_path)])
     assert caught.value.code == 1
     assert capsys.readouterr().err.strip().endswith("journeywork: the NATS server refused it")
+
+
+@pytest.mark.anyio
+async def test_an_evaluation_hides_no_training_group_from_the_status(broker: Broker) -> None:
+    """Regression: the groups of an evaluation were the newest 256 messages."""
+
+    def scored(name: str, split: str) -> GroupScored:
+        member = Member(trajectory=name, reward=0.5, split=split)  # type: ignore[arg-type]
+        return GroupScored(project="p", group=name, model="m", judge="j", members=(member,), split=split)
+
+    await broker.publish(scored("trained", "train"))
+    for number in range(300):
+        await broker.publish(scored(f"v{number}", "val"))
+    assert (await status._newest_groups(broker, "p"))["m"]["newest"] == 1

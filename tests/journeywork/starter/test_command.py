@@ -128,3 +128,9 @@ def test_a_tiny_project_makes_its_model_and_takes_a_step(
     with up(tmp_path, run_dir, "--config", "journeywork.toml", *own, cwd=project) as running:
         program([sys.executable, "agent.py", "--passes", "1"], project, JOURNEYWORK_URL=running.url)
         running.until_step(1)
+
+
+def test_without_a_base_the_settings_name_the_default_one(tmp_path: Path) -> None:
+    """Regression: they named the current folder."""
+    write_project("support", tmp_path / "support")
+    assert 'base = "Qwen/Qwen3-4B"' in (tmp_path / "support" / "journeywork.toml").read_text()
