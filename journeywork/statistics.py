@@ -19,7 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _Z95 = 1.959964
-_T95 = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582)
+_T95 = (
+    12.706205, 4.302653, 3.182446, 2.776445, 2.570582,
+    2.446912, 2.364624, 2.306004, 2.262157, 2.228139, 2.200985, 2.178813,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ SHARE, MOST_STEPS = 5, 10
 def ends_of(rewards: Mapping[int, list[float]]) -> tuple[int, Sample, Sample]:
     """Return the number of steps from the first to the last version, and the samples of the first and last versions.
 
-    `rewards`: the mean rewards of groups by the step that sampled them; at least one."""
+    `rewards`: the mean rewards of groups by the step that sampled them; at least one step, and none empty."""
     first, last = min(rewards), max(rewards)
     width = min(MOST_STEPS, (last - first) // SHARE + 1)
     begin = [value for step, values in rewards.items() if step < first + width for value in values]

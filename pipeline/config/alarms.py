@@ -44,8 +44,9 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     not_learning: Share = 0.9
     """`not_learning`: share of what could be learned that is lost. That is the share of the newest groups whose rewards
     are equal, or that are too old; the share of the entropy that is gone; 1 less five times the most that the policy
-    can have gained by its KL divergence from the start (the inequality of Pinsker, for rewards of 0 to 1); or 1 less
-    what it can have gained by the training reward of its steps, as a share of the best run's reward."""
+    can have gained, as a share of the range of rewards, by the change of its KL divergence from the base (the
+    inequality of Pinsker); or 1 less what it can have gained by the training reward of its steps, as a share of the
+    best run's reward."""
     hints_unused_share: Share = 0.2
     """`hints_unused`: share of the newest steps' hints that no prompt can be made of."""
     starved_share: Share = 0.5

@@ -21,7 +21,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 _OVERRIDE = re.compile(r'((?>"[^"]*"|[^=])*?)=(.*)', re.DOTALL)
 """The name, in which an `=` in quotes belongs to a key, and the value."""
 _KEY = re.compile(r'(?:^|\.)(?:"([^"]*)"(?=\.|$)|([^.]*))')
-_AT = re.compile(r"(.*) - at `\$(.*)`", re.DOTALL)
+_AT = re.compile(r"(.*) - at `(key` in `)?\$(.*)`", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
@@ -134,11 +134,13 @@ def _type_at(root: Any, keys: list[str]) -> Any:
 
 
 def _parse(text: str, kind: Any) -> Any:
-    """Read a string of the command line as a value of `kind`."""
+    """Read a string of the command line as a value of `kind`. Raises `ValueError` for one that sets more."""
     choices = _choices(kind)
     value: Any = text
     try:
-        value = tomllib.loads(f"v = {text}")["v"]
+        value, *more = tomllib.loads(f"v = {text}").values()
+        if more:
+            raise ValueError("more than one setting: an unquoted value has one line")
     except tomllib.TOMLDecodeError:
         if text[:1] in ("{", "["):
             try:
@@ -164,8 +166,9 @@ def _named(message: str, root: Any, where: str) -> str:
     keys: list[str] = []
     if located := _AT.fullmatch(message):
         message = located[1]
-        # msgspec does not say which value of a table it refuses.
-        keys = [key.replace("...", "<name>") for key in re.findall(r"\w+|\.\.\.", located[2])]
+        # msgspec does not say which value or name of a table it refuses.
+        path = located[3] + (".[...]" if located[2] else "")
+        keys = [key.replace("...", "<name>") for key in re.findall(r"\w+|\.\.\.", path)]
     section = [where] if where else []
     if unknown := _UNKNOWN.fullmatch(message):
         dotted = ".".join([*section, *keys, unknown[1]])

@@ -50,9 +50,11 @@ def run_settings(
 
     `sections`: the tables that the command needs. A run of another version, whose other settings have changed their
     names since, can be read then. Empty: all. The settings come from `file` if it is given, else from the run's own.
-    The address is `nats_url`, else that of the overrides or of `file`, else that of the server that `journeywork up`
-    started for the run. Raises `ConfigError`."""
+    The address is `nats_url`, else that of the overrides, else that of `file`, else that of the server that
+    `journeywork up` started for the run, else that of the run's own settings; an empty one counts as none. If that
+    server is stopped, there is none. Raises `ConfigError`."""
     more = list(overrides)
+    source: str | Path | None = file
     if not file or run_dir:
         folder = find_run(run_dir)
         more.append(f"run_dir={folder}")
@@ -61,13 +63,12 @@ def run_settings(
                 f"{folder} is no run: name another with --run-dir, or start one with `journeywork up`"
             )
         saved = folder / SETTINGS
-        config = load(file or (saved if saved.is_file() else None), more, sections=sections)
-    else:
-        config = load(file, more, sections=sections)
-    named = any(text.startswith("nats.url=") for text in more) or (file and config.nats.url)
+        source = file or (saved if saved.is_file() else None)
+    config = load(source, more, sections=sections)
     if nats_url:
         return with_values(config, {"nats.url": nats_url})
-    if not named and (state := read_state(Path(config.run_dir))) is not None:
+    named = config if file else load(source, ["nats.url=", *more], sections=sections)
+    if not named.nats.url and (state := read_state(Path(config.run_dir))) is not None:
         config = with_values(config, {"nats.url": state.url("nats")})
     return config
 

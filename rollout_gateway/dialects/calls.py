@@ -219,8 +219,8 @@ def _check_length(name: str, raw: msgspec.Raw, list_type: Any) -> None:
 
 
 def decode_field(raw: msgspec.Raw, name: str) -> Any:
-    """Decode a field that `read_fields` left as it came. Raises a 400 `ApiError` if it can't be, because a number in it
-    is out of range."""
+    """Decode a field that `read_fields` left as it came. Raises a 400 `ApiError` that names it if it can't be decoded,
+    such as for a number that is out of range."""
     try:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError as error:

@@ -71,8 +71,8 @@ def _outline(body: bytes) -> bytes:
         too_many = lists > _MAX_LISTS or lists + signs.count(b",") > _MAX_VALUES
     if too_many:
         message = (
-            f"The body holds too many values: at most {_MAX_VALUES:,}, of which {_MAX_LISTS:,} are lists or objects. "
-            "Send less in a request."
+            f"The body holds too many values: at most {_MAX_VALUES:,}, of which at most {_MAX_LISTS:,} are lists or "
+            "objects. Send less in a request."
         )
         raise ApiError(413, "body_too_large", message)
     return signs

@@ -1,7 +1,9 @@
 """The query of the alarm `not_learning`: the reasons for which a policy does not learn, the first of which is told.
 
 A policy whose trajectories have the KL divergence K from those at the start can have another mean reward by at most
-sqrt(K / 2) of the range of rewards (the inequality of Pinsker), so a small K proves that nothing was learned."""
+sqrt(K / 2) of the range of rewards (the inequality of Pinsker). Steps measure the divergence from the base model, so K
+is taken as the largest change of that since the first step: it is the divergence from the start where training began at
+the base, and an estimate of it after a warm start. The range is that of the rewards seen."""
 
 # ruff: noqa: S608 - the only text put into SQL here is a constant of this module
 
@@ -18,18 +20,77 @@ NEWEST_GROUPS = """newest AS (
   QUALIFY row_number() OVER (PARTITION BY project, model ORDER BY stream_seq DESC) <= $groups
 )"""
 
+_UNREWARDED = """SELECT project, model, 1, 1.0, format('{} groups were discarded and none was scored; most often '
+  'because {}. Report a reward when a run completes, name a judge model (`judge.model`), or compose rewards. If '
+  'runs are alone in their groups, open several attempts at a task with one group id', groups, why)
+FROM unrewarded"""
+
+_EQUAL = """SELECT project, model, 2, equal,
+  format('{:.0f}% of the last {} groups have equal rewards, {:.3g} on average. ',
+  100 * equal, groups, reward) || CASE
+    WHEN entropy_left < 1 - $threshold THEN format('The policy collapsed into one answer: its entropy is {:.0f}% '
+      'of that of the first steps. Serve a version from before (`journeywork policy promote`) and train it with a '
+      'lower `trainer.optimizer.learning_rate`', 100 * entropy_left)
+    WHEN solved > 0.5 THEN 'Most of these tasks are solved: add harder tasks, or end the training'
+    ELSE 'The attempts do not succeed or the reward does not tell them apart: begin with easier tasks, or use finer '
+      'rewards' END
+FROM scored LEFT JOIN policy USING (project, model) WHERE groups >= $groups"""
+
+_STALE = """SELECT project, model, 3, stale, format('{:.0f}% of the last {} groups were too old to train; their newest '
+  'version is step {}, the newest one is step {}. Follow it (`journeywork policy follow`) if a decision keeps '
+  'agents on another version; else limit agents (`gateway.max_groups_ahead`)', 100 * stale, groups, played, newest)
+FROM scored JOIN played USING (project, model) JOIN policy USING (project, model) WHERE groups >= $groups"""
+
+_COLLAPSED = """SELECT project, model, 4, 1 - entropy_left,
+  format('the policy collapsed into one answer: its entropy is {:.0f}% '
+    'of that of the first steps{}. Serve a version from before (`journeywork policy promote`) and train it with a '
+    'lower `trainer.optimizer.learning_rate`, or set `trainer.loss.entropy_coef`', 100 * entropy_left,
+    coalesce(format(', and the training reward went from {:.3g} to {:.3g}', first_mean, last_mean), ''))
+FROM policy LEFT JOIN moved USING (project, model) WHERE steps >= 6 AND coalesce(gain < 2 * error, true)"""
+
+_TOO_NEAR = """SELECT project, model, 5, 1 - 5 * reach,
+  format('the training reward went from {:.3g} to {:.3g} in {} steps, '
+  'and the policy is still so near to its start that the reward can have changed by {:.2g} at most (KL). Raise '
+  '`trainer.optimizer.learning_rate`: multiply it by 3 until KL grows', first_mean, last_mean, over, reach * span)
+FROM policy JOIN moved USING (project, model) WHERE steps >= $steps AND gain < 2 * error"""
+
+_NOT_PLAYED = """SELECT project, model, 6, 1.0,
+  format('step {} is the newest, and the last {} groups were played with step {} '
+  'at most: what is learned is not used. `journeywork policy follow` serves the newest; `logs/sampler.log` says why '
+  'a version is not loaded', newest, groups, played)
+FROM scored JOIN played USING (project, model) JOIN policy USING (project, model)
+WHERE groups >= $groups AND played + $steps <= newest"""
+
+_FELL = """SELECT project, model, 7, 1.0, format('the training reward fell from {:.3g} to {:.3g} in {} steps. Serve an '
+  'earlier version (`journeywork policy promote`), and lower `trainer.optimizer.learning_rate`',
+  first_mean, last_mean, over)
+FROM moved WHERE over >= $steps AND gain < -4 * error"""
+
+_NO_MORE_THAN_CHANCE = """SELECT project, model, 8, 1 - greatest(gain + 2 * error, 0) / best,
+  format('the training reward went from {:.3g} '
+  'to {:.3g} in {} steps, no more than chance. ', first_mean, last_mean, over) || CASE
+    WHEN last_mean > $threshold * best THEN 'There is little left to learn: add harder tasks, or end the training'
+    ELSE 'The policy changes, but not towards the reward: check that the reward tells good attempts from bad ones, '
+      'and train more groups a step (`trainer.groups_per_step`)' END
+FROM moved WHERE over >= 5 * $steps AND best > 0"""
+
+_REASONS = _UNREWARDED, _EQUAL, _STALE, _COLLAPSED, _TOO_NEAR, _NOT_PLAYED, _FELL, _NO_MORE_THAN_CHANCE
+_UNION = "\nUNION ALL\n"
+
 NOT_LEARNING = f"""{NUMBERED_STEPS}, {NEWEST_GROUPS}, best AS (
-  SELECT project, model, max(reward_max) AS best FROM groups WHERE branch = 'main' AND split = 'train' GROUP BY ALL
+  SELECT project, model, max(reward_max) AS best, max(reward_max) - min(reward_min) AS span
+  FROM groups WHERE branch = 'main' AND split = 'train' GROUP BY ALL
 ), moved AS (
   SELECT project, model, last_mean - first_mean AS gain, last_mean, first_mean, last_step - first_step AS over,
     sqrt(greatest(first_variance / first_groups + last_variance / last_groups, 1e-9)) AS error,
-    best
-  FROM progress JOIN best USING (project, model) WHERE branch = 'main'
+    best, span
+  FROM progress JOIN best USING (project, model) WHERE branch = 'main' AND least(first_groups, last_groups) >= 2
 ), policy AS (
   SELECT project, model, count(*) AS steps, max_by(step, step) AS newest,
     avg(metrics['entropy']) FILTER (from_last <= 3) / max(metrics['entropy']) FILTER (from_first <= 3) AS entropy_left,
-    sqrt((max(metrics['kl']) FILTER (from_last <= $steps)
-        - if(count(metrics['kl']) > 1, min_by(metrics['kl'], step) FILTER (metrics['kl'] IS NOT NULL), 0))
+    if(count(metrics['kl']) > 1, min_by(metrics['kl'], step) FILTER (metrics['kl'] IS NOT NULL), 0) AS first_kl,
+    sqrt(greatest(max(metrics['kl']) FILTER (from_last <= $steps) - first_kl,
+        first_kl - min(metrics['kl']) FILTER (from_last <= $steps))
       * sum(metrics['tokens']) / sum(metrics['trajectories']) / 2) AS reach
   FROM steps GROUP BY ALL
 ), scored AS (
@@ -48,55 +109,8 @@ NOT_LEARNING = f"""{NUMBERED_STEPS}, {NEWEST_GROUPS}, best AS (
     AND NOT EXISTS (FROM group_scored s WHERE s.project = d.project AND s.model = d.model AND s.branch = 'main'
       AND s.split = 'train' AND s."at" > $now - to_seconds($window_s))
   GROUP BY ALL HAVING count(DISTINCT "group") >= 3
-), reasons AS (
-  SELECT project, model, 1 AS place, 1.0 AS value, format('{{}} groups were discarded and none was scored; most often '
-    'because {{}}. Report a reward when a run completes, name a judge model (`judge.model`), or compose rewards. If '
-    'runs are alone in their groups, open several attempts at a task with one group id', groups, why) AS detail
-  FROM unrewarded
-  UNION ALL
-  SELECT project, model, 2, equal, format('{{:.0f}}% of the last {{}} groups have equal rewards, {{:.3g}} on average. ',
-    100 * equal, groups, reward) || CASE
-      WHEN entropy_left < 1 - $threshold THEN format('The policy collapsed into one answer: its entropy is {{:.0f}}% '
-        'of that of the first steps. Serve a version from before (`journeywork policy promote`) and train it with a '
-        'lower `trainer.optimizer.learning_rate`', 100 * entropy_left)
-      WHEN solved > 0.5 THEN 'Most of these tasks are solved: add harder tasks, or end the training'
-      ELSE 'The attempts do not succeed or the reward does not tell them apart: begin with easier tasks, or use finer '
-        'rewards' END
-  FROM scored LEFT JOIN policy USING (project, model) WHERE groups >= $groups
-  UNION ALL
-  SELECT project, model, 3, stale, format('{{:.0f}}% of the last {{}} groups were too old to train; their newest '
-    'version is step {{}}, the newest one is step {{}}. Follow it (`journeywork policy follow`) if a decision keeps '
-    'agents on another version; else limit agents (`gateway.max_groups_ahead`)', 100 * stale, groups, played, newest)
-  FROM scored JOIN played USING (project, model) JOIN policy USING (project, model) WHERE groups >= $groups
-  UNION ALL
-  SELECT project, model, 4, 1 - entropy_left, format('the policy collapsed into one answer: its entropy is {{:.0f}}% '
-    'of that of the first steps, and the training reward went from {{:.3g}} to {{:.3g}}. Serve a version from before '
-    '(`journeywork policy promote`) and train it with a lower `trainer.optimizer.learning_rate`, '
-    'or set `trainer.loss.entropy_coef`', 100 * entropy_left, first_mean, last_mean)
-  FROM policy LEFT JOIN moved USING (project, model) WHERE steps >= 6 AND coalesce(gain < 2 * error, true)
-  UNION ALL
-  SELECT project, model, 5, 1 - 5 * reach, format('the training reward went from {{:.3g}} to {{:.3g}} in {{}} steps, '
-    'and the policy is still so near to its start that the reward can have changed by {{:.2g}} at most (KL). Raise '
-    '`trainer.optimizer.learning_rate`: multiply it by 3 until KL grows', first_mean, last_mean, over, reach)
-  FROM policy JOIN moved USING (project, model) WHERE steps >= $steps AND gain < 2 * error
-  UNION ALL
-  SELECT project, model, 6, 1.0, format('step {{}} is the newest, and the last {{}} groups were played with step {{}} '
-    'at most: what is learned is not used. `journeywork policy follow` serves the newest; `logs/sampler.log` says why '
-    'a version is not loaded', newest, groups, played)
-  FROM scored JOIN played USING (project, model) JOIN policy USING (project, model)
-  WHERE groups >= $groups AND played + $steps <= newest
-  UNION ALL
-  SELECT project, model, 7, 1.0, format('the training reward fell from {{:.3g}} to {{:.3g}} in {{}} steps. Serve an '
-    'earlier version (`journeywork policy promote`), and lower `trainer.optimizer.learning_rate`',
-    first_mean, last_mean, over)
-  FROM moved WHERE over >= $steps AND gain < -4 * error
-  UNION ALL
-  SELECT project, model, 8, 1 - greatest(gain + 2 * error, 0) / best, format('the training reward went from {{:.3g}} '
-    'to {{:.3g}} in {{}} steps, no more than chance. ', first_mean, last_mean, over) || CASE
-      WHEN last_mean > $threshold * best THEN 'There is little left to learn: add harder tasks, or end the training'
-      ELSE 'The policy changes, but not towards the reward: check that the reward tells good attempts from bad ones, '
-        'and train more groups a step (`trainer.groups_per_step`)' END
-  FROM moved WHERE over >= 5 * $steps AND best > 0
+), reasons(project, model, place, value, detail) AS (
+{_UNION.join(_REASONS)}
 )
-SELECT project, model, '' AS about, value, detail FROM reasons WHERE value >= $threshold
+SELECT project, model, '' AS about, value, detail FROM reasons WHERE value >= $threshold AND isfinite(value)
 QUALIFY row_number() OVER (PARTITION BY project, model ORDER BY place) = 1"""

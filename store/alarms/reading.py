@@ -13,11 +13,14 @@ import duckdb
 
 from pipeline.config import Config
 from pipeline.streams import replica_name
+from pipeline.telemetry.logs import get_logger
 from store.alarms.table import PARAMETER, Alarm
 
 if TYPE_CHECKING:
     from pipeline.log.health import Fill  # pages read alarms without the log
     from pipeline.log.unwritten import Unwritten
+
+log = get_logger("store.alarms")
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ def evaluate(
     connection: duckdb.DuckDBPyConnection, config: Config, alarm: Alarm, now: datetime | None = None
 ) -> list[Condition]:
     """Run the query of `alarm`. `connection` has the store's views and the tables of `measured_tables`; `now` is a time
-    in UTC, the present if it is `None`. Raises `duckdb.Error`."""
+    in UTC, the present if it is `None`. A row without a detail is logged and left out, because such an event can't be
+    decoded. Raises `duckdb.Error`."""
     compared = threshold(config, alarm)
     values = {
         "threshold": compared,
@@ -86,10 +90,16 @@ def evaluate(
     }
     used = set(PARAMETER.findall(alarm.sql))
     rows = connection.execute(alarm.sql, {n: v for n, v in values.items() if n in used}).fetchall()
-    return [
-        Condition(alarm.name, project or config.project, model, about, _number(value), compared, detail)
-        for project, model, about, value, detail in rows
-    ]
+    conditions = []
+    for project, model, about, value, detail in rows:
+        if isinstance(detail, str):
+            named = project or config.project
+            conditions.append(Condition(alarm.name, named, model, about, _number(value), compared, detail))
+        else:
+            log.warning(
+                "a condition says nothing", alarm=alarm.name, project=project, model=model, about=about, value=value
+            )  # fmt: skip
+    return conditions
 
 
 def _number(value: float | None) -> float:

@@ -55,12 +55,14 @@ def files_of(rows: Sequence[Row], source: Source, test_share: float) -> dict[str
 
 
 def write(files: Mapping[str, bytes], out: Path) -> None:
-    """Write the files; those of an earlier data set with the same names are replaced."""
+    """Write the files in place of an earlier data set: first they replace its files of the same names, then its other
+    JSONL and Parquet files are deleted. Other files stay. Raises `OSError`, before anything is deleted if it can't
+    write."""
     out.mkdir(parents=True, exist_ok=True)
-    for name in {*_DATA} - files.keys():
-        (out / name).unlink(missing_ok=True)
     for name, content in files.items():
         write_whole(out / name, content)
+    for name in {*_DATA} - files.keys():
+        (out / name).unlink(missing_ok=True)
 
 
 def remove(out: Path) -> None:

@@ -59,13 +59,19 @@ def test_little_is_known_of_little() -> None:
 
 def test_quantiles_of_student_are_the_tables() -> None:
     for freedom, quantile in [
-        (1, 12.7062),
+        (1, 12.70620),
         (2, 4.30265),
         (3, 3.18245),
         (6, 2.44691),
+        (7, 2.36462),
+        (8, 2.30600),
         (9, 2.26216),
+        (10, 2.22814),
+        (11, 2.20099),
+        (12, 2.17881),
+        (13, 2.16037),
         (29, 2.04523),
         (30, 2.04227),
     ]:
-        assert t95(freedom) == pytest.approx(quantile, rel=6e-4)
+        assert t95(freedom) == pytest.approx(quantile, rel=3e-5)
     assert t95(10**9) == pytest.approx(1.959964)

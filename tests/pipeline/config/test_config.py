@@ -65,6 +65,8 @@ from pipeline.config.checks import check
         ("models.3.name=m", "models.3.name: '3' is no place in this list: write a number from 0 to 0"),
         ("judge.rewards.-1.name=x", "judge.rewards.-1.name: '-1' is no place in this list"),
         ("trainer.seed=" + "1" * 5000, "trainer.seed: Exceeds the limit"),
+        ("trainer.seed=1\nzz=3", "trainer.seed: more than one setting: an unquoted value has one line"),
+        ("trainer.seed=1\n[nats]\nport=1", "trainer.seed: more than one setting"),
         ("trainer.seed.x.y=1", "settings: trainer.seed: expected `int`, got table"),
         (
             "trainer.sede=1",
@@ -105,6 +107,8 @@ def test_a_value_that_is_not_allowed_is_one_line_with_the_setting_and_what_is_al
     ("gateway.keys", (KeyConfig(sha256="x", calls_per_minute=-1),), "keys.0.calls_per_minute: expected `int` >= 0"),
     ("vllm.urls", "http://a", "vllm.urls: expected list, got text"),
     ("judge.timeout_s", math.inf, "judge.timeout_s: expected a finite number"),
+    ("vllm.env", {1: "x"}, "settings: vllm.env.<name>: expected text, got `int`"),
+    ("vllm", {"env": {1: "x"}}, "settings: vllm.env.<name>: expected text, got `int`"),
 ])  # fmt: skip
 def test_a_value_set_in_code_is_checked_as_one_of_a_file(name: str, value: Any, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -131,6 +135,9 @@ def test_every_number_of_the_settings_is_bounded() -> None:
         ('vllm.env={A = "b"}', {"A": "b"}),
         ('vllm.env."A.B"=1', {"A.B": "1"}),
         ('vllm.env."A=B"="c=d"', {"A=B": "c=d"}),
+        ("vllm.env.A=b\nc=3", {"A": "b\nc=3"}),
+        ("vllm.env.A='''1\nc=3'''", {"A": "1\nc=3"}),
+        ('vllm.env={A = \'b\', B = """\nc"""}', {"A": "b", "B": "c"}),
     ],
 )
 def test_a_text_stays_one_where_the_setting_is_a_text(override: str, env: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from store.alarms.reading import Condition, evaluate, measured_tables
 from store.alarms.table import BY_NAME
 from store.reading import sql
 from tests.store.alarms.kit import GROUPS, SETTINGS, STEPS, discarded, groups, steps, unrewarded
-from tests.store.kit import checkpoint, fill
+from tests.store.kit import checkpoint, fill, scored
 
 
 def found(folder: Path, events: list[Event], alarms: AlarmsConfig | None = None) -> list[Condition]:
@@ -34,8 +35,10 @@ def training(
     rng: random.Random | None = None,
     a_step: int = 4,
     size: int = 4,
+    most: float = 1.0,
 ) -> list[Event]:
-    """A run whose version of each step succeeds with this probability; without `rng`, its groups' rewards are exact."""
+    """A run whose version of each step succeeds with this probability and the reward `most`; without `rng`, its
+    groups' rewards are exact."""
     events: list[Event] = []
     for step, success in enumerate(rewards):
         exact = 2 * success - min(1.0, 2 * success), min(1.0, 2 * success)
@@ -44,7 +47,7 @@ def training(
             members = tuple(
                 Member(
                     trajectory=f"{step}-{number}-{i}", first_step=step, last_step=step,
-                    reward=float(rng.random() < success + spread) if rng else exact[i % 2],
+                    reward=most * (float(rng.random() < success + spread) if rng else exact[i % 2]),
                 )
                 for i in range(size)
             )  # fmt: skip
@@ -55,6 +58,12 @@ def training(
         metrics = dict(zip(("kl", "entropy"), values, strict=True)) | {"tokens": 160.0, "trajectories": 16.0}
         events.append(checkpoint(step + 1, model=model, metrics=metrics))
     return events
+
+
+def _group(step: int, name: str, mean: float) -> Event:
+    return scored(
+        name, {f"{name}-0": mean - 0.1, f"{name}-1": mean + 0.1}, {"first_step": step, "last_step": step}
+    )
 
 
 SHORT = [0.4] * (STEPS + 2)
@@ -72,9 +81,14 @@ SHORT = [0.4] * (STEPS + 2)
         (lambda: groups(0, GROUPS) + discarded("stale", GROUPS) + steps("kl", [0.1] * 9),
          "100% of the last 6 groups were too old to train; their newest version is step 0, the newest one is step 9"),
         (lambda: training(SHORT, entropy=[3.0, 3.0, 1.0, 0.1, 0.1, 0.1]), "the policy collapsed into one answer"),
+        # No group was scored, so nothing is known of the reward.
+        (lambda: steps("entropy", [2.9, 2, 1, 0.2, 0.1, 0.1]),
+         "the policy collapsed into one answer: its entropy is 5% of that of the first steps. Serve"),
         (lambda: training(SHORT, kl=1e-6), "Raise `trainer.optimizer.learning_rate`"),
         # After a warm start the divergence from the base is large, and does not change.
         (lambda: training(SHORT, kl=5.35), "Raise `trainer.optimizer.learning_rate`"),
+        # From a start adapter the divergence may fall. Rewards are from 0 to 80.
+        (lambda: training(SHORT, kl=[2e-5] * 2 + [1e-5] * 4, most=100.0), "can have changed by 0.57 at most (KL)"),
         (lambda: training(SHORT[:2], kl=0.1) + [checkpoint(i, metrics={"kl": 0.1 * i}) for i in range(3, 9)],
          "what is learned is not used"),
         (lambda: training([0.8] * 4 + [0.3] * 4, kl=[0.1 * i for i in range(8)]), "lower `trainer.optimizer"),
@@ -96,6 +110,14 @@ def test_the_reason_is_named(tmp_path: Path, events: Callable[[], list[Event]], 
         # It learned, and is certain of its answers now.
         lambda: training([0.2, 0.2, 0.5, 0.8, 0.9, 0.95, 0.95], entropy=[3.0, 2.0, 1.0, 0.2, 0.1, 0.1, 0.1]),
         lambda: training(SHORT[:-4], kl=1e-6),
+        lambda: training(SHORT, kl=[5.0] * 2 + [4.0] * 4),
+        lambda: training(SHORT, kl=math.nan),
+        lambda: training(SHORT, kl=[0.1 * i for i in range(6)], entropy=0.0),
+        # Of one group the variance is not known.
+        lambda: [
+            _group(0, "first", 0.6),
+            *(_group(STEPS, str(i), 0.5 + 0.265 * (-1) ** i) for i in range(8)),
+        ],
     ],
 )
 def test_it_does_not_hold(tmp_path: Path, events: Callable[[], list[Event]]) -> None:

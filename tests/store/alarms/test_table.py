@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import duckdb
 import pytest
 
 from pipeline.config import AlarmsConfig, BudgetConfig, Config, JudgeConfig, RewardConfig, VllmConfig
@@ -133,6 +135,23 @@ def test_a_condition_without_a_number_has_the_value_nan(tmp_path: Path) -> None:
     (diverged,) = found(tmp_path / "b", "kl_rise", steps("kl", [0.1] * STEPS + [math.nan] * STEPS))
     assert math.isnan(unjudged.value)
     assert math.isnan(diverged.value)
+
+
+def test_a_condition_that_says_nothing_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """An alarm without words can't be read from the log again, so each check would raise it."""
+    query = "SELECT 'p', 'm', '', 1.0, NULL UNION ALL SELECT 'p', 'm', 'x', 1.0, 'said'"
+    alarm = replace(BY_NAME["kl_rise"], sql=query)
+    with duckdb.connect() as connection:
+        assert [one.about for one in evaluate(connection, Config(), alarm)] == ["x"]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.__dict__["fields"] == {
+        "alarm": "kl_rise",
+        "project": "p",
+        "model": "m",
+        "about": "",
+        "value": 1.0,
+    }
 
 
 def test_a_disk_has_a_higher_limit_than_a_stream(tmp_path: Path) -> None:

@@ -316,6 +316,19 @@ def test_the_splits_have_one_schema_also_if_a_field_occurs_in_one_of_them_only(
     assert "tool_calls" in str(schemas[0])
 
 
+def test_files_of_an_earlier_data_set_go_once_the_new_ones_are_written(tmp_path: Path) -> None:
+    folder.write(dict.fromkeys(("train.jsonl", "test.jsonl", "README.md"), b"old"), tmp_path)
+    (tmp_path / "notes.txt").write_bytes(b"mine")
+    (tmp_path / "train.parquet").mkdir()  # can't be replaced by a file
+    with pytest.raises(IsADirectoryError):
+        folder.write({"train.jsonl": b"new", "train.parquet": b"new"}, tmp_path)
+    assert (tmp_path / "test.jsonl").read_bytes() == b"old"
+    (tmp_path / "train.parquet").rmdir()
+    folder.write({"train.jsonl": b"new", "README.md": b"new"}, tmp_path)
+    found = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert found == {"train.jsonl": b"new", "README.md": b"new", "notes.txt": b"mine"}
+
+
 def test_the_card_counts_equal_rows_also_across_splits() -> None:
     tasks = ("two", "two", "one")
     rows: list[dict[str, Any]] = [{"prompt": "p", "run": f"r{i}", "task": t} for i, t in enumerate(tasks)]
