@@ -302,7 +302,8 @@ def require_base_files(config: Config, services: tuple[str, ...]) -> None:
         if not Path(model.base).is_dir() and not any(downloaded):
             raise ConfigError(
                 f"models.{i}.base: {model.base!r} is not on this machine: expected a folder with config.json "
-                f"(seen from {Path.cwd()}), or a model that was downloaded into {_hub_cache()} (`hf download {model.base}`)"
+                f"(seen from {Path.cwd()}), or a model that was downloaded into {_hub_cache()} (`hf download "
+                f"{model.base}`)"
             )
 
 

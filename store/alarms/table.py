@@ -113,7 +113,7 @@ GROUP BY ALL HAVING sum(recent_failed) >= 2 AND value >= $threshold""",
         "falls.",
         "alarms.not_learning",
         NOT_LEARNING,
-        'Do what the detail says; docs/troubleshooting.md has more under "It trains and does not get better".',
+        'More is in docs/troubleshooting.md under "It trains and does not get better".',
     ),
     Alarm(
         "judge_drift",
