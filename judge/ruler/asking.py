@@ -173,7 +173,8 @@ class Asker:
 
         Raises `UnscoredError` if it fails with `JudgingError` for `judge.retry_for_s`, or a trajectory has left the
         log."""
-        deadline = time.monotonic() + self._config.retry_for_s
+        began = time.monotonic()
+        deadline = began + self._config.retry_for_s
         backoff, in_vain = new_backoff(), Usage()
         while True:
             async with self._turns:
@@ -186,7 +187,7 @@ class Asker:
                     in_vain.include(error.usage)
             pause = backoff.next_s()
             if time.monotonic() + pause > deadline:
-                raise UnscoredError(f"no usable judge pass within {self._config.retry_for_s:.0f} s: {reason}")
+                raise UnscoredError(f"no usable judge pass within {time.monotonic() - began:.0f} s: {reason}")
             log.warning("group will be judged again", group=group, in_s=pause, reason=reason)
             self.paused += 1
             try:

@@ -64,7 +64,8 @@ class JudgeRequestConfig(Section, frozen=True, kw_only=True):
     """One call to the judge model."""
 
     timeout_s: Positive = 120.0
-    """Longest duration of one call."""
+    """Longest time that a server may be silent within a call. A reply that never ends is given up after `retries` + 1
+    times this and a minute."""
     retries: Natural = 2
     """How often a call is repeated if the provider fails."""
     structured: Literal["auto", "schema", "text"] = "auto"

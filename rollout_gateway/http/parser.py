@@ -21,6 +21,8 @@ _HEAD_LIMIT = 65536
 _SMALL_PARTS = 64
 """Parts of a body that are kept as separate objects. Further ones are joined: small objects take far more than their
 bytes."""
+_CHUNKS, _LEAST_CHUNK = 10_000, 16
+"""With more chunks than that, a body needs so many bytes a chunk: each costs time on the loop of all connections."""
 _UNIQUE = frozenset(
     (b"host", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding", b"origin", b"forwarded",
      b"x-journeywork-trajectory", b"x-journeywork-group", b"x-journeywork-attempt")
@@ -65,6 +67,7 @@ class RequestParser:
         self.parts: list[bytes | bytearray] = []
         """Its body so far."""
         self.head_done = False
+        self._chunks = 0
         self._head_size = 0
         """Bytes of the URL and headers, as far as they are complete."""
         self._received = 0
@@ -107,6 +110,11 @@ class RequestParser:
         elif self._silent > _HEAD_LIMIT:
             message = f"Trailers or chunk extensions are longer than {_HEAD_LIMIT} bytes."
             self._reject(431, "trailers_too_large", message)
+        elif self._chunks > _CHUNKS and self.size < self._chunks * _LEAST_CHUNK:
+            message = (
+                f"The body is in over {_CHUNKS:,} chunks of less than {_LEAST_CHUNK} bytes: send larger ones."
+            )
+            self._reject(400, "chunks_too_small", message)
 
     def _resume(self, data: bytes) -> bool:
         """Go on after an `Upgrade` header, behind which httptools parses nothing. A fresh parser is given only the
@@ -202,6 +210,9 @@ class RequestParser:
         else:
             return True
         return False
+
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
 
     def on_body(self, body: bytes) -> None:
         request = self.request

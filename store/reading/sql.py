@@ -78,6 +78,19 @@ def _tags_of(query: str) -> Collection[str]:
     return [tag for tag in schema.tables() if dynamic or table_name(tag) in words]
 
 
+def damaged_file(lake: Lake, tags: Collection[str]) -> DamagedFileError | None:
+    """Read the files of some tags whole. Return the error of the first damaged one, `None` if there is none."""
+    for tag in tags:
+        for name in lake.names(tag):
+            try:
+                lake.storage.read(tag, name)
+            except DamagedFileError as error:
+                return error
+            except FileNotFoundError:  # a merge has replaced it
+                continue
+    return None
+
+
 def define_views(
     connection: duckdb.DuckDBPyConnection,
     lake: Lake,
@@ -261,14 +274,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     if not duckdb.extract_statements(args.query):
         raise ConfigError('the query is empty: name a view, such as "FROM trajectories" (docs/store.md)')
-    with connect(run_settings(args.run_dir, args.config, sections=("store",)), args.query) as connection:
+    config = run_settings(args.run_dir, args.config, sections=("store",))
+    with connect(config, args.query) as connection:
         try:
-            result = connection.sql(args.query)
+            write_result(connection.sql(args.query), args.format, sys.stdout.buffer)
         except duckdb.CatalogException as error:
             raise ConfigError(
                 f'{error}\n`journeywork sql "SHOW TABLES"` lists all tables and views'
             ) from error
-        write_result(result, args.format, sys.stdout.buffer)
+        except (duckdb.ParserException, duckdb.BinderException):
+            raise
+        except duckdb.Error as error:
+            # DuckDB names no file whose damage lies before its footer.
+            raise damaged_file(open_lake(config), _tags_of(args.query)) or error from error
     sys.stdout.flush()
     return 0
 

@@ -199,6 +199,14 @@ async def test_a_body_in_many_small_chunks_is_whole() -> None:
         ) == [b"200 " + body]
 
 
+async def test_a_body_in_a_great_many_small_chunks_is_refused() -> None:
+    """Regression: twelve clients that sent a byte a chunk held up every other client for 28 seconds."""
+    async with serve(echo, max_body_bytes=10_000_000) as port:
+        said = await spoken(port, CHUNKED + b"1\r\nx\r\n" * 200_000)
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert b"chunks_too_small" in said
+
+
 async def test_a_client_that_ends_its_side_has_left() -> None:
     """Its call ends at once. A client that half-closes and one that has left look the same."""
     working, ended = anyio.Event(), anyio.Event()

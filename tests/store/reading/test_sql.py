@@ -285,6 +285,20 @@ def test_agents_text_acts_on_no_terminal(form: str, history: Path, capfd: pytest
     assert "é" in shown
 
 
+def test_a_file_that_is_damaged_before_its_footer_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """DuckDB says "Out of buffer", or something like it."""
+    lake = fill(tmp_path, [exchange(f"t{n}") for n in range(200)])
+    (name,) = lake.names("rollout.exchange")
+    path = Path(lake.storage.key("rollout.exchange", name))
+    content = path.read_bytes()
+    middle = len(content) // 3
+    path.write_bytes(content[:4] + b"\xff" * (middle - 4) + content[middle:])
+    assert sql.main(["--run-dir", str(tmp_path), "FROM exchanges"]) == 1
+    assert f"{name} is damaged" in capfd.readouterr().err
+
+
 def test_a_query_finds_the_rows_of_all_that_it_names(history: Path) -> None:
     """Only these tables are opened for it."""
     with sql.connect(history) as whole:
