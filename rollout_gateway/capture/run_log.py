@@ -46,7 +46,8 @@ class RunLog:
         """Publish an event of a run. Raises `BrokerError`."""
         await self.check_end()
         ack = await self.broker.publish(event, headers)
-        self.note(event, ack.seq)
+        if not ack.duplicate:  # else the log may hold another replica's, which says the same at another time
+            self.note(event, ack.seq)
         return ack
 
     def note(self, event: Event, seq: int) -> None:

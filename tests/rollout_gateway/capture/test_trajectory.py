@@ -171,6 +171,20 @@ async def test_what_is_read_after_a_reconnection_does_not_replace_what_has_to_be
     assert asked == [{"seq": known}]
 
 
+async def test_an_event_that_another_replica_published_first_is_no_lost_end(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
+    """Regression: the log holds the other one's event, with another time. After the next reconnection the gateway took
+    its own for lost, and ended."""
+    registry = Registry(broker, "test", TOKENS)
+    first, again = opened(), msgspec.structs.replace(opened(), at=now_us() + 5)
+    async with Broker.connect(nats_config) as beside:
+        await Registry(beside, "test", TOKENS).log.publish(first, {})
+    await registry.log.publish(again, {})
+    broker.client.stats["reconnects"] += 1
+    await registry.log.check_end()
+
+
 async def test_a_call_whose_acknowledgement_was_lost_is_recorded_once_though_another_replica_went_on(
     nats_config: NatsConfig,
 ) -> None:
