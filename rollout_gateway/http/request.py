@@ -28,9 +28,9 @@ _JSON_200 = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-lengt
 def header_line(name: bytes, value: bytes) -> bytes:
     """Return a header as it is sent. Raises `ValueError` for a name or value that would end its line or the head."""
     line = b"%b: %b" % (name, value)
-    if _HEADER.fullmatch(line) is None:
+    if b":" in name or _HEADER.fullmatch(line) is None:
         raise ValueError(
-            f"the name or the value of the header {name[:100]!r} can't be sent: it may hold a line break"
+            f"the name or the value of the header {name[:100]!r} can't be sent: it may hold a line break or a colon"
         )
     return line + b"\r\n"
 

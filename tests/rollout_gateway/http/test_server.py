@@ -122,6 +122,7 @@ async def test_a_fault_of_the_handler_is_a_500_and_the_next_request_is_answered(
 @given(st.binary(max_size=20), st.binary(max_size=20))
 @example(b"x-types", b"a\r\n\r\nHTTP/1.1 200 OK")
 @example(b"x", b"a\n")
+@example(b"!: ", b"")
 def test_a_header_is_one_line_or_refused(name: bytes, value: bytes) -> None:
     try:
         line = header_line(name, value)
