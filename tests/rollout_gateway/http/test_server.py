@@ -9,7 +9,7 @@ import anyio.abc
 import h11
 import httpx
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from rollout_gateway.http.errors import ClientGoneError
@@ -124,6 +124,9 @@ async def test_a_fault_of_the_handler_is_a_500_and_the_next_request_is_answered(
 @example(b"x", b"a\n")
 @example(b"!: ", b"")
 def test_a_header_is_one_line_or_refused(name: bytes, value: bytes) -> None:
+    assume(
+        name.lower() not in (b"content-length", b"transfer-encoding")
+    )  # the reader judges their values, too
     try:
         line = header_line(name, value)
     except ValueError:
