@@ -30,7 +30,7 @@ from journeywork.command_line import (
     gateway_of,
     output_of_one_object,
 )
-from journeywork.evaluation.loading import load_rollout, load_scenarios
+from journeywork.evaluation.loading import add_tasks, load_rollout, load_scenarios
 from journeywork.evaluation.playing import EvaluationClient, PlayOptions, play
 from journeywork.evaluation.results import REWARD
 from journeywork.gathering import TooManyExceptionsError
@@ -246,14 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("good", help="version that had the task, such as support@40")
     add("bad", help="later version that lost it")
-    add(
-        "--rollout",
-        required=True,
-        metavar="MODULE:FUNCTION",
-        help="plays one task: rollout(run, task). The module is imported: its top level runs, so what starts a "
-        'training belongs under `if __name__ == "__main__"`',
-    )
-    add("--scenarios", required=True, metavar="MODULE:NAME|FILE", help="the tasks that were lost")
+    add_tasks(parser, "the tasks that were lost: a list, a function that returns one, or JSONL")
     add("--alpha", type=float, default=0.05, help="probability that any comparison is wrong (default: 0.05)")
     add("--range", type=float, nargs=2, default=(0.0, 1.0), metavar=("LOW", "HIGH"), help="of the reward")
     add(

@@ -31,7 +31,7 @@ from journeywork.command_line import (
     output_of_one_object,
 )
 from journeywork.evaluation.entrants import Entrant, parse_entrant
-from journeywork.evaluation.loading import load_rollout, load_scenarios
+from journeywork.evaluation.loading import add_tasks, load_rollout, load_scenarios
 from journeywork.evaluation.playing import play, versions_of
 from journeywork.evaluation.report import text_report
 from journeywork.evaluation.results import EvaluationReport
@@ -116,19 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("entrants", nargs="+", metavar="ENTRANT", help="who plays; the first is the baseline")
-    add(
-        "--rollout",
-        required=True,
-        metavar="MODULE:FUNCTION",
-        help="plays one task: rollout(run, task). The module is imported: its top level runs, so what starts a "
-        'training belongs under `if __name__ == "__main__"`',
-    )
-    add(
-        "--scenarios",
-        required=True,
-        metavar="MODULE:NAME|FILE",
-        help="a list, a function that returns one, or JSONL",
-    )
+    add_tasks(parser, "a list, a function that returns one, or JSONL")
     add("--attempts", type=at_least_one, default=1, help="runs of each task (default: 1)")
     add("--limit", type=at_least_one, metavar="N", help="only the first N tasks; default: all")
     add(

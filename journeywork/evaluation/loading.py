@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import itertools
 import json
@@ -9,6 +10,18 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+
+def add_tasks(parser: argparse.ArgumentParser, scenarios: str) -> None:
+    """Add `--rollout` and `--scenarios`, for `load_rollout` and `load_scenarios`. `scenarios`: help of the latter."""
+    parser.add_argument(
+        "--rollout",
+        required=True,
+        metavar="MODULE:FUNCTION",
+        help="plays one task: rollout(run, task). The module is imported: its top level runs, so what starts a "
+        'training belongs under `if __name__ == "__main__"`',
+    )
+    parser.add_argument("--scenarios", required=True, metavar="MODULE:NAME|FILE", help=scenarios)
 
 
 def load_object(text: str) -> Any:

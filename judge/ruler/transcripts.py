@@ -37,7 +37,11 @@ def from_exchanges(trajectory: str, exchanges: Sequence[ExchangeRecorded]) -> Tr
     """Build the transcript of a trajectory. Raises `HistoryGoneError` if there is no exchange."""
     conversations, last = build_conversations(exchanges)
     if not conversations:
-        raise HistoryGoneError(f"every exchange of trajectory {trajectory}")
+        raise HistoryGoneError(
+            f"trajectory {trajectory}",
+            "has no recorded call to judge: its run sent none through the gateway, or the log no longer holds them "
+            "(then raise the stream's retention or replay from the store)",
+        )
     return Transcript(trajectory, conversations, last)
 
 

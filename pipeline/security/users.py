@@ -134,8 +134,7 @@ USERS: tuple[User, ...] = (
         fetches=(streams.ADAPTERS_BUCKET,),
         probes=EVENT_STREAMS,
         provisions=True,
-        connections=("dead", "export", "influence", "provision", "rejudge", "replay", "status",
-                     "supervisor", "what-if"),
+        connections=("dead", "export", "provision", "rejudge", "replay", "status", "supervisor", "what-if"),
     ),
     User(
         "memory", "`journeywork up`: deletes the oldest events where `nats.max_memory` asks for it",

@@ -42,8 +42,10 @@ def test_the_last_main_call_and_its_reply_are_the_transcript() -> None:
     assert [c.messages[-1]["content"] for c in found.conversations] == ["first", "second", "other choice"]
 
 
-def test_a_trajectory_without_exchanges_raises_history_gone() -> None:
-    with pytest.raises(HistoryGoneError):
+def test_a_trajectory_without_a_call_to_judge_is_told_with_both_causes() -> None:
+    with pytest.raises(
+        HistoryGoneError, match=r"^trajectory t has no recorded call .* sent none .* retention"
+    ):
         from_exchanges("t", [])
 
 

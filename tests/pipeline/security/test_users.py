@@ -269,6 +269,15 @@ def test_a_name_that_no_user_has_is_refused_with_the_names_there_are() -> None:
         users.user("gatway")
 
 
+@pytest.mark.parametrize("name", [name for user in users.USERS for name in user.connections])
+def test_each_further_name_of_a_connection_is_used(name: str) -> None:
+    """A command that was taken out would leave its way in."""
+    root = Path(users.__file__).parents[2]
+    services = ("pipeline", "rollout_gateway", "judge", "trainer", "store")
+    files = (path for service in services for path in (root / service).rglob("*.py"))
+    assert any(f'name="{name}"' in path.read_text() for path in files)
+
+
 async def test_a_message_that_no_one_can_use_is_buried_retried_and_dropped(guarded: NatsConfig) -> None:
     supervising = msgspec.structs.replace(guarded, provision=True)
     async with Broker.connect(supervising, name="supervisor") as operator:
