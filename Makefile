@@ -27,8 +27,7 @@ lint: venv
 	$(VENV)/bin/mypy
 
 docs: venv
-	$(PY) -m pipeline.docs
-	$(PY) -m store.docs
+	$(PY) -m store.docs build/docs
 
 # The curves. `python -m examples.common.curve docs/pictures runs/demo` records that of a run of the demo.
 pictures: venv

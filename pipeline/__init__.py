@@ -29,6 +29,6 @@
 | `backoff` | pauses between attempts |
 | `gather` | concurrent work over a list |
 | `crash` | crash points for tests |
-| `docs` | the generated pages of `docs/` |
+| `docs` | renders reference pages of this package |
 | `cli` | the command `journeywork` |
 """

@@ -288,7 +288,7 @@ async def test_changed_settings_are_applied_to_existing_streams(
 
 
 KILLS = int(os.environ.get("JOURNEYWORK_NODE_KILLS", "0"))
-"""Nodes killed in the crash matrix: by default a few; 100 is what docs/operations.md reports."""
+"""Nodes killed in the crash matrix: by default a few; 100 is what docs/performance.md reports."""
 DEATHS = (
     {"gateway": 42, "sampler": 10, "judge": 40, "trainer": 52, "store": 48}
     if KILLS

@@ -79,7 +79,7 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
                 "the NATS user lacks a right",
                 error=retry.reason(error),
                 connection=name,
-                see="docs/streams.md",
+                see="streams.md of `journeywork docs`",
             )
         else:
             log.warning("nats", error=retry.reason(error))

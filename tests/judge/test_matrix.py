@@ -17,7 +17,6 @@ pytestmark = pytest.mark.anyio
 async def test_three_judges_that_are_killed_and_stopped_score_each_group_once(
     nats_config: NatsConfig, tmp_path: Path
 ) -> None:
-    """docs/performance.md has the figures of 200 kills, 10,000 groups and stops of 30 seconds."""
     plan = Plan(groups=100, kills=9, groups_a_process=3, stops=1, stop_s=2.5, ack_wait_s=1.0, timeout_s=10.0)
     report = await play(nats_config, tmp_path, plan)
     assert report["scored_once"] > plan.groups / 2

@@ -70,7 +70,7 @@ from pipeline.config.checks import check
         ("trainer.seed.x.y=1", "settings: trainer.seed: expected `int`, got table"),
         (
             "trainer.sede=1",
-            "there is no such setting; did you mean trainer.seed? docs/configuration.md lists",
+            "there is no such setting; did you mean trainer.seed? `journeywork docs FOLDER` writes",
         ),
         ("gatway.port=1", "settings: gatway: there is no such setting; did you mean gateway?"),
         (
@@ -81,7 +81,7 @@ from pipeline.config.checks import check
         ("models.0.trainer.learning_rate=1", "did you mean trainer.optimizer.learning_rate?"),
         ("trainer.rank=8", "did you mean trainer.lora.rank?"),
         ("base=/m", "did you mean models.0.base?"),
-        ("qwertz=1", "settings: qwertz: there is no such setting. docs/configuration.md lists"),
+        ("qwertz=1", "settings: qwertz: there is no such setting. `journeywork docs FOLDER` writes"),
         ("=3", "'=3' is not a setting: write section.key=value"),
         ("vllm..env.A=3", "'vllm..env.A=3' is not a setting: write section.key=value"),
         ('vllm."env.A=3', "there is no such setting"),
@@ -119,7 +119,7 @@ def test_a_value_set_in_code_is_checked_as_one_of_a_file(name: str, value: Any, 
 def test_every_number_of_the_settings_is_bounded() -> None:
     """A size, time or count that may be anything is a check that was forgotten."""
     anything = {"LossConfig.options"}
-    for _, cls in docs._sections(Config):
+    for _, cls in docs.sections(Config):
         for name, hint in typing.get_type_hints(cls, include_extras=True).items():
             if re.search(r"\b(int|float)\b", str(hint)):
                 assert "Meta" in str(hint) or f"{cls.__name__}.{name}" in anything, f"{cls.__name__}.{name}"

@@ -210,7 +210,7 @@ def test_without_a_budget_nothing_is_used_up(tmp_path: Path) -> None:
         assert found(tmp_path, name, [], budget=BudgetConfig()) == []
 
 
-# -- docs/alarms.md --------------------------------------------------------------------------------------------------
+# -- the reference page ----------------------------------------------------------------------------------------------
 
 
 def test_the_queries_of_the_page_run_as_they_are(tmp_path: Path) -> None:

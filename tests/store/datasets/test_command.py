@@ -403,7 +403,8 @@ def test_trls_trainer_takes_a_step(kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_pages_lines_train_with_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that was: the page did not say what this test wrapped around the trainer, which fails without."""
-    lines = (ROOT / "docs" / "datasets.md").read_text("utf-8").partition("```python\n")[2].partition("```")[0]
+    page = (ROOT / "docs" / "store.md").read_text("utf-8").partition("## With TRL's own trainers\n")[2]
+    lines = page.partition("```python\n")[2].partition("```")[0]
     fill(tmp_path / "run", run("a1", "a", [user("a1=. b1=x"), reply("1")], 1.0))
     dataset(tmp_path / "run", tmp_path / "data" / "good", "--as", "sft")
     monkeypatch.chdir(tmp_path)

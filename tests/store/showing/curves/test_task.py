@@ -142,5 +142,5 @@ def test_agents_metrics_are_curves() -> None:
 
 
 def test_the_page_names_the_aliases() -> None:
-    text = (Path(__file__).parents[4] / "docs" / "tracing.md").read_text()
+    text = (Path(__file__).parents[4] / "docs" / "dashboard.md").read_text()
     assert [f"| `{ours}` | `{arts}` |" in text for ours, arts in ALIASES.items()] == [True] * len(ALIASES)
