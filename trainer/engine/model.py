@@ -27,7 +27,7 @@ from trainer.engine.loading import base_digest, device_for, load
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import Logprobs, Weights
 
-_MAX_LOGITS = 32_000_000
+_MAX_LOGITS = 6_400_000
 """Maximum number of logits (positions times vocabulary) in memory at once. More are computed in chunks of positions,
 and again in the backward pass."""
 
