@@ -33,7 +33,7 @@ from pipeline.log.follow import follow_events
 from pipeline.log.subjects import keys_of
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Registry
-from tests.judge.matrix import expected_groups
+from tests.judge.kit import expected_groups
 from tests.kits.crash.agents import SEED
 from tests.kits.crash.fork_server import ACK_WAIT_S
 from tests.kits.crash.matrix import run_matrix, server_users, settings, violations

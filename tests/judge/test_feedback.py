@@ -74,17 +74,6 @@ async def test_a_complete_run_waits_for_its_feedback_and_is_scored_with_it_by_an
     assert (member.reward, member.graded_by, group.closed_by) == (0.75, ("desk",), "size")
 
 
-async def test_feedback_before_the_end_of_a_run_counts_and_none_is_waited_for(
-    nats_config: NatsConfig,
-) -> None:
-    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config, wait_s=600)):
-        await broker.publish(signal("a", 0.5))
-        await drained(broker)
-        await broker.publish(run("a"))
-        (group,) = await groups(broker, 1)
-    assert group.members[0].reward == 0.5
-
-
 async def test_a_group_may_wait_for_whatever_is_said_until_its_time_is_over(nats_config: NatsConfig) -> None:
     """So words after the result are hints. By default the group is scored with the result."""
     config = settings(nats_config, wait_s=600)
@@ -176,17 +165,6 @@ async def test_late_feedback_may_be_recorded_only(nats_config: NatsConfig) -> No
         await broker.publish(signal("a", 1.0))
         await drained(broker)
         assert await groups(broker, 0) == []
-
-
-async def test_a_default_stands_in_for_feedback_that_never_comes(nats_config: NatsConfig) -> None:
-    silent = RewardConfig(name="result", kind="feedback", default=0.25)
-    async with (
-        Broker.connect(nats_config) as broker,
-        judging(broker, settings(nats_config, silent, wait_s=0.2)),
-    ):
-        await broker.publish(run("a"))
-        (group,) = await groups(broker, 1)
-    assert (group.members[0].reward, group.members[0].graded_by) == (0.25, ())
 
 
 async def test_a_group_waits_for_the_feedback_on_each_run_that_has_a_result(

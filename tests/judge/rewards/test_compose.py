@@ -10,7 +10,7 @@ import pytest
 
 from journeywork.trajectory import finite_number
 from judge.labelled import GroupFile, GroupMember
-from judge.rewards.compose import ConfiguredComposer, combine, open_composer, second_config
+from judge.rewards.compose import ConfiguredComposer, open_composer, second_config
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from judge.scoring import UnscoredError, agent_reward
 from pipeline.config import (
@@ -223,14 +223,6 @@ async def test_a_rubric_that_can_t_be_judged_leaves_the_group_unscored() -> None
     failing = ruler(Model(lambda _: 500), SAID, retry_for_s=0.0)
     with pytest.raises(UnscoredError, match="answered 500"):
         await ConfiguredComposer(config, {"q": failing}, {}, loading(()))(MEMBERS)
-
-
-@pytest.mark.parametrize(("how", "value"), [("mean", 0.65), ("sum", 2.6), ("product", 0.4), ("min", 0.5)])
-def test_combine_computes_each_of_its_four_formulas(how: Any, value: float) -> None:
-    config = JudgeConfig(
-        rewards=(RewardConfig(name="x", weight=2.0), RewardConfig(name="y", weight=2.0)), combine=how
-    )
-    assert combine(config, {"x": 0.8, "y": 0.5}) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 from judge.ruler.layout import PromptLayout, build_layout, count_shared
 from judge.ruler.transcripts import Transcript
 from pipeline.conversations import Conversation
@@ -42,11 +40,6 @@ def test_the_last_message_of_each_trajectory_is_never_shared() -> None:
     )
 
 
-def test_a_single_trajectory_shares_nothing() -> None:
-    layout = shown(transcript("a", "x"))
-    assert (layout.context, text(layout)) == ("", "[user] Win the game.\n[assistant] x")
-
-
 def test_the_long_beginning_of_a_message_is_shared_too() -> None:
     layout = shown(*(transcript(f"t{i}", "x", task=f"{LONG}\nPlay seat {i}.") for i in range(3)))
     assert layout.context == f"[user] {LONG}\nPlay seat \n(this message goes on in each attempt)"
@@ -62,13 +55,6 @@ def test_a_long_message_that_occurs_several_times_is_shown_once() -> None:
     assert layout.context == f"[text id1] [assistant] {LONG}"
     assert text(layout, 2) == "[user] Go.\n[assistant] (text id1 of the context)\n[assistant] move 2"
     assert text(layout, 3) == "[user] Go on.\n[assistant] move 9"
-
-
-def test_the_last_message_is_never_moved() -> None:
-    layout = shown(transcript("a", LONG, task="1"), transcript("b", LONG, task="2"))
-    assert layout.context == ""
-    assert LONG in text(layout, 0)
-    assert LONG in text(layout, 1)
 
 
 def test_tools_are_shown_once_where_all_have_them() -> None:
@@ -105,10 +91,3 @@ def test_conversations_have_labels_and_repeated_messages_become_references() -> 
     assert one.text == f"[text id1] {texts[0]}\n[text id2] {texts[1]}\n{texts[2]}"
     assert two.text == "[user] (text id1 again)\n[assistant] (text id2 again)\n[assistant] again"
     assert three.text == '[tools] [{"type":"function"}]\n[assistant] again\n[assistant] again'  # too short
-
-
-@pytest.mark.parametrize("content", [None, [{"type": "text", "text": LONG}]])
-def test_a_message_that_is_no_plain_text_is_not_split(content: object) -> None:
-    a, b = ({"role": "user", "content": content, "n": i} for i in (1, 2))
-    layout = shown(single("a", (a, {"role": "assistant"})), single("b", (b, {"role": "assistant"})))
-    assert "continued" not in text(layout)
