@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import re
 from pathlib import Path
 from typing import Any, Literal
 
-import duckdb
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from pipeline.events import (
@@ -29,7 +24,7 @@ from pipeline.events import (
 from store.lake.commits import add_action
 from store.reading import sql
 from store.reading.views import VIEWS
-from tests.store.kit import checkpoint, discarded, exchange, fill, run_of_one_step, scored, tables
+from tests.store.kit import checkpoint, discarded, exchange, fill, run_of_one_step, scored
 
 
 def rows(run_dir: Path, query: str) -> list[Any]:
@@ -185,17 +180,6 @@ def test_doubles_are_not_hidden(tmp_path: Path) -> None:
     assert rows(tmp_path, "SELECT count(*) FROM exchanges") == [(2,)]
 
 
-def test_a_file_from_before_a_column_reads_as_null(tmp_path: Path) -> None:
-    lake = fill(tmp_path, [exchange("t")])
-    table = lake.table("rollout.exchange")
-    rows_then = tables(lake, "rollout.exchange")[0].drop_columns(["replica", "log_seq"])
-    table.append(rows_then.append_column("log_seq", pa.array([2])))
-    assert rows(tmp_path, "SELECT trajectory, replica FROM exchanges ORDER BY stream_seq") == [
-        ("t", ""),
-        ("t", None),
-    ]
-
-
 def test_group_sequences_tell_a_group_that_was_scored_twice_apart(tmp_path: Path) -> None:
     events = run_of_one_step()
     scored = next(e for e in events if wire_name(e) == "group.scored")
@@ -203,61 +187,6 @@ def test_group_sequences_tell_a_group_that_was_scored_twice_apart(tmp_path: Path
     events.insert(events.index(scored) + 1, again)
     fill(tmp_path, events)
     assert rows(tmp_path, "SELECT DISTINCT judge FROM lineage") == [("j",)]
-
-
-def test_lineage_reads_only_the_files_that_hold_the_checkpoint_s_runs(tmp_path: Path) -> None:
-    """A union or a cast in the table's view takes its statistics from DuckDB, which then reads every exchange."""
-    for step in range(1, 9):
-        runs = [f"t{step}{i}" for i in range(4)]
-        fill(
-            tmp_path,
-            [
-                *(exchange(run, seq) for run in runs for seq in range(8)),
-                scored(f"g{step}", {run: float(i) for i, run in enumerate(runs)}),
-                checkpoint(step, groups=(f"g{step}",), group_seqs=pack_seqs([step])),
-            ],
-        )
-    with sql.connect(tmp_path) as connection:
-        asked = "FROM lineage WHERE version = 'm@5'"
-        assert len(connection.sql(asked).fetchall()) == 32
-        plan = connection.execute(f"EXPLAIN (ANALYZE, FORMAT json) {asked}").fetchall()[0][1]
-    assert max(map(int, re.findall(r'"rows_scanned": (\d+)', plan))) == 32  # of 256 exchanges
-
-
-TABLE = """\
-┌───────┬─────────┐
-│   n   │    b    │
-│ int32 │ boolean │
-├───────┼─────────┤
-│     1 │ true    │
-│     ∅ │ false   │
-└───────┴─────────┘
-"""
-
-
-@pytest.mark.parametrize(
-    ("form", "expected"),
-    [
-        ("table", TABLE),
-        ("json", '[{"n":1,"b":true},\n {"n":null,"b":false}]\n'),
-    ],
-)
-def test_formats(form: str, expected: str) -> None:
-    out = io.BytesIO()
-    with duckdb.connect() as connection:
-        sql.write_result(connection.sql("SELECT * FROM (VALUES (1, true), (NULL, false)) t(n, b)"), form, out)
-    assert out.getvalue().decode() == expected
-
-
-def test_a_table_shows_every_row_and_column_and_cuts_long_cells() -> None:
-    with duckdb.connect() as connection:
-        wide = ", ".join(f"repeat('x', 5000) || chr(10) AS c{i}, range(5000) AS l{i}" for i in range(15))
-        result = connection.sql(f"SELECT {wide}, 1 AS n, 2 AS n FROM range(300)")
-        text = sql.table_text(result, sql.TERMINAL_CELL)
-    shown = [line for line in text.splitlines() if line.startswith("│ xxxx")]
-    assert len(shown) == 300
-    assert all(f" {kind}{i} " in text for i in range(15) for kind in "cl")
-    assert {len(line) for line in shown} == {30 * 63 + 2 * 8 + 1}
 
 
 def test_a_pipe_gets_whole_texts(history: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -302,22 +231,10 @@ def test_a_file_that_is_damaged_before_its_footer_is_named(
 def test_a_query_finds_the_rows_of_all_that_it_names(history: Path) -> None:
     """Only these tables are opened for it."""
     with sql.connect(history) as whole:
-        for name in [v.name for v in VIEWS] + [sql.table_name(t) for t in schema.tables()]:
-            for query in (f"SELECT count(*) FROM {name}", f"FROM query('SELECT count(*) FROM {name}')"):
-                with sql.connect(history, query) as connection:
-                    assert connection.sql(query).fetchall() == whole.sql(query).fetchall(), query
-
-
-def test_a_view_can_be_copied_to_a_file(history: Path, tmp_path: Path) -> None:
-    file = tmp_path / "groups.parquet"
-    assert sql.main(["--run-dir", str(history), f"COPY (SELECT count(*) AS n FROM groups) TO '{file}'"]) == 0
-    assert pq.read_table(file).to_pylist() == [{"n": 2}]
-
-
-def test_a_run_with_settings_of_an_older_version_can_be_asked(history: Path, tmp_path: Path) -> None:
-    (tmp_path / "store").symlink_to(history / "store")
-    (tmp_path / "config.toml").write_text("[trainer]\nlora_rank = 4\n[gateway]\nmax_body_bytes = 5\n")
-    assert sql.main(["FROM checkpoints", "--run-dir", str(tmp_path)]) == 0
+        names = [v.name for v in VIEWS] + [sql.table_name(t) for t in schema.tables()]
+        for query in (*(f"SELECT count(*) FROM {name}" for name in names), "FROM query('FROM groups')"):
+            with sql.connect(history, query) as connection:
+                assert connection.sql(query).fetchall() == whole.sql(query).fetchall(), query
 
 
 @pytest.mark.parametrize("query", ["", "  ", "-- nothing"])

@@ -24,7 +24,6 @@ from pipeline.events import (
 )
 from pipeline.running.state import STATE, process_start
 from store.reading.history import History
-from store.reading.overview import numbers
 from store.reading.summary import summary
 from tests.store.kit import checkpoint, discarded, fill, run_of_one_step, scored
 
@@ -87,16 +86,6 @@ def test_an_empty_run_says_what_it_needs(tmp_path: Path) -> None:
     assert page["state"] == "unknown"
     assert page["sentences"][2:] == ["Nothing was measured on held-out tasks.", "No step was taken yet."]
     assert page["todo"].startswith("Send it work")
-
-
-def test_the_first_alarm_is_a_cause_and_not_a_consequence(tmp_path: Path) -> None:
-    raised: list[Event] = [
-        AlarmChanged(project="p", alarm=name, state="raised", since=since)
-        for since, name in enumerate(("not_learning", "starvation"), 1)
-    ]
-    page = told(tmp_path, raised)
-    assert [alarm["alarm"] for alarm in page["alarms"]] == ["not_learning", "starvation"]
-    assert page["todo"].startswith("Does not learn: ")
 
 
 def test_a_running_run_names_what_is_not_ready_and_an_alarm_says_what_to_do(tmp_path: Path) -> None:
@@ -196,18 +185,3 @@ def test_a_newest_version_that_is_neither_served_nor_measured_is_named(
     """The fault that was: "Nothing needs to be done"."""
     begun = [checkpoint(1, at=1), checkpoint(2, at=2), *evaluated(0.1, 0.3)]
     assert todo in told(tmp_path, [*begun, *more])["todo"]
-
-
-def test_discards_that_are_no_loss_are_counted_apart(tmp_path: Path) -> None:
-    """The fault that was: "437 discards"."""
-    masked = TrajectoryCompleted(
-        project="p", trajectory="k", model="m", group="", exchanges=1, outcome="masked"
-    )
-    left_out: list[Event] = [
-        discarded("h", "too_small", "h", by="judge", split="val"), discarded("k", "too_small", "k", by="judge"),
-        discarded("e", "no_variance", "e"), discarded("f", "no_variance", "f"), discarded("s", "too_small", "s"),
-    ]  # fmt: skip
-    fill(tmp_path, [masked, checkpoint(1), *left_out])
-    with contextlib.closing(History(Config(run_dir=str(tmp_path)))) as history:
-        counts = {row["reason"]: row["groups"] for row in numbers(history, {"model": "m"})["discards"]}
-    assert counts == {"no_variance": 2, "validation": 1, "masked": 1, "too_small": 1}

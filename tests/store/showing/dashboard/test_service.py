@@ -60,14 +60,6 @@ def test_the_command_prints_where_it_is(run_dir: Path) -> None:
         assert httpx.get(f"{url}/overview").status_code == 200
 
 
-@pytest.mark.parametrize("port", ["99999", "-1", "http"])
-def test_the_command_refuses_a_port_that_is_none(port: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.main([f"--port={port}"])
-    assert ended.value.code == 2
-    assert f"'{port}' is not a whole number from 0 to 65535" in capsys.readouterr().err
-
-
 def test_the_command_says_that_an_address_is_taken(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
