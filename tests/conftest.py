@@ -361,7 +361,6 @@ def _worker_group(item: pytest.Item) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(shared_servers.Watch())
     certificates.share_contexts()
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests of one worker, with pytest-xdist")

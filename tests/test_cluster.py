@@ -158,29 +158,6 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
 
 
 @pytest.mark.slow
-async def test_killing_the_leader_of_a_consumer_stops_no_service(
-    cluster: NatsCluster, nats_config: NatsConfig
-) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await cluster.healthy()
-        async with broker.consume("judge") as messages:
-            for number in range(2):
-                leader = cluster.node(await leader_of(broker.client, "ROLLOUTS", "judge"))
-                await anyio.to_thread.run_sync(leader.kill)
-                await broker.publish(completed(f"t{number}"))
-                with anyio.fail_after(60):
-                    while not (held := await messages.batch(10)):
-                        pass
-                assert [d.event.trajectory for d in held if isinstance(d.event, TrajectoryCompleted)] == [
-                    f"t{number}"
-                ]
-                for delivery in held:
-                    await delivery.ack(confirmed=True)
-                await anyio.to_thread.run_sync(leader.start)
-                await cluster.healthy()
-
-
-@pytest.mark.slow
 async def test_judges_at_three_nodes_score_each_group_once_and_timers_survive_their_leader(
     cluster: NatsCluster, nats_config: NatsConfig, brokers: list[Broker]
 ) -> None:

@@ -79,14 +79,3 @@ def test_every_command_that_a_page_names_is_there() -> None:
     }
     assert {(page, name) for page, name in named if name not in {*cli.OWN, *cli.SUBCOMMANDS}} == set()
     assert len(named) > 50  # the pattern finds them
-
-
-def test_all_pages_spell_the_command_in_one_way() -> None:
-    """Except for another user, whose shell has not activated the environment."""
-    other = [
-        f"{page.name}: {line.strip()}"
-        for page in PAGES
-        for line in page.read_text("utf-8").splitlines()
-        if "bin/journeywork" in line and "runuser" not in line
-    ]
-    assert other == []
