@@ -196,17 +196,6 @@ async def test_a_group_that_timed_out_waits_too(nats_config: NatsConfig) -> None
     assert (group.closed_by, group.members[0].reward) == ("timeout", 1.0)
 
 
-async def test_a_group_whose_runs_the_log_deleted_while_it_waited_is_told(
-    nats_config: NatsConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config, wait_s=600)):
-        await end_wait(broker, "gone")
-        told = ("WARNING", "group not scored: the log no longer holds its runs")
-        with anyio.fail_after(60):
-            while told not in [(r.levelname, r.getMessage()) for r in caplog.records]:
-                await anyio.sleep(0.02)
-
-
 async def test_a_judge_that_waits_no_longer_scores_what_waited_when_its_timer_is_due(
     nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,26 +140,6 @@ async def test_the_event_s_group_size_overrides_the_setting_and_failed_members_c
     assert [s.trajectory for s in group.verdicts[0].scores] == ["a", "d"]
 
 
-async def test_validation_is_a_group_of_its_own_and_needs_no_second_member(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config)):
-        await publish(
-            broker,
-            [
-                completed("v", split="val", reward=0.4, group_size=1),
-                completed("a"),
-                completed("b"),
-                completed("c"),
-            ],
-        )
-        found = await groups(broker, 2)
-        await drained(broker)
-    assert sorted((g.split, [m.trajectory for m in g.members]) for g in found) == [
-        ("train", ["a", "b", "c"]),
-        ("val", ["v"]),
-    ]
-    assert found[0].subject() != found[1].subject()
-
-
 @pytest.mark.usefixtures("quick_redelivery")
 async def test_a_group_closes_at_its_timeout_and_a_later_trajectory_is_recorded_as_late(
     broker: Broker, nats_config: NatsConfig
@@ -217,15 +197,6 @@ async def test_members_without_a_reward_are_masked_where_the_rest_can_be_compare
         await publish(broker, [completed("a", reward=1.0), completed("b", reward=None), completed("c")])
         (group,) = await groups(broker, 1)
     assert [m.outcome for m in group.members] == ["scored", "masked", "scored"]
-
-
-async def test_a_group_id_that_no_subject_can_hold_is_scored_under_its_hash(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config)):
-        await publish(broker, [completed(t, "two\nlines " + "x" * 300, reward=1.0) for t in "abc"])
-        (group,) = await groups(broker, 1)
-        await drained(broker)
-    assert group.group.startswith("hashed-")
-    assert len(group.members) == 3
 
 
 @pytest.mark.usefixtures("quick_redelivery")

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -262,24 +262,6 @@ def test_merging_and_sql_see_every_row_once(lake: Lake, config: Config) -> None:
     assert open_lake(config).table(TAG).append(rows(1, 25)) == 5
 
 
-def test_a_writer_that_slept_past_the_journal_looks_again(
-    lake: Lake, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lake.table(TAG).append(rows(1))
-    zombie = open_lake(config).table(TAG)
-    real = zombie.commit
-
-    def late(actions: Any, last: int) -> None:
-        monkeypatch.setattr(zombie, "commit", real)
-        zombie._read_at -= (
-            3_600  # its commit went to a version that was cleaned up, which the journal does not tell
-        )
-
-    monkeypatch.setattr(zombie, "commit", late)
-    assert zombie.append(rows(6)) == 5
-    assert sequences(lake, TAG) == list(range(1, 11))
-
-
 def test_duckdb_reads_without_extensions(lake: Lake, config: Config) -> None:
     lake.table(TAG).append(rows(1))
     connection = duckdb.connect()
@@ -319,19 +301,6 @@ def test_a_table_gets_the_columns_and_fields_of_a_newer_version(
         (None, 1.0, None),
         ("", 1.0, "train"),
     ]
-
-
-def test_the_methods_of_a_table_wait_for_each_other(tmp_path: Path) -> None:
-    lake = open_lake(Config(run_dir=str(tmp_path)))
-    table = lake.table(TAG)
-    table.append(rows(1))
-    calls = [table.schema, table.make_durable, table.files, table.sync, lambda: table.missing_rows(rows(1))]
-    with ThreadPoolExecutor(len(calls)) as threads:
-        with table._lock:
-            waits = [threads.submit(call) for call in calls]
-            assert not wait(waits, 0.2, FIRST_COMPLETED).done
-        for waiting in waits:
-            waiting.result(timeout=60)
 
 
 def test_a_commit_that_a_power_cut_cut_is_set_aside(tmp_path: Path) -> None:

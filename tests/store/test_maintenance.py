@@ -6,8 +6,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -114,35 +112,6 @@ def test_what_is_too_old_is_let_go(lake: Lake, tmp_path: Path) -> None:
     Maintenance(lake, StoreConfig(keep_days=5.0, compact_grace_s=0.0)).once()
     assert seqs(tmp_path) == list(range(11, 21))
     assert len(on_disk(lake)) == 2
-
-
-def test_each_replaced_file_is_deleted_once_its_grace_is_over(
-    lake: Lake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also what was replaced before the files of an earlier round were deleted, and by a process that ended since."""
-    now_s, grace_s = 0.0, 3600.0
-    vacuumed: list[float] = []
-
-    def vacuum(_: DeltaTable, *args: Any, full: bool = False, **options: Any) -> None:
-        if not full:
-            vacuumed.append(now_s)
-
-    monkeypatch.setattr(DeltaTable, "vacuum", vacuum)
-    clock = SimpleNamespace(monotonic=lambda: now_s, time=time.time)
-    monkeypatch.setattr("store.lake.maintenance.time", clock)
-    config = msgspec.structs.replace(QUICK, compact_grace_s=grace_s)
-    upkeep = Maintenance(lake, config)
-    for now_s in (0, 1800, 3600, 5400, 9000, 9001):
-        if now_s in (0, 1800):
-            write_files(lake, 3, start=1 + int(now_s))
-        upkeep.once()
-    assert vacuumed == [3600, 5400]
-    vacuumed.clear()
-    upkeep = Maintenance(lake, config)
-    for at in (10_000, 13_600, 17_200, 20_800):
-        now_s = at
-        upkeep.once()
-    assert vacuumed == [13_600]
 
 
 def test_a_checkpoint_shortens_the_journal_and_keeps_the_position(

@@ -209,27 +209,3 @@ def test_the_scores_of_a_model_are_the_means_of_its_passes_by_one_rubric(
     assert flips == [0, 2]
     assert diff.main(["--a", "rubric=hash-style", *where]) == 2
     assert "add judge_model=" in capfd.readouterr().err
-
-
-def test_the_rewards_of_calls_can_be_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    scored = next(e for e in run_of_one_step() if isinstance(e, GroupScored))
-
-    def judged(branch: str, *rewards: float) -> GroupScored:
-        calls = {str(call): reward for call, reward in enumerate(rewards)}
-        member = msgspec.structs.replace(scored.members[0], call_rewards=calls)
-        vote = Score(
-            trajectory="t0", score=rewards[0], call=0, explanation="the user objected", hint="look first"
-        )
-        verdict = Verdict(judge_model="judge/1", rubric="next_state", scores=(vote,))
-        return msgspec.structs.replace(scored, branch=branch, members=(member,), verdicts=(verdict,))
-
-    fill(tmp_path, [judged("a", 1.0, -1.0, 0.0), judged("b", -1.0, 1.0, 0.0)])
-    where = ["--calls", "--run-dir", str(tmp_path), "--format", "json"]
-    assert diff.main(["--a", "branch=a", "--b", "branch=b", *where]) == 0
-    said = json.loads(capfd.readouterr().out)
-    assert (said["trajectories"], said["sign_flips"], said["rank_correlation"]) == (3, 2, pytest.approx(-1.0))
-    assert diff.main(["--a", "branch=a", "--b", "branch=b", *where[1:]]) == 1
-    assert diff.main(["--a", "judge_model=judge/1", "--b", "branch=b", *where]) == 2
-    with sql.connect(tmp_path) as connection:
-        asked = "SELECT \"call\", score, explanation, hint, position FROM verdicts WHERE branch = 'a'"
-        assert connection.execute(asked).fetchall() == [(0, 1.0, "the user objected", "look first", None)]

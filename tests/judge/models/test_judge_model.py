@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
-import msgspec
 import pytest
 
 from judge.models.chat import ContextWindowError, ModelError, describe
@@ -301,21 +300,6 @@ async def test_a_fallback_answers_for_a_model_that_fails(open_model: Open) -> No
     async with ScoringServer(answer).run() as server:
         model = await open_model(settings(server, fallbacks=("openai/other",)))
         assert (await model(HELLO, None)).model == "other"
-
-
-async def test_parameters_that_a_model_rejects_are_dropped_or_an_error(open_model: Open) -> None:
-    async with ScoringServer(lambda _: "fine", keep=True).run() as server:
-        asked = settings(server, **{"request.params": {"reasoning_effort": "low"}})
-        asked = msgspec.structs.replace(asked, model="openai/gpt-4o-mini")
-        assert (await (await open_model(asked))(HELLO, None)).text == "fine"
-        assert "reasoning_effort" not in server.requests[0]
-        strict = with_values(asked, {"request.params": {"reasoning_effort": "low", "drop_params": False}})
-        with pytest.raises(ModelError, match="does not support parameters"):
-            await (await open_model(strict))(HELLO, None)
-        takes = msgspec.structs.replace(strict, model="openai/gpt-5-mini")
-        await (await open_model(takes))(HELLO, None)
-        assert server.requests[1]["reasoning_effort"] == "low"
-        assert server.requests[1]["max_completion_tokens"] == 8192  # litellm's name for it with this model
 
 
 async def test_azure_is_called_with_an_identity_from_the_environment(

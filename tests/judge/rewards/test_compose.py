@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
-import msgspec
 import pytest
 
 from journeywork.trajectory import finite_number
@@ -202,14 +201,6 @@ async def test_a_member_without_one_of_the_components_has_no_reward() -> None:
     assert set(scores.final) == {"a", "b"}
     assert scores.missing == "reward speed is missing for 1 of 3"
     assert scores.components["c"] == {"agent": 0.5, "style": 0.5}
-
-
-async def test_the_sum_of_other_rewards_is_not_the_reward_that_is_missing() -> None:
-    members = [msgspec.structs.replace(m, reward=None, rewards={"correct": 1.0}) for m in MEMBERS]
-    composer = ConfiguredComposer(JudgeConfig(rewards=(RewardConfig(name="style"),)), {}, {}, loading(()))
-    scores = await composer(members)
-    assert scores.final == {}
-    assert scores.missing == "reward style is missing for 3 of 3"
 
 
 async def test_a_failing_function_gives_no_reward_instead_of_a_low_one() -> None:

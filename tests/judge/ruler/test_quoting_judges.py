@@ -36,13 +36,6 @@ def wrapped(before: str, form: Callable[[Entries], str], after: str) -> Callable
     return lambda entries: before + form(entries) + after
 
 
-def in_words(entries: Entries) -> str:
-    return "".join(
-        f"### {i}\nIt ends with\n\n{q}\n\nI {'praise' if s == 0.9 else 'doubt'} that.\n"
-        for i, s, q in entries
-    )
-
-
 ENTRY = '{"id": "I", "explanation": "Q", "K": S}'
 LINES = """    {
       "id": "I",
@@ -55,22 +48,14 @@ FORMS: dict[str, Callable[[Entries], str]] = {
     "indented": wrapped('{\n  "scores": [\n', rows(LINES, ",\n"), "\n  ]\n}"),
     "fence": wrapped('My verdict:\n```json\n{"scores": [', rows(ENTRY, ", "), "]}\n```\n"),
     "score first": wrapped('{"scores": [', rows('{"id": "I", "K": S, "explanation": "Q"}', ", "), "]}"),
-    "by id": wrapped("{", rows('"I": {"reason": "Q", "K": S}', ", "), "}"),
     "quoted twice": wrapped(
         '{"scores": [', rows('{"id": "I", "quote": "Q", "K": S, "explanation": "Q"}', ", "), "]}"
     ),
     "own key": wrapped("[", rows('{"id": "I", "explanation": "Q", "points": S}', ", "), "]"),
     "one object a line": rows(ENTRY, "\n"),
-    "indented objects": rows(LINES, "\n\n"),
     "Python": wrapped("[", rows("{'id': 'I', 'explanation': 'Q', 'K': S}", ", "), "]"),
-    "bare keys": wrapped("[", rows("{id: 'I', explanation: \"Q\", K: S}", ",\n"), "]"),
     "YAML": rows("- id: I\n  explanation: Q\n  K: S\n"),
-    "headings": rows("### I\nIt ends with:\n> Q\n\nK: S\n\n"),
-    "headings, quotation last": rows("### I\nScore: S\nIt ends with: Q\n"),
-    "headings, in words": in_words,
     "lines": rows("I: S - it wrote Q\n"),
-    "lines, quotation first": rows('I: "Q" is what it says; it gets S\n'),
-    "table": wrapped("| id | score | why |\n|---|---|---|\n", rows("| I | S | Q |\n"), ""),
     "thinking": lambda entries: f"<think>The first says {entries[0][2]}.</think>{FORMS['JSON'](entries)}",
     "escaped": lambda entries: json.dumps(
         {"scores": [{"id": i, "explanation": q, KEY: s} for i, s, q in entries]}

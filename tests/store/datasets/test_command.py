@@ -11,12 +11,10 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from judge.labelled import read_labelled
 from pipeline.events import (
     Event,
     GroupScored,
     Member,
-    SignalGiven,
     TrajectoryCompleted,
     TrajectoryOpened,
 )
@@ -195,30 +193,6 @@ def test_reward_and_prompts(run_dir: Path, tmp_path: Path) -> None:
     ]
     prompts = dataset(run_dir, tmp_path / "prompts", "--as", "prompts")
     assert [(r["run"], r["prompt"]) for r in prompts] == [("a1", [user("go")]), ("b1", [user("look")])]
-
-
-def test_labelled_runs_become_anchors_of_the_judge(tmp_path: Path) -> None:
-    """By the two commands of docs/judging.md; the second is jq's."""
-    labels = [
-        SignalGiven(
-            project="p", signal=name, trajectory=name, model="m", group="one", name="label", value=value
-        )
-        for name, value in (("a1", 0.25), ("a2", 0.75))
-    ]
-    fill(tmp_path / "run", [*history(), *labels])
-    query = "SELECT trajectory, avg(score) AS reward FROM labels GROUP BY ALL"
-    rows = dataset(tmp_path / "run", tmp_path / "out", "--as", "reward", query=query)
-    runs = [
-        ({"messages": row["chosen"], "reward": 1}, {"messages": row["rejected"], "reward": 0}) for row in rows
-    ]
-    lines = [
-        json.dumps({"task": row["task"], "trajectories": pair}) for row, pair in zip(rows, runs, strict=True)
-    ]
-    (tmp_path / "anchors.jsonl").write_text("\n".join(lines))
-    (group,) = read_labelled(tmp_path / "anchors.jsonl")
-    assert [t.conversations[0].messages for t in group.transcripts] == [
-        tuple(GAMES[name][1]) for name in ("a2", "a1")
-    ]
 
 
 def test_the_same_query_writes_the_same_bytes_however_the_store_is_laid_out(

@@ -12,16 +12,13 @@ from pipeline.events import (
     CheckpointPublished,
     Event,
     GroupScored,
-    Measure,
     Member,
-    PolicyEvaluated,
     TrajectoryCompleted,
     Verdict,
     pack_seqs,
     schema,
     wire_name,
 )
-from store.lake.commits import add_action
 from store.reading import sql
 from store.reading.views import VIEWS
 from tests.store.kit import checkpoint, discarded, exchange, fill, run_of_one_step, scored
@@ -170,16 +167,6 @@ def test_lineage_of_a_run_that_was_played_again_after_the_log_lost_its_tail(tmp_
     assert rows(tmp_path, asked) == [(1, "m@0", 2), (4, "m@3", 3)]
 
 
-def test_doubles_are_not_hidden(tmp_path: Path) -> None:
-    lake = fill(tmp_path, [exchange("t")])
-    (name,) = lake.names("rollout.exchange")
-    table = lake.table("rollout.exchange")
-    path = Path(lake.storage.key("rollout.exchange", name))
-    path.with_name("again.parquet").write_bytes(path.read_bytes())
-    table.commit([add_action("again.parquet", path.stat().st_size, 1, (1, 1), (1, 1))], 1)
-    assert rows(tmp_path, "SELECT count(*) FROM exchanges") == [(2,)]
-
-
 def test_group_sequences_tell_a_group_that_was_scored_twice_apart(tmp_path: Path) -> None:
     events = run_of_one_step()
     scored = next(e for e in events if wire_name(e) == "group.scored")
@@ -187,11 +174,6 @@ def test_group_sequences_tell_a_group_that_was_scored_twice_apart(tmp_path: Path
     events.insert(events.index(scored) + 1, again)
     fill(tmp_path, events)
     assert rows(tmp_path, "SELECT DISTINCT judge FROM lineage") == [("j",)]
-
-
-def test_a_pipe_gets_whole_texts(history: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert sql.main(["--run-dir", str(history), "SELECT repeat('x', 5000) || chr(10) || 'y' AS long"]) == 0
-    assert f"│ {'x' * 5000}⏎y │" in capfd.readouterr().out
 
 
 def test_the_command_answers_and_says_what_is_wrong(history: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -284,30 +266,3 @@ def test_each_step_has_what_was_spent_since_the_one_before_and_its_gain(tmp_path
         ("m@2", 2.0, 3.0, 1.0, 0, 3.5, 19.0, 7, 1.0, 0.75),
         (None, 0.0, 0.0, 2.0, 0, 3.5, 21.0, 7, None, None),
     ]
-
-
-def test_a_gain_compares_like_with_like(tmp_path: Path) -> None:
-    """Evaluations on other tasks say nothing of it, and where runs of the split `val` do, no evaluation is mixed in."""
-
-    def evaluated(step: int, mean: float, scenarios: str, at: int) -> PolicyEvaluated:
-        return PolicyEvaluated(
-            project="p", evaluation=f"e{at}", entrant=f"m@{step}", model="m", version=f"m@{step}", scenarios=scenarios,
-            measures=(Measure(name="reward", mean=mean, count=9),), at=at,
-        )  # fmt: skip
-
-    steps = [checkpoint(step, metrics={"step_s": 1.0}, at=step) for step in (1, 2, 3)]
-    evaluations = [evaluated(0, 0.25, "new", 3), evaluated(1, 0.9, "old", 4), evaluated(2, 0.75, "new", 5)]
-    fill(tmp_path, [*steps, *evaluations])
-    asked = "SELECT held_out, gain FROM spending ORDER BY step"
-    assert rows(tmp_path, asked) == [(None, None), (0.75, 0.5), (None, None)]
-    held = [
-        scored(
-            f"v{step}",
-            {f"v{step}": reward},
-            {"split": "val", "first_step": step, "last_step": step},
-            split="val",
-        )
-        for step, reward in ((1, 0.5), (3, 1.0))
-    ]
-    fill(tmp_path, list(held))
-    assert rows(tmp_path, asked)[:3] == [(0.5, 0.0), (None, None), (1.0, 0.5)]

@@ -132,20 +132,6 @@ def test_the_first_sentence_says_whether_the_training_reward_moved(tmp_path: Pat
     assert told(tmp_path / "flat", list(flat))["sentences"][0].endswith(": the difference may be chance).")
 
 
-def test_held_out_runs_in_a_single_group_a_version_are_measured(tmp_path: Path) -> None:
-    """The fault that was: "Nothing was measured on held-out tasks"."""
-    held: list[Event] = [
-        scored(
-            f"v{step}", {f"v{step}-{i}": float(i < solved) for i in range(40)},
-            {"split": "val", "first_step": step, "last_step": step}, split="val",
-        )
-        for step, solved in ((0, 10), (4, 30))
-    ]  # fmt: skip
-    assert told(tmp_path, held)["sentences"][2] == (
-        "m@4 scores +0.500 against m@0 on 40 held-out tasks (95 % interval +0.263 to +0.689: better)."
-    )
-
-
 def test_runs_that_wait_for_feedback_are_said_to_wait(tmp_path: Path) -> None:
     """The fault that was: "Send it work" while runs waited for their results."""
     at = int(datetime(2026, 1, 1, tzinfo=UTC).timestamp() * 1e6)
