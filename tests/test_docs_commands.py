@@ -16,11 +16,7 @@ import pytest
 from pipeline import cli
 from tests.test_packaging import ROOT
 
-PAGES = (
-    *ROOT.glob("*.md"),
-    *ROOT.glob("docs/*.md"),
-    *ROOT.glob("examples/**/README.md"),
-)
+PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md"))
 _BLOCK = re.compile(r"^(?:    )?journeywork (?P<args>(?:[^\n]*\\\n)*[^\n]*)$", re.MULTILINE)
 _INLINE = re.compile(r"`journeywork ([a-z][a-z-]*)[^`]*`")
 _REMOVED = "taken-out.md"

@@ -109,11 +109,7 @@ async def test_forged_checkpoints_are_skipped(
         assert true.signer == public
         stranger = signing.Signer(nkey.KeyPair(nkey.new_seed()))
         altered = msgspec.structs.replace(true, adapter="evil", adapter_sha256="0", step=8, version="tiny@8")
-        for forged in (
-            event(7),
-            altered,
-            stranger.sign(event(9)),
-        ):
+        for forged in (event(7), altered, stranger.sign(event(9))):
             await broker.publish(forged)
 
         policies = Policies("p", [kit.MODEL], trust)

@@ -94,8 +94,7 @@ async def test_an_exception_is_kept_and_its_run_has_no_result(stub: StubGateway)
 
 
 @pytest.mark.parametrize(
-    ("allowed", "said"),
-    [(0.0, "allows 0"), (0.02, "allows 2"), (3, "allows 3"), (0.29, "allows 29")],
+    ("allowed", "said"), [(0.0, "allows 0"), (0.02, "allows 2"), (3, "allows 3"), (0.29, "allows 29")]
 )
 async def test_too_many_exceptions_end_it_and_complete_what_was_open(
     stub: StubGateway, allowed: float, said: str

@@ -184,7 +184,8 @@ async def test_steps_that_are_trained_during_an_evaluation_are_evaluated_too() -
             stub.step = 7
         return await play(run, task)
 
-    result = await run(stub, train_meanwhile, steps=7, epochs=None, evaluate_every=2, evaluation=["x", "y"])
+    held_out: dict[str, Any] = {"evaluate_every": 2, "evaluation": ["x", "y"]}
+    result = await run(stub, train_meanwhile, steps=7, groups_per_step=2, epochs=None, **held_out)
     assert list(result.evaluations) == [0, 2, 4, 6]
     pinned = Counter(o["pinned"] for o in stub.opened.values() if o["split"] == "val")
     assert pinned == {f"m@{step}": 2 for step in (0, 2, 4, 6)}

@@ -33,7 +33,7 @@ from pipeline.events import (
     unpack_logprobs,
 )
 from pipeline.log.broker import Broker
-from tests.conftest import VllmServer, free_port
+from tests.conftest import VllmServer
 from tests.judge.kit import groups, judging
 from tests.kits.crash.processes import fork_server
 from tests.kits.inference_double import Double
@@ -129,7 +129,7 @@ async def test_only_the_run_s_own_calls_that_the_teacher_would_have_sampled_are_
 @pytest.mark.parametrize(
     "changes",
     [
-        {"teacher.url": f"http://127.0.0.1:{free_port()}/v1"},
+        {"teacher.url": "http://127.0.0.1:1/v1"},
         {"teacher.model": "unknown"},
         {"teacher.max_tokens": 11},
         {"teacher.wait_s": 1e-9},

@@ -56,12 +56,7 @@ async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_bac
     )
     group = replayed.event
     assert isinstance(group, GroupScored)
-    assert (group.branch, group.origin, group.offline, group.closed_by) == (
-        "again",
-        "main/1",
-        True,
-        "replay",
-    )
+    assert (group.branch, group.origin, group.offline, group.closed_by) == ("again", "main/1", True, "replay")
     then = next(e for e in events if isinstance(e, GroupScored))
     ends = {
         r.event.trajectory: r.seq

@@ -11,13 +11,7 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.events import (
-    Event,
-    GroupScored,
-    Member,
-    TrajectoryCompleted,
-    TrajectoryOpened,
-)
+from pipeline.events import Event, GroupScored, Member, TrajectoryCompleted, TrajectoryOpened
 from store.datasets import command, folder
 from tests.store.kit import checkpoint, exchange, fill
 

@@ -63,10 +63,7 @@ def test_lineage_names_the_data_set_that_a_checkpoint_was_trained_on(tmp_path: P
     fill(tmp_path, [*run_of_one_step(), checkpoint(2, source="sft:sha256:ab")])
     assert rows(
         tmp_path, "SELECT version, parent, source, count(seq) FROM lineage GROUP BY ALL ORDER BY 1"
-    ) == [
-        ("m@1", "m@0", None, 4),
-        ("m@2", "m@1", "sft:sha256:ab", 0),
-    ]
+    ) == [("m@1", "m@0", None, 4), ("m@2", "m@1", "sft:sha256:ab", 0)]
 
 
 def test_an_open_trajectory_and_one_known_only_by_its_end_are_both_there(tmp_path: Path) -> None:

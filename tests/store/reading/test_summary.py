@@ -90,10 +90,7 @@ def test_an_empty_run_says_what_it_needs(tmp_path: Path) -> None:
 
 def test_a_running_run_names_what_is_not_ready_and_an_alarm_says_what_to_do(tmp_path: Path) -> None:
     this = {"pid": os.getpid(), "since": process_start(os.getpid())}
-    services = {
-        "trainer": {**this, "state": "starting"},
-        "store": {**this, "state": "ready"},
-    }
+    services = {"trainer": {**this, "state": "starting"}, "store": {**this, "state": "ready"}}
     state = {**this, "urls": {}, "services": services}
     (tmp_path / STATE).write_text(json.dumps(state))
     page = told(tmp_path, run_of_one_step())

@@ -11,13 +11,7 @@ from msgspec import structs
 from starlette.testclient import TestClient
 
 from pipeline.config import Config
-from pipeline.events import (
-    Event,
-    TrajectoryCompleted,
-    TrajectoryOpened,
-    pack_mask,
-    pack_seqs,
-)
+from pipeline.events import Event, TrajectoryCompleted, TrajectoryOpened, pack_mask, pack_seqs
 from store.reading import groups as reading_groups
 from store.reading import trajectories as reading
 from store.reading.history import History
