@@ -65,7 +65,7 @@ def until(here: Living, query: str) -> None:
 
 
 def decision(here: Living) -> dict[str, Any]:
-    return dict(httpx.get(f"{here.gateway.url}/v1/policies").json()["data"][0]["decision"] or {})
+    return dict(httpx.get(f"{here.gateway.url}/v1/policies", timeout=60).json()["data"][0]["decision"] or {})
 
 
 _OF = ("begin", CANDIDATE, CONTROL, "--percent", "50", "--metric")
@@ -110,7 +110,7 @@ def test_the_better_version_gets_all_runs(
     assert " decisions, 0 different\n" in checked
     for number in range(3):  # what is said later changes nothing
         about = f"{found.gateway.url}/v1/trajectories/{verdict}-{number}/feedback"
-        assert httpx.post(about, json={"name": "late", "value": 1.0}).status_code == 201
+        assert httpx.post(about, json={"name": "late", "value": 1.0}, timeout=60).status_code == 201
     until(found, f"SELECT count(*) = 3 FROM signals WHERE name = 'late' AND trajectory LIKE '{verdict}-%'")
     assert run(found, "check") == 0
     assert f"{verdict} of {CANDIDATE}: equal" in capsys.readouterr().out

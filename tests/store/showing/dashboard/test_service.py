@@ -57,7 +57,7 @@ def test_the_command_prints_where_it_is(run_dir: Path) -> None:
     with started("store.showing.dashboard.command", "--run-dir", str(run_dir), "--port", "0") as process:
         assert process.stdout is not None
         url = process.stdout.readline().rpartition(" ")[2].strip()
-        assert httpx.get(f"{url}/overview").status_code == 200
+        assert httpx.get(f"{url}/overview", timeout=60).status_code == 200
 
 
 def test_the_command_says_that_an_address_is_taken(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
