@@ -33,7 +33,7 @@ from pipeline.log.follow import follow_events
 from pipeline.log.subjects import keys_of
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Registry
-from tests.judge.matrix import expected_groups
+from tests.judge.kit import expected_groups
 from tests.kits.crash.agents import SEED
 from tests.kits.crash.fork_server import ACK_WAIT_S
 from tests.kits.crash.matrix import run_matrix, server_users, settings, violations
@@ -155,29 +155,6 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
         exchanges = [e for e in events if isinstance(e, ExchangeRecorded)]
         assert [e.seq for e in exchanges] == list(range(3 * calls))
         assert len({e.request for e in exchanges}) == 3 * calls
-
-
-@pytest.mark.slow
-async def test_killing_the_leader_of_a_consumer_stops_no_service(
-    cluster: NatsCluster, nats_config: NatsConfig
-) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await cluster.healthy()
-        async with broker.consume("judge") as messages:
-            for number in range(2):
-                leader = cluster.node(await leader_of(broker.client, "ROLLOUTS", "judge"))
-                await anyio.to_thread.run_sync(leader.kill)
-                await broker.publish(completed(f"t{number}"))
-                with anyio.fail_after(60):
-                    while not (held := await messages.batch(10)):
-                        pass
-                assert [d.event.trajectory for d in held if isinstance(d.event, TrajectoryCompleted)] == [
-                    f"t{number}"
-                ]
-                for delivery in held:
-                    await delivery.ack(confirmed=True)
-                await anyio.to_thread.run_sync(leader.start)
-                await cluster.healthy()
 
 
 @pytest.mark.slow

@@ -17,11 +17,7 @@ import pytest
 from pipeline import cli
 from tests.test_packaging import ROOT
 
-PAGES = (
-    *ROOT.glob("*.md"),
-    *ROOT.glob("docs/*.md"),
-    *ROOT.glob("examples/**/README.md"),
-)
+PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md"))
 _BLOCK = re.compile(r"^(?:    )?journeywork (?P<args>(?:[^\n]*\\\n)*[^\n]*)$", re.MULTILINE)
 _INLINE = re.compile(r"`journeywork ([a-z][a-z-]*)[^`]*`")
 _MODULE = re.compile(r"(?:^| |`)python -m ([a-z_]+(?:\.[a-z_]+)*)", re.MULTILINE)
@@ -103,14 +99,3 @@ def _importable(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
-
-
-def test_all_pages_spell_the_command_in_one_way() -> None:
-    """Except for another user, whose shell has not activated the environment."""
-    other = [
-        f"{page.name}: {line.strip()}"
-        for page in PAGES
-        for line in page.read_text("utf-8").splitlines()
-        if "bin/journeywork" in line and "runuser" not in line
-    ]
-    assert other == []

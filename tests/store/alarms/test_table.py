@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import duckdb
 import pytest
 
 from pipeline.config import AlarmsConfig, BudgetConfig, Config, JudgeConfig, RewardConfig, VllmConfig
@@ -25,7 +23,6 @@ from tests.store.alarms.kit import (
     STEPS,
     anchors,
     cases,
-    composed,
     costs,
     letters,
     loads,
@@ -137,23 +134,6 @@ def test_a_condition_without_a_number_has_the_value_nan(tmp_path: Path) -> None:
     assert math.isnan(diverged.value)
 
 
-def test_a_condition_that_says_nothing_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    """An alarm without words can't be read from the log again, so each check would raise it."""
-    query = "SELECT 'p', 'm', '', 1.0, NULL UNION ALL SELECT 'p', 'm', 'x', 1.0, 'said'"
-    alarm = replace(BY_NAME["kl_rise"], sql=query)
-    with duckdb.connect() as connection:
-        assert [one.about for one in evaluate(connection, Config(), alarm)] == ["x"]
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert record.__dict__["fields"] == {
-        "alarm": "kl_rise",
-        "project": "p",
-        "model": "m",
-        "about": "",
-        "value": 1.0,
-    }
-
-
 def test_a_disk_has_a_higher_limit_than_a_stream(tmp_path: Path) -> None:
     disks = Fill("almost", "disk", 89, 100), Fill("full", "disk", 90, 100)
     assert [one.about for one in found(tmp_path, "log_full", [], disks)] == ["full"]
@@ -164,13 +144,6 @@ def test_a_loss_and_a_wait_of_one_consumer_are_one_alarm(tmp_path: Path) -> None
     groups, rollouts = sorted(found(tmp_path, "store_behind", [], (), waiting), key=lambda one: one.about)
     assert (groups.about, groups.detail) == ("store-groups", "waits")
     assert (rollouts.about, rollouts.value, rollouts.detail) == ("store-rollouts", 1.0, "lost; waits")
-
-
-def test_a_part_that_dominates_is_named_with_its_share(tmp_path: Path) -> None:
-    (one,) = found(tmp_path / "a", "part_dominates", composed(0.1))
-    assert one.about == "quality"
-    assert one.value == pytest.approx(1 / 1.01)  # variances 1/4 and 1/400, uncorrelated
-    assert found(tmp_path / "b", "part_dominates", composed(0.1), combine="min") == []
 
 
 def test_a_reward_that_does_not_rise_explains_no_fall_of_success(tmp_path: Path) -> None:
