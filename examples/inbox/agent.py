@@ -10,8 +10,8 @@ from examples.common import running
 from examples.inbox.messages import Message, right_fields
 from journeywork import Trajectory
 
-MAX_TOKENS = 32
-"""The right answer has about 24."""
+MAX_TOKENS = 28
+"""The right answer has about 20."""
 
 
 @dataclass

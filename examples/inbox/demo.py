@@ -67,11 +67,11 @@ def warm_start(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace
     folder.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     command = [
-        JOURNEYWORK, "train", "--run-dir", str(run_dir), "--on", str(folder), "--as", "sft", "--epochs", "4",
-        "--learning-rate", "1e-3", "--seed", str(args.seed),
+        JOURNEYWORK, "train", "--run-dir", str(run_dir), "--on", str(folder), "--as", "sft", "--epochs", "3",
+        "--learning-rate", "1e-3", "--seed", str(args.seed), "--set", "trainer.threads=2",
     ]  # fmt: skip
     log = Installation(
-        run_dir, SETTINGS, settings | {"trainer.threads": 2}, "--services", "store", *flags(args)
+        run_dir, SETTINGS, settings, "--services", "store", *flags(args)
     )
     try:
         anyio.run(log.ready)

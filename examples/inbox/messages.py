@@ -241,17 +241,18 @@ class Message:
     @property
     def right(self) -> str:
         """The right answer."""
-        return json.dumps({"team": self.team, "urgency": self.urgency, "order": self.order})
+        fields = {"team": self.team, "urgency": self.urgency, "order": self.order}
+        return json.dumps(fields, separators=(",", ":"))
 
 
 def message(split: Split, number: int, seed: int = 0) -> Message:
-    """Return the message with this number. Held-out messages are the same for each seed. Consecutive numbers go
-    through the teams and urgencies evenly."""
+    """Return the message with this number. Held-out messages are the same for each seed. Of 18 consecutive numbers,
+    each has another pair of team and urgency; any few have several of both."""
     name = f"{split}/{number}" if split == "held_out" else f"{split}/{seed}/{number}"
     drawn = random.Random(name)
     teams, urgencies = sorted(PROBLEMS), sorted(URGENCIES)
     team = teams[number % len(teams)]
-    urgency = urgencies[number // len(teams) % len(urgencies)]
+    urgency = urgencies[(number + number // len(teams)) % len(urgencies)]
     order = drawn.randrange(1000, 10_000)
     sentences = [
         drawn.choice(PROBLEMS[team][split]),
