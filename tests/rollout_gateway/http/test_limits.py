@@ -195,7 +195,7 @@ async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.Mo
     monkeypatch.setitem(_READERS, CHAT, read)
     app = App(Mock())
     for size in (10, 1 << 20):
-        request = Request(Mock(), 1 << 30)
+        request = Request(Mock(), "POST", CHAT, {}, "1.1", "")
         request.body = json.dumps({"model": "m", "messages": [], "user": "x" * size}).encode()
         await app._read(request, CHAT)
     assert threads == [True, False]
