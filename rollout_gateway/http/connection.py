@@ -6,14 +6,12 @@ request. Trailers are counted and dropped. A request that two programs could rea
 from __future__ import annotations
 
 from collections import deque
-from heapq import nsmallest
 from types import SimpleNamespace
 
 import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from pipeline.running.ports import host_and_port
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.errors import ApiError, ClientGoneError, internal_error
 from rollout_gateway.http.request import CLOSE, JSON, LINGER_S, Headers, Request, State
@@ -58,8 +56,6 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: object) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]  # uvloop's are no subclass
-        host, port = self.server or ("", None)
-        self._address = host_and_port(host, port or 0)
         if not self._make_room():
             message = "The gateway has reached gateway.http.max_connections. Try again."
             self.refuse(ApiError(503, "too_many_connections", message, retry_after_s=1))
@@ -105,11 +101,8 @@ class Connection(HttpToolsProtocol):
         for name, value in self.scope["headers"]:
             if name in (b"content-length", b"transfer-encoding"):
                 lines.append(b"%b: %b\r\n" % (name, value))
-        body_only = SimpleNamespace(
-            on_chunk_header=self.on_chunk_header,
-            on_body=self.on_body,
-            on_message_complete=self.on_message_complete,
-        )
+        names = ("on_chunk_header", "on_body", "on_message_complete")
+        body_only = SimpleNamespace(**{name: getattr(self, name) for name in names})
         self.parser = httptools.HttpRequestParser(body_only)
         self.parser.feed_data(b"".join([*lines, b"\r\n", data]))
 
@@ -132,7 +125,7 @@ class Connection(HttpToolsProtocol):
         if not target.startswith("/"):  # absolute form, as proxies get it
             authority, _, rest = target.partition("://")[2].partition("/")
             target, headers[b"host"] = "/" + rest, authority.encode("latin-1")
-        request = Request(self.server_state, method, target, headers, version, self._address)
+        request = Request(self.server_state, method, target, headers, version, self.server)
         self.scope["state"]["request"] = request
         super().on_headers_complete()
         self._waiting.append((self.cycle, request))
@@ -200,7 +193,7 @@ class Connection(HttpToolsProtocol):
     # -- limits
 
     @property
-    def _answers_nothing(self) -> bool:
+    def _closable(self) -> bool:
         """The connection is idle, or its only request is still coming."""
         return not self._waiting or (len(self._waiting) == 1 and self._waiting[0][0].more_body)
 
@@ -211,16 +204,12 @@ class Connection(HttpToolsProtocol):
         connections, most = self.server_state.connections, self.server_state.limits.max_connections
         if len(connections) <= most:
             return True
-        others = [
-            c for c in connections if isinstance(c, Connection) and c is not self and c._answers_nothing
-        ]
-        oldest = nsmallest(
-            max(1, most // 100), others, key=lambda c: (c._in_head or bool(c._waiting), c._since)
-        )
-        for connection in oldest:
+        others = [c for c in connections if isinstance(c, Connection) and c is not self and c._closable]
+        by_age = sorted(others, key=lambda c: (c._in_head or bool(c._waiting), c._since))
+        for connection in by_age[: max(1, most // 100)]:
             connections.discard(connection)
             connection.transport.abort()
-        return bool(oldest)
+        return bool(others)
 
     def check_deadlines(self, now: float) -> None:
         """Close the connection if its client has been silent or slow for too long. `now` is the loop's time. The

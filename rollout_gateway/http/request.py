@@ -12,9 +12,11 @@ from typing import Any
 from uvicorn.server import ServerState
 
 from pipeline.config import HttpConfig
+from pipeline.running.ports import host_and_port
 from rollout_gateway.http.cancellation import Cancellation
 from rollout_gateway.http.errors import ApiError, ClientGoneError
 
+Address = tuple[str, int | None] | None
 Headers = dict[bytes, bytes]
 HeaderList = Iterable[tuple[bytes, bytes]]
 SSE_HEADERS: HeaderList = (
@@ -78,7 +80,7 @@ class Request:
     send: Any
 
     def __init__(
-        self, state: State, method: str, target: str, headers: Headers, version: str, server: str
+        self, state: State, method: str, target: str, headers: Headers, version: str, address: Address
     ) -> None:
         self._state = state
         self.method = method
@@ -86,8 +88,7 @@ class Request:
         """Path and query, not decoded."""
         self.headers = headers
         """Names in lower case. Of repeated headers the last one counts. Trailers are dropped."""
-        self.server = server
-        """`host:port` that the client connected to."""
+        self._address = address
         self.body = b""
         self.max_body = state.limits.max_body_bytes
         """Bytes. A larger body is not read."""
@@ -104,6 +105,12 @@ class Request:
         self._held = bytearray() if version == "1.0" else None
         """What was written to a stream, for HTTP/1.0, which has no chunks. It is sent as a whole."""
         self._head: HeaderList = ()
+
+    @property
+    def server(self) -> str:
+        """`host:port` that the client connected to."""
+        host, port = self._address or ("", None)
+        return host_and_port(host, port or 0)
 
     @property
     def announced(self) -> int:

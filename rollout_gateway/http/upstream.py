@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import aiohttp
-from yarl import URL
 
 _CONNECT_S = 10.0
 _PLAIN = re.compile(r"[!-~]*")
@@ -82,7 +81,6 @@ class Upstream:
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._urls: dict[str, URL] = {}
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
         """By whether they keep connections. The other one opens a new connection for each request."""
 
@@ -117,11 +115,12 @@ class Upstream:
     async def _send(
         self, session: aiohttp.ClientSession, method: str, path: str, body: bytes, timeout_s: float
     ) -> UpstreamReply:
-        url = self._urls.get(path) or self._urls.setdefault(path, URL(self.url + path))
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
         with _errors(self.url):
-            request = session.request(method, url, data=body or None, timeout=timeout, allow_redirects=False)
-            return UpstreamReply(await request, self.url)
+            response = await session.request(
+                method, self.url + path, data=body or None, timeout=timeout, allow_redirects=False
+            )
+        return UpstreamReply(response, self.url)
 
     async def fetch(
         self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 10.0
