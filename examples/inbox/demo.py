@@ -70,9 +70,7 @@ def warm_start(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace
         JOURNEYWORK, "train", "--run-dir", str(run_dir), "--on", str(folder), "--as", "sft", "--epochs", "3",
         "--learning-rate", "1e-3", "--seed", str(args.seed), "--set", "trainer.threads=2",
     ]  # fmt: skip
-    log = Installation(
-        run_dir, SETTINGS, settings, "--services", "store", *flags(args)
-    )
+    log = Installation(run_dir, SETTINGS, settings, "--services", "store", *flags(args))
     try:
         anyio.run(log.ready)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

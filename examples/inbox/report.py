@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from examples.common import curve
@@ -57,7 +57,7 @@ def show_progress(sorter: Sorter, step: int, last: int) -> None:
 
 def show_answers(sorter: Sorter, versions: Sequence[str]) -> None:
     """Print the first held-out messages with the answers of these versions."""
-    table = Table("message", *versions, show_lines=True)
+    table = Table(*(Column(name, overflow="fold") for name in ("message", *versions)), show_lines=True)
     for number in range(SHOWN):
         shown = message("held_out", number)
         cells = []
