@@ -92,6 +92,7 @@ def conclude(
             for name, entrant in scores.items()
         },
         "wall_s": round(wall_s, 1),
+        "train_s": round(sorter.train_s, 1),
         **counts,
         "failed_calls": counts["failed_calls"] + sum(entrant.failed for entrant in compared.entrants),
         "findings": found,
