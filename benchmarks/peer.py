@@ -29,7 +29,7 @@ from examples.common import packaged
 from examples.common.running import fast_bfloat16
 from examples.inbox.agent import MAX_TOKENS
 from examples.inbox.demo import GROUP_SIZE, GROUPS_PER_STEP, SETTINGS, WARM_START
-from examples.inbox.messages import message, right_fields
+from examples.inbox.messages import message, right_fields, share
 from trainer.trl_trainers import plain_logprobs, trl_imports
 
 with trl_imports():
@@ -60,11 +60,10 @@ class _Looks(TrainerCallback):
 
 def reward(completions: list[Any], number: list[int], seed: list[int], **_: Any) -> list[float]:
     """The demo's reward: the share of right fields."""
-    rewards = []
-    for said, n, s in zip(completions, number, seed, strict=True):
-        right = right_fields(message("train", n, s), said[0]["content"])
-        rewards.append((right["team"] + right["urgency"] + right["order"]) / 3)
-    return rewards
+    return [
+        share(right_fields(message("train", n, s), said[0]["content"]))
+        for said, n, s in zip(completions, number, seed, strict=True)
+    ]
 
 
 def train(run_dir: Path, seconds: float) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -206,8 +208,25 @@ async def newest_version(client: AsyncJourneywork, model: str) -> str:
     return str(newest)
 
 
+def stop_when_told() -> None:
+    """Let SIGTERM end this program as Ctrl-C does, so that it stops the installation that it started."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
 def make_room(run_dir: Path) -> None:
-    """Keep an earlier run of this folder beside it, under the time of its last change."""
+    """Keep an earlier run of this folder beside it, under the time of its last change. Raises `ExampleError` if its
+    installation still runs: it would go on in the new folder."""
     if run_dir.exists():
+        with (run_dir / "up.lock").open("ab") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ExampleError(
+                    f"an installation runs in {run_dir}: stop its `journeywork up`, or choose another --run-dir"
+                ) from None
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(run_dir.stat().st_mtime))
         run_dir.rename(run_dir.with_name(f"{run_dir.name}-{stamp}"))

@@ -5,5 +5,6 @@
 | `messages` | the messages, what is right about each, the reward |
 | `agent` | the agent: an OpenAI client that asks for one message's team, urgency and order |
 | `demo` | the program: warm start by examples, reinforcement learning, held-out messages before and after |
+| `ways` | where the rewards come from: a function, a judge, or results that come later |
 | `report` | what the program prints and writes |
 """

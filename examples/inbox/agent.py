@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+from openai.types.chat import ChatCompletion
 
 from examples.common import running
-from examples.inbox.messages import Message, right_fields
+from examples.inbox.messages import Message, right_fields, share
 from journeywork import Trajectory
 
+MODEL = "inbox"
 MAX_TOKENS = 28
 """The right answer has about 20."""
+
+
+async def ask(agent: openai.AsyncOpenAI, model: str, said: Message, *, temperature: float) -> ChatCompletion:
+    """Ask the model for a message's team, urgency and order."""
+    prompt: list[Any] = said.prompt
+    return await agent.chat.completions.create(
+        model=model, messages=prompt, temperature=temperature, max_tokens=MAX_TOKENS
+    )
 
 
 @dataclass
@@ -25,14 +38,14 @@ class Sorter:
     train_s: float = 0.0
     """Seconds of training."""
 
-    def rollout(self, *, training: bool) -> Callable[[Trajectory, Message], Awaitable[float]]:
+    def rollout(
+        self, *, training: bool, reports: bool = True
+    ) -> Callable[[Trajectory, Message], Awaitable[float | None]]:
         """Return a rollout that sorts one message: by sampling in training, else by the most probable tokens. Its
-        reward is the share of the three fields that are right."""
+        reward is the share of the fields that are right, if it `reports` one."""
 
-        async def sort(run: Trajectory, message: Message) -> float:
-            reply = await running.agent(run).chat.completions.create(
-                model=run.model, messages=message.prompt, temperature=float(training), max_tokens=MAX_TOKENS
-            )
+        async def sort(run: Trajectory, message: Message) -> float | None:
+            reply = await ask(running.agent(run), run.model, message, temperature=float(training))
             answer = reply.choices[0].message.content or ""
             right = right_fields(message, answer)
             run.metrics = right
@@ -41,6 +54,6 @@ class Sorter:
                 self.solved[int(reply.model.rpartition("@")[2])].append(right["solved"])
             else:
                 self.answers[message.id][reply.model] = answer
-            return (right["team"] + right["urgency"] + right["order"]) / 3
+            return share(right) if reports else None
 
         return sort

@@ -4,7 +4,8 @@
 
 1. A warm start: supervised training on a few dozen examples, one step of the installation's history.
 2. Base model and warm start answer the held-out messages, whose sentences are in no training message.
-3. Agents sort messages while the trainer trains. The reward is the share of right fields.
+3. Agents sort messages while the trainer trains. The reward is the share of right fields, or as `examples.inbox.ways`
+   describes for `--way judge` and `--way job`.
 4. The last version answers the held-out messages. The history is checked, and `<run-dir>/report.json` is written.
 
 Exits with 1 if the run failed, or if its history holds what it must not.
@@ -36,16 +37,17 @@ from examples.common.running import (
     flags,
     make_room,
     served_step,
+    stop_when_told,
 )
 from examples.inbox import report
-from examples.inbox.agent import Sorter
+from examples.inbox.agent import MODEL, Sorter
 from examples.inbox.messages import Message, message
-from journeywork import AsyncJourneywork, EvaluationReport, LoopOptions, loop
+from examples.inbox.ways import MESSAGES, Way, way_of
+from journeywork import AsyncJourneywork, EvaluationReport, LoopOptions
 from journeywork.evaluation.results import EntrantResult
 from journeywork.transport import plain_errors
 
 SETTINGS = Path(__file__).with_name("journeywork.toml")
-MODEL = "inbox"
 BASE, WARM = f"{MODEL}@0", f"{MODEL}@1"
 WARM_START = "warm_start"
 """Folder of the run directory with the adapter of `WARM`."""
@@ -86,22 +88,26 @@ def warm_start(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace
     shutil.copytree(checkpoint, run_dir / WARM_START)
 
 
-async def train(client: AsyncJourneywork, sorter: Sorter, args: argparse.Namespace, up: Installation) -> int:
+async def train(
+    way: Way, client: AsyncJourneywork, sorter: Sorter, args: argparse.Namespace, up: Installation
+) -> int:
     """Sort messages until the last step is served, or the time is over. Returns the newest step."""
     last = args.steps + 1
     options: LoopOptions[Message] = LoopOptions(
         "train", steps=last, groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE, concurrency=CONCURRENCY,
         max_staleness=1, describe=lambda m: m.text,
     )  # fmt: skip
-    messages = [message("train", number, args.seed) for number in range(2 * last * GROUPS_PER_STEP)]
+    messages = [message("train", number, args.seed) for number in range(MESSAGES)]
     shown = [message("held_out", number) for number in range(report.SHOWN)]
 
-    async def watch() -> None:
+    async def watch(over: anyio.CancelScope) -> None:
         told = 0
         while True:
             up.check()
             step = await served_step(client, MODEL)
             report.show_progress(sorter, step, last)
+            if step == last:
+                over.cancel()
             if step >= told + SHOW_STEPS:
                 told = step
                 version = f"{MODEL}@{step}"
@@ -111,16 +117,16 @@ async def train(client: AsyncJourneywork, sorter: Sorter, args: argparse.Namespa
 
     with anyio.move_on_after(args.seconds):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch)
-            await loop(client, MODEL, messages, sorter.rollout(training=True), options)
+            tasks.start_soon(watch, tasks.cancel_scope)
+            await way.play(client, sorter, messages, options)
             tasks.cancel_scope.cancel()
     return await served_step(client, MODEL)
 
 
-async def play(args: argparse.Namespace, up: Installation) -> tuple[EvaluationReport, Sorter]:
+async def play(way: Way, args: argparse.Namespace, up: Installation) -> tuple[EvaluationReport, Sorter]:
     """Train. Returns what warm start, last version and base model made of the held-out messages, in this order."""
     sorter, held_out = Sorter(), [message("held_out", number) for number in range(args.held_out)]
-    async with AsyncJourneywork(await up.ready()) as client:
+    async with AsyncJourneywork(await up.ready(), api_key=way.operator) as client:
 
         async def evaluate(*versions: str, baseline: EntrantResult | None = None) -> EvaluationReport:
             return await client.evaluate(
@@ -132,7 +138,7 @@ async def play(args: argparse.Namespace, up: Installation) -> tuple[EvaluationRe
         before = await evaluate(WARM, BASE)
         report.show_answers(sorter, [BASE, WARM])
         began = time.monotonic()
-        step = await train(client, sorter, args, up)
+        step = await train(way, client, sorter, args, up)
         sorter.train_s = time.monotonic() - began
         if step < 2:
             raise ExampleError(f"no step was trained in {args.seconds:.0f} s; see {up.run_dir}/logs")
@@ -149,9 +155,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of messages, examples and trainer")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--steps", type=int, default=40, help="steps of reinforcement learning")
+    parser.add_argument("--steps", type=int, default=60, help="steps of reinforcement learning")
     parser.add_argument("--seconds", type=float, default=560, help="they end after this time at the latest")
     parser.add_argument("--held-out", type=int, default=252, help="number of held-out messages")
+    parser.add_argument(
+        "--way", choices=("function", "judge", "job"), default="function", help="where rewards come from"
+    )
     parser.add_argument("--base", type=Path, help="folder of another small language model")
     add_flags(parser)
     return parser.parse_args(argv)
@@ -161,6 +170,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     run_dir: Path = args.run_dir.absolute()
     began = time.monotonic()
+    stop_when_told()
     try:
         base = args.base or packaged.make()
         settings: dict[str, Any] = {
@@ -171,12 +181,13 @@ def main(argv: list[str] | None = None) -> None:
         make_room(run_dir)
         report.say(f"warm start: {EXAMPLES} examples")
         warm_start(run_dir, settings, args)
-        up = Installation(run_dir, SETTINGS, settings, *flags(args))
-        try:
-            with plain_errors(Exception):
-                compared, sorter = anyio.run(play, args, up)
-        finally:
-            up.stop()
+        with way_of(args.way, args) as way:
+            up = Installation(run_dir, SETTINGS, settings | way.settings, *flags(args))
+            try:
+                with plain_errors(Exception):
+                    compared, sorter = anyio.run(play, way, args, up)
+            finally:
+                up.stop()
         if findings := report.conclude(compared, sorter, run_dir, args, time.monotonic() - began):
             raise ExampleError("the history holds what it must not: " + "; ".join(findings))
     except KeyboardInterrupt:

@@ -285,3 +285,8 @@ def right_fields(said: Message, answer: str) -> dict[str, float]:
     found = found if isinstance(found, dict) else {}
     fields = {name: float(found.get(name) == getattr(said, name)) for name in ("team", "urgency", "order")}
     return {**fields, "solved": float(all(fields.values()))}
+
+
+def share(right: dict[str, float]) -> float:
+    """Return the share of right fields, from the result of `right_fields`. It is the reward."""
+    return (right["team"] + right["urgency"] + right["order"]) / 3

@@ -25,11 +25,11 @@ from typing import Any
 import anyio
 from anyio.abc import Process
 
+from examples.common.late_results import NAME
 from examples.common.running import ROOT, Installation, served_step
 from examples.tictactoe.agent import Agents
 from examples.tictactoe.demo import Progress, evaluate, outcome, parser_of, report_on
 from examples.tictactoe.game import opening_seed
-from examples.tictactoe.late_results import NAME
 from examples.tictactoe.report import MODEL
 from journeywork import AsyncJourneywork
 
@@ -87,7 +87,7 @@ async def play(
     print("starting", flush=True)
     gateway = await installation.ready()
     agents = Agents.at(gateway, keys["agent"])
-    desk_of = [sys.executable, "-m", "examples.tictactoe.late_results"]
+    desk_of = [sys.executable, "-m", "examples.common.late_results"]
     environment = {**os.environ, "JOURNEYWORK_API_KEY": keys["results"]}
     async with (
         agents.client,

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from examples.tictactoe.late_results import report
+from examples.common.late_results import report
 
 pytestmark = pytest.mark.anyio
 

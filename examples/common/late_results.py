@@ -1,7 +1,7 @@
 """Reports results of games a while after they ended, as another program than the agent would: a shop's order desk, a
 test suite, a customer.
 
-    python -m examples.tictactoe.late_results --gateway URL [--delay 60]
+    python -m examples.common.late_results --gateway URL [--delay 60]
 
 Reads a line of JSON for each game from standard input: `{"answer": id of an answer of the game, "result": number,
 "ended": Unix time}`. It knows a game by nothing else. At the end of its input, once all results are reported, it writes
@@ -58,7 +58,7 @@ async def report(gateway: str, delay_s: float) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.tictactoe.late_results")
+    parser = argparse.ArgumentParser(prog="python -m examples.common.late_results")
     parser.add_argument("--gateway", required=True)
     parser.add_argument("--delay", type=float, default=60.0, help="seconds after the end of a game")
     args = parser.parse_args()

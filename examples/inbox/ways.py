@@ -1,0 +1,162 @@
+"""Where the demo's rewards come from: `--way function`, `judge` or `job`.
+
+`function`: the agent reports the share of right fields. `judge`: nobody reports anything; a judge compares the eight
+answers to a message by the rubric. `job`: each message comes once, and another program tells a minute later how good
+the answer was; the gateway finds the runs by their calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import sys
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import openai
+from anyio.abc import Process
+
+from examples.common import stand_in
+from examples.common.late_results import NAME
+from examples.common.running import ROOT
+from examples.inbox.agent import MODEL, Sorter, ask
+from examples.inbox.messages import Message, message, right_fields, share
+from journeywork import AsyncJourneywork, LoopOptions, loop
+
+RUBRIC = Path(__file__).with_name("rubric.md")
+RUNS_PER_STEP = 96
+DELAY_S = 60.0
+MESSAGES = 20_000
+"""Training messages; more than a run answers."""
+ROLES = {"agent": "agent", "results": "feedback", "operator": "operator"}
+_OBJECT, _ORDER = re.compile(r"\{[^{}]*\}"), re.compile(r"\b\d{4}\b")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the ways, for one run of the demo."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def operator(self) -> str:
+        """The key of the demo's own client; empty where the gateway has no keys."""
+        return self.keys.get("operator", "")
+
+    async def play(
+        self, client: AsyncJourneywork, sorter: Sorter, messages: list[Message], options: LoopOptions[Message]
+    ) -> None:
+        """Sort messages until the last step is served; on the job until this is cancelled."""
+        if self.name == "job":
+            async with _desk(client.url, self.keys["results"]) as desk:
+                await _work(client.url, self.keys["agent"], sorter, messages, options.concurrency, desk)
+        else:
+            training = sorter.rollout(training=True, reports=self.name == "function")
+            await loop(client, MODEL, messages, training, options)
+
+
+@contextlib.contextmanager
+def way_of(name: str, args: argparse.Namespace) -> Iterator[Way]:
+    """Yield the way with this name; a stand-in for a judge model is served meanwhile."""
+    if name == "function":
+        yield Way(name)
+    elif name == "job":
+        keys = {role: secrets.token_urlsafe(24) for role in ROLES}
+        yield Way(name, _job_settings(keys), keys)
+    else:
+        model = next((given for given in args.set if given.startswith("judge.model=")), "")
+        if not model:
+            print(
+                "the judge is a stand-in: a program that knows the right answers (--set judge.model=… names a model)"
+            )
+        with stand_in.judge_settings({"judge.rubric": str(RUBRIC)} if model else {}, _score(args)) as judge:
+            yield Way(name, {"judge.rubric": str(RUBRIC)} | judge)
+
+
+def _score(args: argparse.Namespace) -> stand_in.Score:
+    """Return the stand-in's rule: the share of right fields of the answer to the message in the prompt."""
+    by_order = defaultdict(list)
+    for said in (message("train", number, args.seed) for number in range(MESSAGES)):
+        by_order[said.order].append(said)
+
+    def score(context: str, attempt: str) -> float:
+        asked, _, answer = attempt.partition("[assistant]")
+        orders = {int(number) for number in _ORDER.findall(context + asked)}
+        known = [said for order in orders for said in by_order[order] if said.text in context + asked]
+        if not known:
+            raise ValueError("this is no answer to a message of the inbox")
+        return share(right_fields(known[0], "".join(_OBJECT.findall(answer)[:1])))
+
+    return score
+
+
+def _job_settings(keys: dict[str, str]) -> dict[str, Any]:
+    return {
+        "gateway.keys": [
+            {"name": name, "role": ROLES[name], "sha256": hashlib.sha256(key.encode()).hexdigest()}
+            for name, key in keys.items()
+        ],
+        # A run begins and ends where its messages say so, and is a group of one.
+        "gateway.detection.enabled": True,
+        "gateway.detection.grouped": False,
+        "gateway.detection.idle_s": 5.0,
+        "judge.group_size": 1,
+        "judge.min_size": 1,
+        # The reward is what somebody reports; a run waits for it.
+        "judge.rewards": [{"name": NAME, "kind": "feedback"}],
+        "feedback.wait_s": 10 * DELAY_S + 60,
+        # A run is compared with the others of its step, and was sampled by a version of a minute ago.
+        "trainer.loss.baseline": "batch",
+        "trainer.loss.importance_sampling": "sequence_truncate",
+        "trainer.max_staleness": 24,
+        "trainer.groups_per_step": RUNS_PER_STEP,
+    }
+
+
+@contextlib.asynccontextmanager
+async def _desk(gateway: str, key: str) -> AsyncIterator[Process]:
+    """Yield the program that tells results late; it ends with the block."""
+    command = [
+        sys.executable, "-m", "examples.common.late_results", "--gateway", gateway, "--delay", str(DELAY_S)
+    ]  # fmt: skip
+    environment = {**os.environ, "JOURNEYWORK_API_KEY": key}
+    async with await anyio.open_process(command, env=environment, cwd=ROOT, stderr=None) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+async def _work(
+    gateway: str, key: str, sorter: Sorter, messages: list[Message], at_once: int, desk: Process
+) -> None:
+    """Answer each message once, with an unmodified OpenAI client, and hand the results to `desk`."""
+    assert desk.stdin is not None
+    stdin, sending = desk.stdin, anyio.Lock()
+    agent = openai.AsyncOpenAI(base_url=f"{gateway}/v1", api_key=key, max_retries=8, timeout=120)
+    unread = iter(messages)
+
+    async def worker() -> None:
+        for said in unread:
+            reply = await ask(agent, MODEL, said, temperature=1.0)
+            right = right_fields(said, reply.choices[0].message.content or "")
+            sorter.solved[int(reply.model.rpartition("@")[2])].append(right["solved"])
+            line = json.dumps({"answer": reply.id, "result": share(right), "ended": time.time()})
+            async with sending:
+                await stdin.send(f"{line}\n".encode())
+
+    async with agent, anyio.create_task_group() as tasks:
+        for _ in range(at_once):
+            tasks.start_soon(worker)
