@@ -210,11 +210,7 @@ async def newest_version(client: AsyncJourneywork, model: str) -> str:
 
 def stop_when_told() -> None:
     """Let SIGTERM end this program as Ctrl-C does, so that it stops the installation that it started."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 def make_room(run_dir: Path) -> None:

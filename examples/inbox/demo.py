@@ -51,7 +51,7 @@ SETTINGS = Path(__file__).with_name("journeywork.toml")
 BASE, WARM = f"{MODEL}@0", f"{MODEL}@1"
 WARM_START = "warm_start"
 """Folder of the run directory with the adapter of `WARM`."""
-EXAMPLES = 48
+EXAMPLES = 72
 """Examples of the warm start."""
 EXAMPLES_FROM = 100_000
 """Number of the first example. Training messages have smaller numbers."""
@@ -72,7 +72,7 @@ def warm_start(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace
     folder.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     command = [
-        JOURNEYWORK, "train", "--run-dir", str(run_dir), "--on", str(folder), "--as", "sft", "--epochs", "3",
+        JOURNEYWORK, "train", "--run-dir", str(run_dir), "--on", str(folder), "--as", "sft", "--epochs", "4",
         "--learning-rate", "1e-3", "--seed", str(args.seed), "--set", "trainer.threads=2",
     ]  # fmt: skip
     log = Installation(run_dir, SETTINGS, settings, "--services", "store", *flags(args))
