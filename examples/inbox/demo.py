@@ -115,7 +115,7 @@ async def train(
                 report.show_answers(sorter, [BASE, WARM, version])
             await anyio.sleep(LOOK_EVERY_S)
 
-    with anyio.move_on_after(args.seconds):
+    with anyio.move_on_after(args.began + args.seconds - time.monotonic()):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch, tasks.cancel_scope)
             await way.play(client, sorter, messages, options)
@@ -156,20 +156,24 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of messages, examples and trainer")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--steps", type=int, default=60, help="steps of reinforcement learning")
-    parser.add_argument("--seconds", type=float, default=560, help="they end after this time at the latest")
+    parser.add_argument(
+        "--seconds", type=float, default=780, help="they end when the demo has run for this time"
+    )
     parser.add_argument("--held-out", type=int, default=252, help="number of held-out messages")
     parser.add_argument(
         "--way", choices=("function", "judge", "job"), default="function", help="where rewards come from"
     )
+    parser.add_argument(
+        "--delay", type=float, default=60, help="with `--way job`: seconds from an answer to its result"
+    )
     parser.add_argument("--base", type=Path, help="folder of another small language model")
     add_flags(parser)
-    return parser.parse_args(argv)
+    return parser.parse_args(argv, argparse.Namespace(began=time.monotonic()))
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     run_dir: Path = args.run_dir.absolute()
-    began = time.monotonic()
     stop_when_told()
     try:
         base = args.base or packaged.make()
@@ -188,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
                     compared, sorter = anyio.run(play, way, args, up)
             finally:
                 up.stop()
-        if findings := report.conclude(compared, sorter, run_dir, args, time.monotonic() - began):
+        if findings := report.conclude(compared, sorter, run_dir, args, time.monotonic() - args.began):
             raise ExampleError("the history holds what it must not: " + "; ".join(findings))
     except KeyboardInterrupt:
         report.say(f"stopped; what was played so far is in {run_dir}")

@@ -32,7 +32,7 @@ FROM lineage WHERE version = '{version}' GROUP BY ALL ORDER BY group_id LIMIT 4
 """From the last version to the groups that it learned from, and to the versions that sampled them."""
 COUNTS = """
 SELECT (SELECT count(*) FROM exchanges) AS calls,
-  (SELECT count(*) FROM exchanges WHERE status <> 'complete') AS failed_calls,
+  (SELECT count(*) FROM exchanges WHERE status = 'failed') AS failed_calls,
   (SELECT count(*) FROM trajectories WHERE completed_at IS NOT NULL) AS trajectories,
   (SELECT max(step) FROM checkpoints) AS steps,
   (SELECT max(greatest(metrics['on_policy_logprob_diff'], metrics['sampler_logprob_diff'])) FROM checkpoints)

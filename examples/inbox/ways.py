@@ -1,8 +1,8 @@
 """Where the demo's rewards come from: `--way function`, `judge` or `job`.
 
 `function`: the agent reports the share of right fields. `judge`: nobody reports anything; a judge compares the eight
-answers to a message by the rubric. `job`: each message comes once, and another program tells a minute later how good
-the answer was; the gateway finds the runs by their calls.
+answers to a message by the rubric. `job`: each message comes once, and another program tells later how good the
+answer was (`--delay`); the gateway finds the runs by their calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from journeywork import AsyncJourneywork, LoopOptions, loop
 
 RUBRIC = Path(__file__).with_name("rubric.md")
 RUNS_PER_STEP = 96
-DELAY_S = 60.0
 MESSAGES = 20_000
 """Training messages; more than a run answers."""
 ROLES = {"agent": "agent", "results": "feedback", "operator": "operator"}
@@ -47,6 +46,8 @@ class Way:
     """One of the ways, for one run of the demo."""
 
     name: str
+    delay_s: float = 0.0
+    """Seconds from an answer to its result."""
     settings: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
 
@@ -60,7 +61,7 @@ class Way:
     ) -> None:
         """Sort messages until the last step is served; on the job until this is cancelled."""
         if self.name == "job":
-            async with _desk(client.url, self.keys["results"]) as desk:
+            async with _desk(client.url, self.keys["results"], self.delay_s) as desk:
                 await _work(client.url, self.keys["agent"], sorter, messages, options.concurrency, desk)
         else:
             training = sorter.rollout(training=True, reports=self.name == "function")
@@ -74,7 +75,7 @@ def way_of(name: str, args: argparse.Namespace) -> Iterator[Way]:
         yield Way(name)
     elif name == "job":
         keys = {role: secrets.token_urlsafe(24) for role in ROLES}
-        yield Way(name, _job_settings(keys), keys)
+        yield Way(name, args.delay, _job_settings(keys, args.delay), keys)
     else:
         model = next((given for given in args.set if given.startswith("judge.model=")), "")
         if not model:
@@ -82,7 +83,7 @@ def way_of(name: str, args: argparse.Namespace) -> Iterator[Way]:
                 "the judge is a stand-in: a program that knows the right answers (--set judge.model=… names a model)"
             )
         with stand_in.judge_settings({"judge.rubric": str(RUBRIC)} if model else {}, _score(args)) as judge:
-            yield Way(name, {"judge.rubric": str(RUBRIC)} | judge)
+            yield Way(name, settings={"judge.rubric": str(RUBRIC)} | judge)
 
 
 def _score(args: argparse.Namespace) -> stand_in.Score:
@@ -102,7 +103,7 @@ def _score(args: argparse.Namespace) -> stand_in.Score:
     return score
 
 
-def _job_settings(keys: dict[str, str]) -> dict[str, Any]:
+def _job_settings(keys: dict[str, str], delay_s: float) -> dict[str, Any]:
     return {
         "gateway.keys": [
             {"name": name, "role": ROLES[name], "sha256": hashlib.sha256(key.encode()).hexdigest()}
@@ -116,7 +117,7 @@ def _job_settings(keys: dict[str, str]) -> dict[str, Any]:
         "judge.min_size": 1,
         # The reward is what somebody reports; a run waits for it.
         "judge.rewards": [{"name": NAME, "kind": "feedback"}],
-        "feedback.wait_s": 10 * DELAY_S + 60,
+        "feedback.wait_s": 10 * delay_s + 60,
         # A run is compared with the others of its step, and was sampled by a version of a minute ago.
         "trainer.loss.baseline": "batch",
         "trainer.loss.importance_sampling": "sequence_truncate",
@@ -126,10 +127,10 @@ def _job_settings(keys: dict[str, str]) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def _desk(gateway: str, key: str) -> AsyncIterator[Process]:
+async def _desk(gateway: str, key: str, delay_s: float) -> AsyncIterator[Process]:
     """Yield the program that tells results late; it ends with the block."""
     command = [
-        sys.executable, "-m", "examples.common.late_results", "--gateway", gateway, "--delay", str(DELAY_S)
+        sys.executable, "-m", "examples.common.late_results", "--gateway", gateway, "--delay", str(delay_s)
     ]  # fmt: skip
     environment = {**os.environ, "JOURNEYWORK_API_KEY": key}
     async with await anyio.open_process(command, env=environment, cwd=ROOT, stderr=None) as process:

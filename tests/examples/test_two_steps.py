@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from examples.common.history import rows
 from examples.common.running import ROOT
+from examples.inbox.messages import message
 from examples.mcp_rl.shop import ITEMS
 from examples.support.desk import ACTIONS, MOODS
 from tests.conftest import InferenceDouble
@@ -32,6 +33,8 @@ EXAMPLES: dict[str, list[str]] = {
     ],
 }
 """For each example, the words that the double answers with: with arbitrary ones, all rewards would be equal."""
+FREQUENT = [message("train", number).right for number in range(12)]
+"""Answers of the demo's agents: right for some messages, in part for others."""
 SMALL = ["--steps", "2", "--held-out", "4", "--set", "trainer.groups_per_step=2"]
 UNCHECKED = [
     "--set",
@@ -85,3 +88,30 @@ def test_an_example_trains_two_steps_and_compares_them_with_its_base(name: str, 
         {"n": 0}
     ]
     assert len((ROOT / "examples" / name / "train.py").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("way", ["function", "judge", "job"])
+def test_the_demo_warms_up_trains_and_reports(way: str, tmp_path: Path) -> None:
+    base, run_dir = tmp_path / "model", tmp_path / "run"
+    run("examples.support.make_model", "--steps", "0", "--out", str(base))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(FREQUENT)
+    tokenizer.save_pretrained(base)
+    double = InferenceDouble(tmp_path, args=(*SHORT, "--words", *FREQUENT))
+    double.base, double.model = base, "inbox"
+    double.start()
+    try:
+        said = run(
+            "examples.inbox.demo", "--steps", "2", "--held-out", "8", "--seconds", "600", "--way", way, "--delay", "1",
+            "--base", str(base), "--run-dir", str(run_dir), "--vllm-url", double.url, *UNCHECKED,
+            "--set", "vllm.max_model_len=0", "--set", "gateway.detection.idle_s=2",
+        )  # fmt: skip
+    finally:
+        double.stop()
+    report = json.loads((run_dir / "report.json").read_text())
+    assert report["versions"] == {"base": "inbox@0", "warm_start": "inbox@1", "trained": "inbox@3"}
+    assert {score["n"] for score in report["held_out"].values()} == {8}
+    assert (report["failed_calls"], report["findings"], report["difference"]["n"]) == (0, {}, 8)
+    assert len(report["answers"]) == 5
+    assert ("stand-in" in said) == (way == "judge")
+    assert (run_dir / "warm_start" / "adapter_config.json").is_file()
