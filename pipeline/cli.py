@@ -31,7 +31,7 @@ from rich.markup import escape
 from pipeline import streams
 from pipeline.command_line import add_overrides
 from pipeline.commands import SDK, run_module
-from pipeline.config import Config, ConfigError, load, save, with_values
+from pipeline.config import Config, ConfigError, load, save
 from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.printing import Output, visible
@@ -47,6 +47,7 @@ from pipeline.running.plan import (
 from pipeline.running.ports import check_ports, http_url
 from pipeline.running.runs import find_run, require_same_bases
 from pipeline.running.supervisor import Supervisor, SupervisorError, Watched
+from pipeline.security import signing
 from pipeline.telemetry import logs as log
 
 SUBCOMMANDS = {
@@ -187,6 +188,7 @@ def _up(args: argparse.Namespace) -> None:
         require_same_bases(config)
         _check(config, planned, specs)
         check_ports(planned, [spec.name for spec in specs])
+        planned = planned.replace(signing=signing.trusting_own_key(planned.signing))
         path.parent.mkdir(parents=True, exist_ok=True)
         sink = path.open("a", encoding="utf-8")
         try:
@@ -203,13 +205,15 @@ def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> Non
     """Let every service check its settings. Raises `ConfigError` with what they say."""
     # What a start makes does not exist yet: the key of the inference server, and the public key of the trainer.
     check = planned.signing.check
-    values = {
-        "vllm.api_key_file": config.vllm.api_key_file,
-        "signing.check": "auto" if check == "require" and planned.signing.seed else check,
-    }
+    before = planned.replace(
+        vllm=planned.vllm.replace(api_key_file=config.vllm.api_key_file),
+        signing=planned.signing.replace(
+            check="auto" if check == "require" and planned.signing.seed else check
+        ),
+    )
     with TemporaryDirectory() as folder, ExitStack() as running:
         file = Path(folder, "config.toml")
-        save(with_values(planned, values), file)
+        save(before, file)
         checks = {}
         for spec in specs:
             module = SERVICES.get(spec.name, "trainer")
@@ -267,7 +271,7 @@ def _provision(args: argparse.Namespace) -> None:
             "nats.url is not set: name the server. `journeywork up` provisions the server that it starts"
         )
     log.configure("provision", "ERROR")  # an error is printed as one line
-    nats = with_values(config.nats, {"provision": True})
+    nats = config.nats.replace(provision=True)
 
     async def connect_and_provision() -> None:
         # With `provision`, connecting makes streams, consumers and buckets. The trainer's consumer is extra: on a

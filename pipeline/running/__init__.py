@@ -2,7 +2,8 @@
 
 | module | what it holds |
 | --- | --- |
-| `plan` | the processes of an installation: their commands, ports and addresses |
+| `resolved` | from the settings that a user writes to those that every process starts with |
+| `plan` | the processes of an installation: their commands and probes |
 | `ports` | free ports, and the check that the settings' ports are free |
 | `supervisor` | starts the processes, restarts them, stops them in order |
 | `liveness` | the checks that a running process still works |

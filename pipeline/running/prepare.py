@@ -18,10 +18,11 @@ import sys
 from pathlib import Path
 
 from pipeline.command_line import add_overrides, command_parser, exit_on_error
-from pipeline.config import Config, ConfigError, KeyConfig, load, save, with_values
+from pipeline.config import Config, ConfigError, KeyConfig, load, save
+from pipeline.config.checks import check
 from pipeline.files import write_once
 from pipeline.running import run_lock
-from pipeline.running.plan import resolve_max_groups_ahead
+from pipeline.running.resolved import max_groups_ahead
 from pipeline.security import nkey, signing, users
 
 
@@ -48,25 +49,30 @@ def _prepare(config: Config, keys: Path) -> Config:
     `signing.trusting_own_key` makes the signing key, whose path is set here. The services get one NATS user each, and
     only the operator's may create streams: `journeywork provision` does so, hence `nats.provision` is off for them."""
     keys.mkdir(exist_ok=True, mode=0o700)
-    nats = config.nats
+    nats, gateway = config.nats, config.gateway
     if not (nats.users or nats.nkey_seed):
-        config = with_values(config, {"nats.users": str(keys), "nats.provision": False})
-    if config.nats.users:
+        nats = nats.replace(users=str(keys), provision=False)
+    if nats.users:
         for user in users.USERS:
-            nkey.load_or_make(users.seed_file(Path(config.nats.users), user.name))
+            nkey.load_or_make(users.seed_file(Path(nats.users), user.name))
     api_key = config.vllm.api_key_file or str(keys / "vllm.key")
     write_once(Path(api_key), lambda: f"sk-{secrets.token_urlsafe(32)}".encode())
-    seed = config.signing.seed or str(keys / "checkpoints.nk")
-    config = with_values(config, {"vllm.api_key_file": api_key, "signing.seed": seed})
-    if not config.gateway.keys:
+    accepted = gateway.keys
+    if not accepted:
         operator = keys / "operator.key"
         write_once(operator, lambda: f"jw-{secrets.token_urlsafe(32)}".encode())
         digest = hashlib.sha256(operator.read_bytes().strip()).hexdigest()
-        key = KeyConfig(sha256=digest, name="operator", role="operator")
-        config = with_values(config, {"gateway.keys": (key,)})
-    config = resolve_max_groups_ahead(signing.trusting_own_key(config))
-    save(config, config.path("config.toml"))
-    return config
+        accepted = (KeyConfig(sha256=digest, name="operator", role="operator"),)
+    seed = config.signing.seed or str(keys / "checkpoints.nk")
+    prepared = config.replace(
+        nats=nats,
+        vllm=config.vllm.replace(api_key_file=api_key),
+        gateway=gateway.replace(keys=accepted, max_groups_ahead=max_groups_ahead(config)),
+        signing=signing.trusting_own_key(config.signing.replace(seed=seed)),
+    )
+    check(prepared)
+    save(prepared, prepared.path("config.toml"))
+    return prepared
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from pipeline.config import Config, ConfigError, NatsConfig, load, with_values
+from pipeline.config import Config, ConfigError, NatsConfig, load
 from pipeline.running.state import STATE, read_state
 
 SETTINGS = "config.toml"
@@ -66,10 +66,10 @@ def run_settings(
         source = file or (saved if saved.is_file() else None)
     config = load(source, more, sections=sections)
     if nats_url:
-        return with_values(config, {"nats.url": nats_url})
+        return config.replace(nats=config.nats.replace(url=nats_url))
     named = config if file else load(source, ["nats.url=", *more], sections=sections)
     if not named.nats.url and (state := read_state(Path(config.run_dir))) is not None:
-        config = with_values(config, {"nats.url": state.url("nats")})
+        config = config.replace(nats=config.nats.replace(url=state.url("nats")))
     return config
 
 

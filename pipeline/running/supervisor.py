@@ -30,7 +30,6 @@ from pipeline.running.plan import ProcessSpec
 from pipeline.running.ports import http_url
 from pipeline.running.run_lock import make_private
 from pipeline.running.state import ProcessState, RunState, process_start, write_state
-from pipeline.security import signing
 from pipeline.telemetry import logs
 
 log = logs.get_logger("pipeline.running.supervisor")
@@ -112,7 +111,6 @@ class Supervisor:
         Cancellation kills them at once. Raises `SupervisorError` (in a group) if a process never becomes ready."""
         make_private(self._run_dir)
         self._logs.mkdir(parents=True, exist_ok=True)
-        self.config = signing.trusting_own_key(self.config)
         save(self.config, self.config.path("config.toml"))
         self._write_state()
         async with anyio.create_task_group() as tg:

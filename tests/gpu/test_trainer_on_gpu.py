@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import TrainerConfig, with_values
+from pipeline.config import TrainerConfig
+from tests.kits.settings import with_values
 from tests.trainer import families
 from tests.trainer.kit import backward
 from trainer.batches.groups import Example

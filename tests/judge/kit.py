@@ -20,7 +20,7 @@ from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript
 from judge.service import Judge
 from judge.teacher import open_teacher
-from pipeline.config import Config, JudgeConfig, with_values
+from pipeline.config import Config, JudgeConfig
 from pipeline.conversations import Conversation, Message
 from pipeline.events import (
     ExchangeRecorded,
@@ -32,6 +32,7 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker
 from tests.kits.scoring_server import Answer
+from tests.kits.settings import with_values
 
 
 def transcript(name: str, *said: str, task: str = "Win the game.") -> Transcript:

@@ -21,11 +21,12 @@ from judge.ruler.replies import VOTES, ParsedScores, UnreadableReplyError, parse
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.transcripts import Transcript
 from judge.scoring import UnscoredError, judge_hash
-from pipeline.config import Config, JudgeConfig, RewardConfig, with_values
+from pipeline.config import Config, JudgeConfig, RewardConfig
 from pipeline.events import Hint, JudgeMeasured
 from tests.judge.attacks import ATTACKS, GUESS
 from tests.judge.kit import TOO_LONG, Model, completed, loading, single
 from tests.kits.scoring_server import Answer, Scorer, ScoringServer, score_key
+from tests.kits.settings import with_values
 
 pytestmark = pytest.mark.anyio
 

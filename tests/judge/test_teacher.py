@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from judge.commands.rejudge import Rejudge
 from judge.teacher import Teacher, TeacherError, conversations, open_teacher, read
 from pipeline import streams
-from pipeline.config import Config, ConfigError, ModelConfig, NatsConfig, save, with_values
+from pipeline.config import Config, ConfigError, ModelConfig, NatsConfig, save
 from pipeline.events import (
     DeadLettered,
     ExchangeRecorded,
@@ -38,6 +38,7 @@ from tests.judge.kit import groups, judging
 from tests.kits.crash.processes import fork_server
 from tests.kits.inference_double import Double
 from tests.kits.quick_service import quick_consumers
+from tests.kits.settings import with_values
 
 pytestmark = pytest.mark.anyio
 

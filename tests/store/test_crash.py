@@ -18,7 +18,7 @@ import anyio.to_thread
 import pytest
 
 from pipeline import crash, streams
-from pipeline.config import Config, NatsConfig, StoreConfig, save, with_values
+from pipeline.config import Config, NatsConfig, StoreConfig, save
 from pipeline.events import (
     Event,
     GroupDiscarded,
@@ -31,6 +31,7 @@ from store.lake.lake import open_lake
 from tests.conftest import NatsServer
 from tests.kits.crash.processes import ForkServer, ServiceProcess, fork_server
 from tests.kits.quick_service import quick_consumers
+from tests.kits.settings import with_values
 from tests.store.kit import ACK_WAIT_S, exchange, in_log, stored_events
 
 pytestmark = pytest.mark.anyio

@@ -20,7 +20,6 @@ from pipeline.config import (
     TrainerConfig,
     load,
     save,
-    with_values,
 )
 from pipeline.running.runs import SETTINGS
 from pipeline.running.state import read_state
@@ -30,6 +29,7 @@ from store.reading.history import History
 from store.reading.what_if import what_if
 from tests.conftest import VllmServer
 from tests.kits.installation import JOURNEYWORK, ROOT, SMALL, Up, program, started
+from tests.kits.settings import with_values
 from tests.kits.warm import COLD
 
 GAMES = [

@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from pipeline import streams
-from pipeline.config import Config, ModelConfig, NatsConfig, TrainerConfig, VllmConfig, with_values
+from pipeline.config import Config, ModelConfig, NatsConfig, TrainerConfig, VllmConfig
 from pipeline.events import (
     CheckpointPublished,
     DeadLettered,
@@ -33,6 +33,7 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
+from tests.kits.settings import with_values
 from trainer.batches.groups import Example, TrainingGroup
 from trainer.batches.sequences import TokenSequence
 from trainer.engine.engine import Engine

@@ -34,8 +34,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from pipeline.config import ConfigError, with_values
+from pipeline.config import ConfigError
 from pipeline.telemetry import logs
+from tests.kits.settings import with_values
 from tests.trainer import families
 from tests.trainer.engine.test_pass_memory import Allocated, Shape
 from tests.trainer.kit import backward, exactly, settings, tree_of_conversations

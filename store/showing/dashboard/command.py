@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import anyio
 
 from pipeline.command_line import command_parser
-from pipeline.config import ConfigError, UiConfig, with_values
+from pipeline.config import ConfigError, UiConfig
 from pipeline.running.ports import free_port
 from pipeline.running.runs import run_settings
 from pipeline.running.service import until_signalled
@@ -57,12 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = run_settings(args.run_dir, sections=SECTIONS)
         host = args.host or config.ui.host
-        values = {
-            "ui.host": host,
-            "ui.port": free_port(host, UiConfig().port) if args.port is None else args.port,
-            "ui.hosts": (*config.ui.hosts, *args.name),
-        }
-        anyio.run(until_signalled, serve, with_values(config, values), _ready)
+        port = free_port(host, UiConfig().port) if args.port is None else args.port
+        ui = config.ui.replace(host=host, port=port, hosts=(*config.ui.hosts, *args.name))
+        anyio.run(until_signalled, serve, config.replace(ui=ui), _ready)
     except (ConfigError, ExceptionGroup) as raised:
         error: Exception = raised
         while isinstance(error, ExceptionGroup):

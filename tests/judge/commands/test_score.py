@@ -17,8 +17,9 @@ from judge.commands.cli import main
 from judge.commands.score import score_group
 from judge.labelled import GroupFile, GroupMember
 from judge.scoring import UnscoredError, judge_hash
-from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig, with_values
+from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig
 from tests.kits.scoring_server import ScoringServer
+from tests.kits.settings import with_values
 
 pytestmark = pytest.mark.anyio
 

@@ -21,10 +21,11 @@ from judge.rewards.compose import ConfiguredComposer
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler
 from judge.scoring import score_closed
-from pipeline.config import JudgeConfig, with_values
+from pipeline.config import JudgeConfig
 from pipeline.events import GroupDiscarded, GroupScored, decode, encode
 from tests.judge.kit import completed, loading, transcript
 from tests.kits.scoring_server import Scorer, ScoringServer
+from tests.kits.settings import with_values
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # litellm's

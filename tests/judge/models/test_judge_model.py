@@ -18,8 +18,9 @@ from judge.models.chat import ContextWindowError, ModelError, describe
 from judge.models.judge_model import JudgeModel, open_judge_model
 from judge.models.litellm_client import LiteLlmClient
 from judge.models.openai_client import OpenAiClient
-from pipeline.config import ConfigError, JudgeConfig, JudgeRequestConfig, with_values
+from pipeline.config import ConfigError, JudgeConfig, JudgeRequestConfig
 from tests.kits.scoring_server import Answer, ScoringServer
+from tests.kits.settings import with_values
 
 pytestmark = [
     pytest.mark.anyio,

@@ -9,7 +9,8 @@ import pytest
 
 from judge.models.params import resolve_params
 from judge.scoring import judge_hash
-from pipeline.config import Config, ConfigError, JudgeConfig, JudgeRequestConfig, load, save, with_values
+from pipeline.config import Config, ConfigError, JudgeConfig, JudgeRequestConfig, load, save
+from tests.kits.settings import with_values
 
 
 def test_references_are_replaced_by_values_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

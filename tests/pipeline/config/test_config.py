@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from pipeline import docs
-from pipeline.config import Config, ConfigError, KeyConfig, ModelConfig, load, save, with_values
+from pipeline.config import Config, ConfigError, KeyConfig, ModelConfig, load, save
 from pipeline.config.checks import check
+from tests.kits.settings import with_values
 
 
 @pytest.mark.parametrize(
@@ -101,14 +102,14 @@ def test_a_value_that_is_not_allowed_is_one_line_with_the_setting_and_what_is_al
 
 
 @pytest.mark.parametrize(("name", "value", "said"), [
-    ("gateway.port", "not a port", "gateway.port: expected `int`, got text"),
-    ("gateway.port", 70_000, "gateway.port: expected `int` <= 65535"),
-    ("gateway.http.max_body_bytes", 0, "gateway.http.max_body_bytes: expected `int` >= "),
+    ("gateway.port", "not a port", "GatewayConfig.port: expected `int`, got text"),
+    ("gateway.port", 70_000, "GatewayConfig.port: expected `int` <= 65535"),
+    ("gateway.http.max_body_bytes", 0, "HttpConfig.max_body_bytes: expected `int` >= "),
     ("gateway.keys", (KeyConfig(sha256="x", calls_per_minute=-1),), "keys.0.calls_per_minute: expected `int` >= 0"),
-    ("vllm.urls", "http://a", "vllm.urls: expected list, got text"),
-    ("judge.timeout_s", math.inf, "judge.timeout_s: expected a finite number"),
-    ("vllm.env", {1: "x"}, "settings: vllm.env.<name>: expected text, got `int`"),
-    ("vllm", {"env": {1: "x"}}, "settings: vllm.env.<name>: expected text, got `int`"),
+    ("vllm.urls", "http://a", "VllmConfig.urls: expected list, got text"),
+    ("judge.timeout_s", math.inf, "JudgeConfig.timeout_s: expected a finite number"),
+    ("vllm.env", {1: "x"}, "settings: VllmConfig.env.<name>: expected text, got `int`"),
+    ("vllm", {"env": {1: "x"}}, "settings: Config.vllm.env.<name>: expected text, got `int`"),
 ])  # fmt: skip
 def test_a_value_set_in_code_is_checked_as_one_of_a_file(name: str, value: Any, said: str) -> None:
     with pytest.raises(ConfigError) as caught:

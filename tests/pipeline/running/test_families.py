@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, VllmConfig, with_values
+from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, VllmConfig
 from pipeline.running.families import TOOL_PARSERS, tool_parser
 from pipeline.running.plan import vllm_command
 from tests.conftest import VllmServer
+from tests.kits.settings import with_values
 
 
 def model(folder: Path, kind: str) -> str:

@@ -18,9 +18,10 @@ import msgspec
 import pytest
 
 from pipeline import cli
-from pipeline.config import Config, ConfigError, load, with_values
+from pipeline.config import Config, ConfigError, load
 from pipeline.files import write_once
-from pipeline.running import child, plan, ports
+from pipeline.running import child, ports
+from pipeline.running import resolved as resolved_settings
 from pipeline.running.plan import (
     ONE_PROCESS,
     ProcessSpec,
@@ -31,6 +32,7 @@ from pipeline.running.plan import (
 from pipeline.running.state import RunState, write_state
 from pipeline.running.supervisor import Supervisor, SupervisorError
 from tests.conftest import free_port
+from tests.kits.settings import with_values
 from tests.pipeline.running.supervised import Changes, runs, supervised
 
 pytestmark = pytest.mark.anyio
@@ -429,6 +431,6 @@ def test_the_dashboards_port_stays_over_restarts_where_it_is_free(tmp_path: Path
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first = int(taken.getsockname()[1])
         write_state(tmp_path, RunState(urls={"ui": f"http://127.0.0.1:{first}"}))
-        assert plan._dashboard_port(settings) != first
-    assert plan._dashboard_port(settings) == first
-    assert plan._dashboard_port(with_values(settings, {"ui.port": 8765})) == 8765
+        assert resolved_settings.dashboard_port(settings) != first
+    assert resolved_settings.dashboard_port(settings) == first
+    assert resolved_settings.dashboard_port(with_values(settings, {"ui.port": 8765})) == 8765

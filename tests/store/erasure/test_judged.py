@@ -15,7 +15,7 @@ import anyio.to_thread
 import msgspec
 import pytest
 
-from pipeline.config import Config, JudgeConfig, NatsConfig, RewardConfig, save, with_values
+from pipeline.config import Config, JudgeConfig, NatsConfig, RewardConfig, save
 from pipeline.events import DeadLettered, Event, GroupDiscarded, GroupScored, TrajectoryCompleted, encode
 from pipeline.log import dead_letters
 from pipeline.log.broker import Broker
@@ -23,6 +23,7 @@ from pipeline.running.runs import SETTINGS
 from tests.conftest import NatsServer
 from tests.kits.scoring_server import Answer, Scorer, ScoringServer
 from tests.kits.services import running
+from tests.kits.settings import with_values
 from tests.store.erasure.test_erase import ALICE, erase, found_in, run
 from tests.store.kit import StoreProcess, publish, until_acked
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import NatsConfig, with_values
+from pipeline.config import NatsConfig
 from pipeline.events import Hint
 from pipeline.log.broker import Broker
+from tests.kits.settings import with_values
 from tests.trainer import kit
 from tests.trainer.distillation import kit as hinted
 from tests.trainer.distillation.kit import publish

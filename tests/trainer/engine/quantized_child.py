@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from bitsandbytes.functional import dequantize_4bit
 
-from pipeline.config import TrainerConfig, with_values
+from pipeline.config import TrainerConfig
+from tests.kits.settings import with_values
 from tests.trainer import families
 from tests.trainer.kit import backward, stir, tree_of_conversations
 from trainer.batches.groups import Example

@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.config import ConfigError, TrainerConfig, load, with_values
+from pipeline.config import ConfigError, TrainerConfig, load
 from pipeline.config.checks import check_trainer
+from tests.kits.settings import with_values
 from tests.trainer.engine.test_families import conversations
 from trainer.batches.packing import Layout, padded, prefix_shared
 from trainer.engine.context_parallel import ContextGroup, context_attention

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import TrainerConfig, with_values
+from pipeline.config import TrainerConfig
 from pipeline.events import unpack_ids
+from tests.kits.settings import with_values
 from tests.trainer.kit import VOCAB, exactly, exchange, stir
 from trainer.batches.groups import Example
 from trainer.batches.sequences import TokenSequence, build

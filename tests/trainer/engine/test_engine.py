@@ -16,9 +16,9 @@ from pipeline.config import (
     LoraConfig,
     ModelConfig,
     TrainerConfig,
-    with_values,
 )
 from pipeline.config.trainer import LossType
+from tests.kits.settings import with_values
 from tests.trainer.engine.kit import batch
 from tests.trainer.kit import VOCAB, backward, settings, stir
 from trainer.batches.groups import Example

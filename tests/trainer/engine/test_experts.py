@@ -14,8 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import ConfigError, TrainerConfig, with_values
+from pipeline.config import ConfigError, TrainerConfig
 from pipeline.config.checks import check_trainer
+from tests.kits.settings import with_values
 from tests.trainer.commands.test_check_model import asked
 from tests.trainer.engine.kit import batch
 from tests.trainer.engine.test_families import conversations

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig, with_values
+from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig
+from tests.kits.settings import with_values
 from tests.trainer.families import ROWS, SHARED, VOCAB, make
 from tests.trainer.kit import backward, sequence, stir
 from trainer.batches.groups import Example

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from pipeline.config import LoraConfig, MemoryConfig, TrainerConfig, with_values
+from pipeline.config import LoraConfig, MemoryConfig, TrainerConfig
+from tests.kits.settings import with_values
 from tests.trainer.engine.kit import batch
 from tests.trainer.kit import VOCAB, exactly, exchange
 from trainer.batches.groups import Example

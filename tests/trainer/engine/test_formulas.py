@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import TrainerConfig, with_values
+from pipeline.config import TrainerConfig
 from pipeline.config.trainer import LossType
+from tests.kits.settings import with_values
 from tests.trainer import formulas
 from tests.trainer.kit import exchange
 from trainer.batches.groups import Example

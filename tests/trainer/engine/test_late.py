@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import ConfigError, TrainerConfig, with_values
+from pipeline.config import ConfigError, TrainerConfig
 from pipeline.config.checks import check_trainer
+from tests.kits.settings import with_values
 from tests.trainer import kit
 from tests.trainer.kit import discards, steps_reach
 from trainer.batches.groups import Example

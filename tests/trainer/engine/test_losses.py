@@ -22,8 +22,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.config import ConfigError, LossConfig, TrainerConfig, with_values
+from pipeline.config import ConfigError, LossConfig, TrainerConfig
 from pipeline.config.trainer import LossType
+from tests.kits.settings import with_values
 from tests.trainer.engine.kit import Configure
 from tests.trainer.kit import VOCAB, backward, exchange, stir
 from trainer.batches.groups import Example

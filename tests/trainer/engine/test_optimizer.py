@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.config import TrainerConfig, with_batch_settings, with_values
+from pipeline.config import TrainerConfig, with_batch_settings
 from pipeline.events import STATE_FILE
+from tests.kits.settings import with_values
 from tests.trainer.engine.kit import Configure, batch
 from trainer.checkpoints.tensors import adapter_files, state_bytes, state_of
 from trainer.engine.engine import Engine

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.config import with_values
+from tests.kits.settings import with_values
 from tests.trainer.kit import settings
 from trainer.batches.groups import Example
 from trainer.batches.packing import micro_batches

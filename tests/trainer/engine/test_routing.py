@@ -14,7 +14,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from pipeline.config import ConfigError, TrainerConfig, with_values
+from pipeline.config import ConfigError, TrainerConfig
+from tests.kits.settings import with_values
 from tests.trainer.engine.test_families import conversations
 from tests.trainer.families import make
 from tests.trainer.kit import exactly, exchange, stir

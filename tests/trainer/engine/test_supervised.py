@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.config import LoraConfig, TrainerConfig, with_values
+from pipeline.config import LoraConfig, TrainerConfig
+from tests.kits.settings import with_values
 from tests.trainer import kit
 from trainer.batches.groups import examples
 from trainer.batches.sequences import build

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import NatsConfig, TrainerConfig, with_values
+from pipeline.config import NatsConfig, TrainerConfig
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
+from tests.kits.settings import with_values
 from tests.trainer import kit
 from tests.trainer.families import make
 from tests.trainer.kit import dead_letters, running, steps_reach, until

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from pipeline.config import with_values
 from pipeline.running.runs import SETTINGS, run_settings
 from store.showing.dashboard.server import make_app
+from tests.kits.settings import with_values
 
 URL = "http://127.0.0.1:8701"
 Open = Callable[..., TestClient]

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from pipeline.cli import main
-from pipeline.config import Config, UiConfig, load, with_values
+from pipeline.config import Config, UiConfig, load
 from pipeline.running import plan
 from pipeline.running.plan import SERVICES, make_plan
 from pipeline.running.runs import SETTINGS
@@ -24,6 +24,7 @@ from pipeline.running.supervisor import STOP_ORDER, Supervisor
 from store.showing.dashboard import command
 from tests.conftest import free_port
 from tests.kits.services import service
+from tests.kits.settings import with_values
 
 
 @contextmanager
