@@ -21,7 +21,7 @@ class StreamSpec:
     subjects: tuple[str, ...]
     purpose: str
     max_age_s: float = 0.0
-    """How long events are kept, in seconds; 0: until `trainer.checkpoints.retention` deletes them."""
+    """How long events are kept, in seconds; 0: until `trainer.retention` deletes them."""
     share: float = 0.0
     """Share of `nats.max_bytes` that the stream may take on disk."""
     discard: Literal["new", "old"] = "new"

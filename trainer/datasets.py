@@ -32,12 +32,12 @@ from pipeline.demonstrations import demonstrated_replies
 from pipeline.events import ExchangeRecorded, now_us, pack_ids
 from pipeline.log.broker import Broker
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.sequences import build
 from trainer.checkpoints.commits import Commits, TrainerError
 from trainer.checkpoints.start import read_start
 from trainer.distillation.prompts import as_template_reads
 from trainer.learner import Learner, PendingStep, make_learners
 from trainer.recovery import catch_up
+from trainer.sequences import build
 from trainer.service import user_of
 from trainer.trl_trainers import plain_logprobs, trl_imports
 

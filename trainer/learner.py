@@ -30,10 +30,9 @@ from pipeline.names import version_name
 from pipeline.sampling import sampling_of
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.graders import cap_graders
-from trainer.batches.groups import TrainingGroup
+from trainer.batches.groups import GroupWithHistory
 from trainer.batches.metrics import group_metrics, replay_metrics
 from trainer.batches.sampling import defaults_of
-from trainer.batches.sequences import TokenSequence
 from trainer.checkpoints.checkpoint import Checkpoints, Manifest, batch_id, pack, passed_over_if_damaged
 from trainer.checkpoints.compatibility import require_compatible
 from trainer.checkpoints.start import Start
@@ -46,6 +45,7 @@ from trainer.engine.late import LateRunsError, is_late
 from trainer.engine.model import load_settings
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import StepResult, TrainState, UntrainableError, Weights
+from trainer.sequences import TokenSequence
 
 log = get_logger("trainer.learner")
 
@@ -215,7 +215,7 @@ class Learner:
 
     def train_step(
         self,
-        batch: Sequence[TrainingGroup],
+        batch: Sequence[GroupWithHistory],
         request: TrainingBatch | None = None,
     ) -> PendingStep:
         """Compute one optimizer step over `batch` and write its checkpoint. Blocks. `commit` makes the step current.
@@ -224,7 +224,9 @@ class Learner:
         Raises `UntrainableError` if the batch can't be trained, or if the process died `MAX_ATTEMPTS` times while it
         computed the batch."""
         began, started_at = time.perf_counter(), now_us()
-        places = [g.place for g in batch]  # before the computation: the intake may replace a group's place
+        places = [
+            g.admitted.place for g in batch
+        ]  # before the computation: the intake may replace a group's place
         settings = self.settings_for(request)
         discarded, equal_groups = len(self.discarded_rewards), self.equal_groups
         result = self._compute(batch, settings, MAX_ATTEMPTS)
@@ -250,7 +252,7 @@ class Learner:
     def _write(
         self,
         state: TrainState,
-        batch: Sequence[TrainingGroup],
+        batch: Sequence[GroupWithHistory],
         settings: TrainerConfig,
         *,
         dropped: Sequence[TokenSequence] = (),
@@ -278,8 +280,8 @@ class Learner:
         return manifest, files
 
     def faults(
-        self, batch: Sequence[TrainingGroup], request: TrainingBatch | None = None
-    ) -> dict[TrainingGroup, str]:
+        self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None = None
+    ) -> dict[GroupWithHistory, str]:
         """Find out which groups of a batch that could not be trained are at fault: a step is computed over each alone
         and abandoned. Returns them with the reason. Blocks."""
         settings = self.settings_for(request)
@@ -295,11 +297,11 @@ class Learner:
         return faults
 
     def late_groups(
-        self, batch: Sequence[TrainingGroup], request: TrainingBatch | None
-    ) -> list[TrainingGroup]:
+        self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None
+    ) -> list[GroupWithHistory]:
         """Return the groups of a batch with late sequences (`trainer.late`)."""
         settings = self.settings_for(request)
-        return [g for g in batch if any(is_late(s, self.state.step, settings) for s in g.sequences or ())]
+        return [g for g in batch if any(is_late(s, self.state.step, settings) for s in g.sequences)]
 
     def settings_for(self, request: TrainingBatch | None) -> TrainerConfig:
         """The settings of a step. Raises `UntrainableError` if those that the request chose can't be used."""
@@ -310,11 +312,11 @@ class Learner:
         except ConfigError as error:
             raise UntrainableError(f"the batch's settings can't be used: {error}") from error
 
-    def _batch_id(self, batch: Sequence[TrainingGroup], settings: TrainerConfig) -> str:
+    def _batch_id(self, batch: Sequence[GroupWithHistory], settings: TrainerConfig) -> str:
         return batch_id(self.version, tuple(g.event.group for g in batch), config_hash(settings))
 
     def _compute(
-        self, batch: Sequence[TrainingGroup], settings: TrainerConfig, max_attempts: int
+        self, batch: Sequence[GroupWithHistory], settings: TrainerConfig, max_attempts: int
     ) -> StepResult:
         """Compute a step. The state is unchanged. Raises `UntrainableError`."""
         attempt = self.checkpoints.count_attempt(self._batch_id(batch, settings))
@@ -326,7 +328,7 @@ class Learner:
         if self.engine.model.lockstep:  # its processes can't try again when one of them runs out of memory
             budget = self.engine.passes.budget
             budget.tokens = max(1, settings.memory.tokens_per_batch >> (attempt - 1))
-        group_of = [i for i, g in enumerate(batch) for _ in g.sequences or ()]
+        group_of = [i for i, g in enumerate(batch) for _ in g.sequences]
         made, metrics = cap_graders(batch, settings, self.config.feedback.max_share)
         result = self.engine.step(self.state, made, group_of)
         return dataclasses.replace(result, metrics=result.metrics | metrics)
@@ -342,7 +344,7 @@ class Learner:
 
 
 def _too_large(
-    batch: Sequence[TrainingGroup], dropped: Sequence[TokenSequence], version: str
+    batch: Sequence[GroupWithHistory], dropped: Sequence[TokenSequence], version: str
 ) -> tuple[GroupDiscarded, ...]:
     """Return a `too_large` discard for each group with `dropped` sequences. It names the trajectories of these."""
     names = {sequence.trajectory for sequence in dropped}
@@ -350,7 +352,7 @@ def _too_large(
     return tuple(
         GroupDiscarded(
             project=g.event.project, group=g.event.group, model=g.event.model, trajectories=trajectories,
-            reason="too_large", by="trainer", split=g.event.split, version=version, duration_s=g.duration_s,
+            reason="too_large", by="trainer", split=g.event.split, version=version, duration_s=g.history.duration_s,
             detail="one of their sequences is longer than the trainer's model takes, or a pass over it alone does not "
             "fit into memory; the rest of the group was trained",
             branch=g.event.branch, owner=g.event.owner, judge=g.event.judge,

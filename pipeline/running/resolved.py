@@ -36,7 +36,9 @@ _MEMORY_FLAG = "--gpu-memory-utilization"
 
 
 def resolve(config: Config, services: Sequence[str]) -> Config:
-    """Return the settings that every process starts with, if `journeywork up` starts `services`. Raises `ConfigError`."""
+    """Return the settings that every process starts with, if `journeywork up` starts `services`.
+
+    Raises `ConfigError`."""
     vllm, trainer = config.vllm, config.trainer
     if starts_vllm(config, services):
         if "trainer" in services and shares_gpu(config):

@@ -34,10 +34,11 @@ from pipeline.events import (
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
 from tests.kits.settings import with_values
-from trainer.batches.groups import Example, TrainingGroup
-from trainer.batches.sequences import TokenSequence
+from trainer.batches.examples import Example
+from trainer.batches.groups import AdmittedGroup, GroupWithHistory, History
 from trainer.engine.engine import Engine
 from trainer.engine.state import TrainState
+from trainer.sequences import TokenSequence
 
 VOCAB = 32
 MODEL = "tiny"
@@ -165,9 +166,11 @@ def group(
     return GroupScored(**(fields | other))  # type: ignore[arg-type]
 
 
-def training_group(scored: GroupScored, sequences: Sequence[TokenSequence], seq: int = 1) -> TrainingGroup:
+def training_group(
+    scored: GroupScored, sequences: Sequence[TokenSequence], seq: int = 1, **history: Any
+) -> GroupWithHistory:
     """A scored group with its sequences, as it joins a batch."""
-    return TrainingGroup(scored, Place(seq, 0), sequences=list(sequences))
+    return GroupWithHistory(AdmittedGroup(scored, Place(seq, 0)), History(tuple(sequences), **history))
 
 
 def checkpoint_event(step: int, files: Mapping[str, bytes] | None = None) -> CheckpointPublished:

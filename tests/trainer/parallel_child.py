@@ -40,7 +40,7 @@ from tests.kits.settings import with_values
 from tests.trainer import families
 from tests.trainer.engine.test_pass_memory import Allocated, Shape
 from tests.trainer.kit import backward, exactly, settings, tree_of_conversations
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import MicroBatch
 from trainer.engine.engine import Engine
 from trainer.engine.parallel import ProcessGroup
@@ -101,12 +101,14 @@ def steps(engine: Engine, names: Sequence[str] = tuple(SETTINGS)) -> dict[str, d
 
 def taught(engine: Engine, examples: Sequence[Example], groups: Sequence[int]) -> list[Example]:
     """The examples, with what the policy says of them the other way round: it would learn nothing from itself."""
-    teachings = engine.passes.teachings(examples, groups)
+    teacher_logprobs = engine.passes.teacher_logprobs(examples, groups)
     flipped = [
-        replace(teachings[i], top_logprobs_kK=np.flip(teachings[i].top_logprobs_kK, 1).copy())
+        replace(teacher_logprobs[i], top_logprobs_kK=np.flip(teacher_logprobs[i].top_logprobs_kK, 1).copy())
         for i in range(len(examples))
     ]
-    return [replace(e, teaching=teaching) for e, teaching in zip(examples, flipped, strict=True)]
+    return [
+        replace(e, teacher=teacher_logprobs) for e, teacher_logprobs in zip(examples, flipped, strict=True)
+    ]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.batches.sequences import TokenSequence
+from trainer.sequences import TokenSequence
 
 T = TypeVar("T")
 Int = npt.NDArray[np.int64]

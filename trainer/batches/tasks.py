@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.events import GroupScored, Member
-from trainer.batches.returns import Floats, differ, group_returns
+from trainer.batches.returns import Floats, group_returns, has_call_returns
 
 WINDOW = 20_000
 """Messages of the stream GROUPS before a group's own event in which its earlier runs lie. It bounds what is kept, what
@@ -61,7 +61,9 @@ class EarlierRuns:
         at = bisect_left(scored, seq, key=lambda entry: entry.seq)
         if at == len(scored) or scored[at].seq != seq:
             # Their events alone say how many calls they have.
-            returns = group_returns(members, (), self._discount, by_call=differ(members, self._discount))
+            returns = group_returns(
+                members, (), self._discount, by_call=has_call_returns(members, self._discount)
+            )
             insort(scored, _Scored(seq, event.group, _runs(returns)), key=lambda entry: entry.seq)
 
     def before(self, event: GroupScored, seq: int) -> Earlier:

@@ -21,9 +21,8 @@ import torch
 
 from pipeline.config import TrainerConfig
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import Example
-from trainer.batches.sequences import TokenSequence
-from trainer.distillation.lessons import Lesson, Teaching, taught
+from trainer.batches.examples import Example
+from trainer.distillation.teacher import HintedCall, TeacherLogprobs, joined
 from trainer.engine import checks
 from trainer.engine.fitting import NothingFitsError, check_within_memory, run_within_memory
 from trainer.engine.late import is_late, late_metrics
@@ -38,6 +37,7 @@ from trainer.engine.state import (
     Weights,
 )
 from trainer.engine.verify import logprob_bound_for
+from trainer.sequences import TokenSequence
 
 log = get_logger("trainer.engine.engine")
 
@@ -217,27 +217,29 @@ class Engine:
         )
 
     def _taught(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> list[Example]:
-        """Return the examples with what the teacher says of their lessons. Lessons that do not fit into memory are left
-        out."""
-        lessons = [(i, lesson) for i, e in enumerate(examples) for lesson in e.lessons]
-        if not lessons or not self.config.distill.weight or self.config.loss.type == "sft":
+        """Return the examples with the teacher's logprobs of their hinted calls. Calls that do not fit into memory are
+        left out."""
+        asked = [(i, call) for i, e in enumerate(examples) for call in e.hinted_calls]
+        if not asked or not self.config.distill.weight or self.config.loss.type == "sft":
             return list(examples)
         average = state.average if self.config.distill.teacher == "average" else None
         with nullcontext() if average is None else self.model.with_adapter(average):
             try:
                 fitted = run_within_memory(
-                    self.passes.teachings, [Example(lesson.sequence, 0.0) for _, lesson in lessons],
-                    [groups[i] for i, _ in lessons], self.passes.budget, self.passes.free, state.step + 1,
+                    self.passes.teacher_logprobs, [Example(call.sequence, 0.0) for _, call in asked],
+                    [groups[i] for i, _ in asked], self.passes.budget, self.passes.free, state.step + 1,
                 )  # fmt: skip
             except NothingFitsError:
                 return list(examples)  # the error is logged for each of them
         said = {id(e.sequence): fitted.result[n] for n, e in enumerate(fitted.examples)}
-        parts: dict[int, list[tuple[Lesson, Teaching]]] = {}
-        for i, lesson in lessons:
-            if (teaching := said.get(id(lesson.sequence))) is not None:
-                parts.setdefault(i, []).append((lesson, teaching))
+        parts: dict[int, list[tuple[HintedCall, TeacherLogprobs]]] = {}
+        for i, call in asked:
+            if (teacher_logprobs := said.get(id(call.sequence))) is not None:
+                parts.setdefault(i, []).append((call, teacher_logprobs))
         return [
-            dataclasses.replace(e, lessons=(), teaching=taught(e.sequence.trained_tokens, parts.get(i, ())))
+            dataclasses.replace(
+                e, hinted_calls=(), teacher=joined(e.sequence.trained_tokens, parts.get(i, ()))
+            )
             for i, e in enumerate(examples)
         ]
 

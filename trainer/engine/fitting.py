@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import MicroBatch
-from trainer.batches.sequences import TokenSequence
 from trainer.engine.budget import Budget, PassTooLargeError, is_out_of_memory
 from trainer.engine.state import UntrainableError
+from trainer.sequences import TokenSequence
 
 log = get_logger("trainer.engine.fitting")
 

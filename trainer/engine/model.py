@@ -17,8 +17,7 @@ from peft.utils import get_peft_model_state_dict
 
 from pipeline.config import ConfigError, TrainerConfig
 from trainer.batches.packing import Layout, MicroBatch
-from trainer.batches.sequences import TokenSequence
-from trainer.distillation.lessons import Teaching
+from trainer.distillation.teacher import TeacherLogprobs
 from trainer.engine.experts import served_name
 from trainer.engine.fitting import detect_out_of_memory
 from trainer.engine.forward import Forward
@@ -26,6 +25,7 @@ from trainer.engine.images import image_inputs_of
 from trainer.engine.loading import base_digest, device_for, load
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import Logprobs, Weights
+from trainer.sequences import TokenSequence
 
 _MAX_LOGITS = 32_000_000
 """Maximum number of logits (positions times vocabulary) in memory at once. More are computed in chunks of positions,
@@ -175,10 +175,10 @@ class PolicyModel:
         shape: tuple[int, int],
         *,
         entropy: bool = True,
-        teachings: Sequence[Teaching | None] = (),
+        teacher_logprobs: Sequence[TeacherLogprobs | None] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return what `logprobs` returns, and the divergences from a teacher, [S, K], zero where it was not asked.
-        `teachings` is what it said of each sequence of the layout; empty: there is no teacher."""
+        `teacher_logprobs` is what it said of each sequence of the layout; empty: there is no teacher."""
         layout = layout.to(self.device)
         hidden_RLD, layout = self.forward.hidden(layout)
         scored = self.forward.scores(
@@ -189,7 +189,7 @@ class PolicyModel:
             self.positions_at_once,
             # Where the entropy is only measured no gradient is kept for it.
             "trained" if entropy and self.config.loss.entropy_coef else "measured" if entropy else "none",
-            self._tops(layout, teachings),
+            self._tops(layout, teacher_logprobs),
         )
         logprobs_SK, entropies_SK, divergences_SK = (
             self.forward.place(values_N, layout, shape) for values_N in scored
@@ -197,29 +197,29 @@ class PolicyModel:
         return logprobs_SK, entropies_SK, divergences_SK
 
     def _tops(
-        self, layout: Layout, teachings: Sequence[Teaching | None]
+        self, layout: Layout, teacher_logprobs: Sequence[TeacherLogprobs | None]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Ids and logprobs of the teacher's most probable tokens at the trained tokens of a layout, in its order."""
-        like = next((t.top_logprobs_kK for t in teachings if t is not None), None)
+        like = next((t.top_logprobs_kK for t in teacher_logprobs if t is not None), None)
         if like is None or not like.shape[1]:
             return None
         # The layout holds the trained tokens of one sequence after the other.
-        counts = torch.bincount(layout.sequence_N, minlength=len(teachings)).tolist()
+        counts = torch.bincount(layout.sequence_N, minlength=len(teacher_logprobs)).tolist()
         slots = [slots_k.numpy() for slots_k in layout.slot_N.cpu().split(counts)]
         said = [
-            Teaching.blank(at.max(initial=-1) + 1, like.shape[1], like.dtype)
-            if teaching is None
-            else teaching
-            for teaching, at in zip(teachings, slots, strict=True)
+            TeacherLogprobs.blank(at.max(initial=-1) + 1, like.shape[1], like.dtype)
+            if of_sequence is None
+            else of_sequence
+            for of_sequence, at in zip(teacher_logprobs, slots, strict=True)
         ]
         pairs = list(zip(said, slots, strict=True))
         ids_NK = torch.from_numpy(np.concatenate([t.top_ids_kK[at] for t, at in pairs]))
         logprobs_NK = torch.from_numpy(np.concatenate([t.top_logprobs_kK[at] for t, at in pairs]))
         return ids_NK.to(self.device), logprobs_NK.to(self.device)
 
-    def teachings_of(
+    def teacher_logprobs_of(
         self, batches: Sequence[MicroBatch], sequences: Sequence[TokenSequence], top_k: int
-    ) -> dict[int, Teaching]:
+    ) -> dict[int, TeacherLogprobs]:
         """What the live model says as a teacher of the sequences in `batches`, by their indices in `sequences`, with
         its `top_k` most probable tokens. Raises `PassTooLargeError` where memory runs out."""
         count = min(top_k, self.vocabulary)
@@ -234,7 +234,7 @@ class PolicyModel:
             said = (logprobs_N, *self.forward.top(hidden_ND, layout.temperatures_N, count, chunk))
             return (self.forward.place(part, layout, shape) for part in said)
 
-        return {i: Teaching(*said) for i, said in self._of_each(batches, sequences, ask)}
+        return {i: TeacherLogprobs(*said) for i, said in self._of_each(batches, sequences, ask)}
 
     def logprobs_of(
         self, batches: Sequence[MicroBatch], sequences: Sequence[TokenSequence]

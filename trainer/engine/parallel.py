@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from pipeline.config import TrainerConfig
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import MicroBatch, Packing
 from trainer.engine.budget import PassTooLargeError, is_out_of_memory
 from trainer.engine.state import Weights
@@ -56,7 +56,7 @@ class WorkerError(RuntimeError):
     """Another process could not do its part of the step."""
 
 
-Work = Literal["gradients", "scores", "base_scores", "teachings"]
+Work = Literal["gradients", "scores", "base_scores", "teacher_logprobs"]
 """What is computed: gradients of the loss, logprobs under the adapter or under the base model, or what the teacher
 says."""
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.batches.sequences import OTHER_BRANCH, TokenSequence
 from trainer.engine.state import Logprobs
+from trainer.sequences import OTHER_BRANCH, TokenSequence
 
 
 def sampler_metrics(

@@ -23,11 +23,11 @@ from PIL import Image
 from pipeline.config import ConfigError, TrainerConfig
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.packing import Layout, padded, prefix_shared
-from trainer.batches.sequences import TokenSequence
 from trainer.engine.forward import attention_spans, mask_formats
 from trainer.engine.images import ImageInputs
 from trainer.engine.model import PolicyModel, shape_of
 from trainer.engine.state import Weights
+from trainer.sequences import TokenSequence
 
 log = get_logger("trainer.engine.verify")
 

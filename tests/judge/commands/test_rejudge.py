@@ -25,7 +25,7 @@ from pipeline.events import GroupScored, SignalGiven, TrainingBatch, TrajectoryC
 from pipeline.log.broker import Broker
 from tests.judge.kit import Model, completed, exchange, groups, judging, ruler
 from tests.kits.scoring_server import Scorer
-from trainer.queues import ModelQueue
+from trainer.requested import RequestedBatches
 
 pytestmark = pytest.mark.anyio
 
@@ -214,9 +214,8 @@ async def test_a_batch_on_a_branch_does_not_wait_for_groups_that_no_judge_could_
     assert {(g.group, g.reason, g.branch, g.judge) for g in found} == {
         ("failing", "unscored", "b", report.judge), ("small", "too_small", "b", report.judge)
     }  # fmt: skip
-    queue = ModelQueue(learner=None, histories=None)  # type: ignore[arg-type]
-    await queue.begin_requested(scored["good"], broker, "trainer")
-    (requested,) = queue.requested.values()
+    requested = await RequestedBatches(broker, "trainer", 60.0).begin(scored["good"])
+    assert requested is not None
     assert requested.settled == set(batch.groups) - set(scored)
 
     # A group of main trains under the verdicts that it has.

@@ -23,7 +23,7 @@ from pipeline.events.continuation import (
 )
 from pipeline.log.exchanges import RememberedExchanges
 from tests.kits.conversations import CHUNK, chat, choices, exchange, growing, runs
-from trainer.batches.sequences import build
+from trainer.sequences import build
 
 MEMORIES = st.sampled_from([0, 15_000, 10_000_000])
 

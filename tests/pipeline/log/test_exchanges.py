@@ -30,7 +30,7 @@ from rollout_gateway.capture.registry import NOT_RECORDED, Completion, Registry
 from rollout_gateway.capture.trajectory import Trajectory
 from tests.kits.conversations import growing
 from tests.kits.log import take
-from trainer.batches.groups import TrainingGroup
+from trainer.batches.groups import AdmittedGroup, Refusal
 from trainer.batches.histories import Histories
 
 pytestmark = pytest.mark.anyio
@@ -168,12 +168,12 @@ async def test_a_lost_predecessor_makes_the_trajectory_unusable(nats_config: Nat
         with pytest.raises(HistoryGoneError, match="2 of 5 exchanges can be read"):
             await load_transcript(broker, "p", "t", 5)
         member = Member(trajectory="t", reward=1.0, exchanges=5, completed_seq=9)
-        group = TrainingGroup(
+        group = AdmittedGroup(
             GroupScored(project="p", model="m", group="g", judge="j", members=(member,)), Place(1, 0)
         )
         refusal = await Histories(broker, TrainerConfig(), Defaults()).read(group)
-        assert refusal is not None
-        assert (refusal.reason, group.sequences) == ("history_gone", None)
+        assert isinstance(refusal, Refusal)
+        assert refusal.reason == "history_gone"
         assert "2 of 5 exchanges can be read" in refusal.detail
         # A gateway that takes over numbers its calls after those that it can't read, and completes without a result.
         here = registry(broker)

@@ -19,8 +19,8 @@ from trainer.batches.packing import (
     prefix_shared,
     sharing_pays,
 )
-from trainer.batches.sequences import TokenSequence
 from trainer.engine.engine import Engine
+from trainer.sequences import TokenSequence
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_one_long_sequence_may_exceed_the_budget(engine: Engine) -> None:
 
 
 def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -> None:
-    from trainer.batches.groups import Example
+    from trainer.batches.examples import Example
 
     sequences, groups = tree_of_conversations(3)
     advantages = np.random.default_rng(1).normal(size=len(sequences))

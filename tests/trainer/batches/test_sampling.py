@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from pipeline.config import LoraConfig, LossConfig, TrainerConfig, VllmConfig
 from pipeline.sampling import NO_DEFAULTS, UNREADABLE, Defaults, sampling_of
 from tests.trainer.kit import VOCAB, backward, exactly, exchange, stir
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import padded, prefix_shared
 from trainer.batches.sampling import defaults_of, restrict
-from trainer.batches.sequences import build
 from trainer.engine.engine import Engine
+from trainer.sequences import build
 
 
 def asked(**settings: Any) -> bytes:

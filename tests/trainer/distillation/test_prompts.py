@@ -12,9 +12,9 @@ import pytest
 from pipeline.config import DistillConfig
 from pipeline.events import Hint
 from tests.trainer.kit import exchange
-from trainer.batches.sequences import build
-from trainer.distillation.lessons import Answer, lessons_of, teaching_of
 from trainer.distillation.prompts import HintedPrompts, HintUnusableError, transcript
+from trainer.distillation.teacher import TeacherAnswer, hinted_calls_of, teacher_logprobs_of
+from trainer.sequences import build
 from trainer.tiny import make_tokenizer
 
 TEXT = {"type": "text", "text": "No"}
@@ -195,16 +195,16 @@ def test_a_run_is_shown_as_what_followed_its_first_prompt(
 
 
 def test_a_lesson_is_the_teachers_prompt_and_the_trained_tokens_of_the_call() -> None:
-    """Forced tokens are no lesson's, and context of the run is not read twice."""
+    """No teacher is asked about forced tokens, and context of the run is not read twice."""
     (sequence,) = build("t", [
         exchange("t", 0, [5, 6], [7, 8]), exchange("t", 1, [5, 6, 7, 8, 9], [10, 11, 12], forced=[0, 1, 0])
     ])  # fmt: skip
-    lesson, = lessons_of(sequence, {1: np.array([20, 21, 22], np.int32), 4: np.array([20], np.int32)})  # fmt: skip
-    assert lesson.sequence.ids.tolist() == [20, 21, 22, 10, 11, 12]
-    assert lesson.sequence.loss_mask.tolist() == [False] * 3 + [True, False, True]
-    assert lesson.slots.tolist() == [2, 3]
+    hinted, = hinted_calls_of(sequence, {1: np.array([20, 21, 22], np.int32), 4: np.array([20], np.int32)})  # fmt: skip
+    assert hinted.sequence.ids.tolist() == [20, 21, 22, 10, 11, 12]
+    assert hinted.sequence.loss_mask.tolist() == [False] * 3 + [True, False, True]
+    assert hinted.slots.tolist() == [2, 3]
     everything = sequence.calls == 1
-    assert lessons_of(sequence.masking_out(everything), {1: np.array([20], np.int32)}) == ()
+    assert hinted_calls_of(sequence.masking_out(everything), {1: np.array([20], np.int32)}) == ()
 
 
 def test_a_teacher_from_outside_teaches_only_tokens_of_temperature_1() -> None:
@@ -214,13 +214,14 @@ def test_a_teacher_from_outside_teaches_only_tokens_of_temperature_1() -> None:
     ])  # fmt: skip
     ids = [np.array([7, 8], np.int32), np.array([9], np.int32)]
     answers = [
-        Answer(c, i, np.full(len(i), -1.0), i[:, None], np.full((len(i), 1), -1.0)) for c, i in enumerate(ids)
+        TeacherAnswer(c, i, np.full(len(i), -1.0), i[:, None], np.full((len(i), 1), -1.0))
+        for c, i in enumerate(ids)
     ]
-    teaching = teaching_of(sequence, answers)
-    assert teaching is not None
-    assert np.isnan(teaching.logprobs_k).tolist() == [False, False, True]
-    assert np.isnan(teaching.top_logprobs_kK).ravel().tolist() == [False, False, True]
-    assert teaching_of(sequence.masking_out(sequence.calls == 0), answers) is None
+    teacher_logprobs = teacher_logprobs_of(sequence, answers)
+    assert teacher_logprobs is not None
+    assert np.isnan(teacher_logprobs.logprobs_k).tolist() == [False, False, True]
+    assert np.isnan(teacher_logprobs.top_logprobs_kK).ravel().tolist() == [False, False, True]
+    assert teacher_logprobs_of(sequence.masking_out(sequence.calls == 0), answers) is None
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from tests.trainer.kit import VOCAB, exchange
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import padded
-from trainer.batches.sequences import TokenSequence, build
 from trainer.engine.engine import Engine
 from trainer.engine.state import TrainState
+from trainer.sequences import TokenSequence, build
 
 Configure = Callable[[dict[str, Any]], None]
 """Set these settings of an engine."""

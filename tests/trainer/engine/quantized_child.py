@@ -18,7 +18,7 @@ from pipeline.config import TrainerConfig
 from tests.kits.settings import with_values
 from tests.trainer import families
 from tests.trainer.kit import backward, stir, tree_of_conversations
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.engine.engine import Engine
 
 

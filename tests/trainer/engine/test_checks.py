@@ -14,7 +14,7 @@ import torch
 
 from tests.trainer.engine.kit import Configure, batch, sampled_by
 from tests.trainer.kit import sequence
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import Layout, Packing, micro_batches
 from trainer.engine import checks
 from trainer.engine.engine import Engine

@@ -14,11 +14,11 @@ from pipeline.config import TrainerConfig
 from pipeline.events import unpack_ids
 from tests.kits.settings import with_values
 from tests.trainer.kit import VOCAB, exactly, exchange, stir
-from trainer.batches.groups import Example
-from trainer.batches.sequences import TokenSequence, build
+from trainer.batches.examples import Example
 from trainer.checkpoints.tensors import adapter_files, state_bytes, state_of
-from trainer.distillation.lessons import Answer, lessons_of, teaching_of
+from trainer.distillation.teacher import TeacherAnswer, hinted_calls_of, teacher_logprobs_of
 from trainer.engine.engine import Engine
+from trainer.sequences import TokenSequence, build
 
 WEIGHT = 0.7
 PROMPT, HINTED = [5, 6, 9], np.array([5, 6, 17, 18, 9], np.int32)
@@ -50,8 +50,8 @@ def examples(advantage: float = 0.4) -> list[Example]:
     """Call 1 of the first and call 0 of the second sequence have hints."""
     first, second = sequences()
     return [
-        Example(first, advantage, lessons=lessons_of(first, {1: HINTED})),
-        Example(second, -advantage, lessons=lessons_of(second, {0: HINTED})),
+        Example(first, advantage, hinted_calls=hinted_calls_of(first, {1: HINTED})),
+        Example(second, -advantage, hinted_calls=hinted_calls_of(second, {0: HINTED})),
     ]
 
 
@@ -150,12 +150,12 @@ def test_the_answers_of_a_teacher_from_outside_have_the_gradient_of_the_literal_
         ids = unpack_ids(call.sampled_ids)
         best = its.topk(top_k, -1)
         answers.append(
-            Answer(
+            TeacherAnswer(
                 call.seq, ids, its[range(3), ids.tolist()].numpy(), best.indices.numpy(), best.values.numpy()
             )
         )
     batch = [
-        Example(s, advantage, teaching=teaching_of(s, [answer]))
+        Example(s, advantage, teacher=teacher_logprobs_of(s, [answer]))
         for s, advantage, answer in zip(sequences(), (0.4, -0.4), answers, strict=True)
     ]
 

@@ -21,7 +21,7 @@ from pipeline.config.trainer import LossType
 from tests.kits.settings import with_values
 from tests.trainer.engine.kit import batch
 from tests.trainer.kit import VOCAB, backward, settings, stir
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.engine.engine import Engine
 from trainer.engine.state import TrainState, UntrainableError
 from trainer.learner import _shape

@@ -15,12 +15,12 @@ from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig
 from tests.kits.settings import with_values
 from tests.trainer.families import ROWS, SHARED, VOCAB, make
 from tests.trainer.kit import backward, sequence, stir
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import AttentionSpan, padded, prefix_shared
-from trainer.batches.sequences import TokenSequence
 from trainer.engine import forward, verify
 from trainer.engine.engine import Engine
 from trainer.engine.forward import Forward
+from trainer.sequences import TokenSequence
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

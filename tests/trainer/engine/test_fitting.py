@@ -13,14 +13,14 @@ from pipeline.config import LoraConfig, MemoryConfig, TrainerConfig
 from tests.kits.settings import with_values
 from tests.trainer.engine.kit import batch
 from tests.trainer.kit import VOCAB, exactly, exchange
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import Layout
-from trainer.batches.sequences import build
 from trainer.engine import budget, checks
 from trainer.engine.engine import Engine
 from trainer.engine.fitting import check_within_memory
 from trainer.engine.model import PolicyModel
 from trainer.engine.state import UntrainableError
+from trainer.sequences import build
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from pipeline.config.trainer import LossType
 from tests.kits.settings import with_values
 from tests.trainer import formulas
 from tests.trainer.kit import exchange
-from trainer.batches.groups import Example
-from trainer.batches.sequences import build
+from trainer.batches.examples import Example
 from trainer.engine.loss import policy_loss
 from trainer.engine.loss_inputs import inputs_of
+from trainer.sequences import build
 
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 LENGTHS = (3, 5, 2, 4, 6, 1)

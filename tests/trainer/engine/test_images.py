@@ -28,12 +28,12 @@ from tests.kits.vision import (
     picture,
 )
 from tests.trainer.kit import exchange, settings, stir
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import padded
-from trainer.batches.sequences import TokenSequence, build
 from trainer.engine.engine import Engine
 from trainer.engine.images import ImageUnusableError, _open
 from trainer.engine.verify import image_sequences
+from trainer.sequences import TokenSequence, build
 
 RED, BLUE = picture((255, 0, 0)), picture((0, 0, 255), 84)
 

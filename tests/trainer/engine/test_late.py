@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,10 +13,11 @@ from pipeline.config.checks import check_trainer
 from tests.kits.settings import with_values
 from tests.trainer import kit
 from tests.trainer.kit import discards, steps_reach
-from trainer.batches.groups import Example
-from trainer.batches.sequences import OTHER_BRANCH, build
+from trainer.batches.examples import Example
+from trainer.batches.groups import GroupWithHistory, Refusal
 from trainer.engine.late import LateRunsError, is_late, late_metrics
 from trainer.engine.loss_inputs import inputs_of
+from trainer.sequences import OTHER_BRANCH, build
 
 LATE: dict[str, object] = {"late": "sequence_truncate", "max_staleness": 2}
 
@@ -62,16 +65,15 @@ def test_nothing_of_a_group_is_late_once_its_late_runs_are_refused(step: int) ->
         build(m.trajectory, [kit.exchange(m.trajectory, 0, [5], [7, 8, 9], step=at)])[0]
         for m, at in zip(scored.members, (step, 4), strict=True)
     )
-    group = kit.training_group(scored, [late, fresh])
-    assert group.bound_staleness(4, config) is None
+    why = "the effective sample size is too small"
+    group = kit.training_group(scored, [late, fresh]).within_staleness(4, config)
+    assert isinstance(group, GroupWithHistory)
     assert is_late(late, 4, config)
-    group.late_refused = "the effective sample size is too small"
-    assert group.bound_staleness(4, config) is None
-    assert [s.trajectory for s in group.sequences or ()] == [fresh.trajectory]
-    group = kit.training_group(scored, [late])
-    group.late_refused = "the effective sample size is too small"
-    refused = group.bound_staleness(4, config)
-    assert refused is not None
+    group = replace(group, late_refused=why).within_staleness(4, config)
+    assert isinstance(group, GroupWithHistory)
+    assert [s.trajectory for s in group.sequences] == [fresh.trajectory]
+    refused = replace(kit.training_group(scored, [late]), late_refused=why).within_staleness(4, config)
+    assert isinstance(refused, Refusal)
     assert refused.reason == "stale"
     assert refused.detail == (
         "all 3 tokens are more than 2 steps old at step 4 or of a later version; the effective sample size is too small"

@@ -26,7 +26,7 @@ from pipeline.config import (
 )
 from tests.trainer.families import make
 from tests.trainer.kit import backward, exactly, make_model, stir, tree_of_conversations
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import MicroBatch
 from trainer.engine import loading
 from trainer.engine import model as engines

@@ -27,12 +27,12 @@ from pipeline.config.trainer import LossType
 from tests.kits.settings import with_values
 from tests.trainer.engine.kit import Configure
 from tests.trainer.kit import VOCAB, backward, exchange, stir
-from trainer.batches.groups import Example
-from trainer.batches.sequences import TokenSequence, build
-from trainer.distillation.lessons import Teaching
+from trainer.batches.examples import Example
+from trainer.distillation.teacher import TeacherLogprobs
 from trainer.engine.engine import Engine
 from trainer.engine.loss import LossInputs, importance_weights, policy_loss
 from trainer.engine.loss_inputs import inputs_of
+from trainer.sequences import TokenSequence, build
 from trainer.trl_trainers import trl_imports
 
 with trl_imports():
@@ -434,10 +434,10 @@ def test_a_metric_of_sequences_counts_their_tokens_whatever_the_advantages_shape
 def test_a_teacher_that_rules_a_token_out_leaves_the_step_finite() -> None:
     (sequence,) = build("t", [exchange("t", 0, [5], [7, 8], logprobs=[-1.0, -1.0])])
     none = np.zeros((2, 0))
-    teaching = Teaching(np.array([-np.inf, -0.5]), none.astype(np.int64), none)
+    teacher_logprobs = TeacherLogprobs(np.array([-np.inf, -0.5]), none.astype(np.int64), none)
     config = with_values(TrainerConfig(), {"distill.weight": 1.0})
     inputs = inputs_of(
-        [Example(sequence, 0.5, teaching=teaching)],
+        [Example(sequence, 0.5, teacher=teacher_logprobs)],
         torch.full((1, 2), -1.0),
         config=config,
         sequences=1,

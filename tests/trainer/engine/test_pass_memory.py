@@ -22,12 +22,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.kits.settings import with_values
 from tests.trainer.kit import settings
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import micro_batches
-from trainer.batches.sequences import TokenSequence
 from trainer.engine import loading
 from trainer.engine.engine import Engine
 from trainer.engine.parallel import ProcessGroup
+from trainer.sequences import TokenSequence
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -20,8 +20,8 @@ from tests.trainer.engine.test_families import conversations
 from tests.trainer.families import make
 from tests.trainer.kit import exactly, exchange, stir
 from trainer.batches.packing import Cost, Layout, padded, prefix_shared, sharing_pays, used_ids
-from trainer.batches.sequences import TokenSequence, build
 from trainer.engine.engine import Engine
+from trainer.sequences import TokenSequence, build
 
 FAMILIES = (
     "qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "granitemoe", "gpt_oss", "minimax_m2", "glm4_moe", "deepseek_v2",

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tests.trainer.kit import backward, exactly, settings, stir, tree_of_conversations
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import FULL, AttentionSpan, Layout, prefix_shared, segments
-from trainer.batches.sequences import TokenSequence
 from trainer.engine import tree_attention
 from trainer.engine.engine import Engine
 from trainer.engine.tree_attention import planned
+from trainer.sequences import TokenSequence
 
 GQA = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 

@@ -13,7 +13,7 @@ from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig
 from tests.kits.settings import with_values
 from tests.trainer.engine.kit import Configure, batch
 from tests.trainer.kit import backward
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.engine.engine import Engine, updates_of
 from trainer.engine.passes import Passes
 

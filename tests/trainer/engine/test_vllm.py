@@ -14,11 +14,11 @@ from pipeline.config import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from pipeline.events import ExchangeRecorded
 from tests.conftest import VllmServer
 from tests.trainer import kit
-from trainer.batches.sequences import build
 from trainer.checkpoints import checkpoint
 from trainer.engine.engine import Engine
 from trainer.engine.state import SamplerMismatchError
 from trainer.learner import Learner
+from trainer.sequences import build
 
 pytestmark = pytest.mark.vllm
 

@@ -25,8 +25,8 @@ from tests.trainer.kit import (
     until,
 )
 from trainer import service
-from trainer.batches.sequences import build
 from trainer.checkpoints import checkpoint
+from trainer.sequences import build
 
 pytestmark = pytest.mark.anyio
 

@@ -36,8 +36,8 @@ from tests.kits.log import read_stream
 from tests.trainer import kit
 from tests.trainer.kit import all_acked, running, steps_reach
 from trainer.checkpoints.checkpoint import Best
-from trainer.checkpoints.retention import Retention, versions_to_keep
 from trainer.checkpoints.validation import Validation
+from trainer.retention import Retention, versions_to_keep
 
 pytestmark = pytest.mark.anyio
 V = [f"tiny@{i}" for i in range(13)]

@@ -38,7 +38,7 @@ from pipeline.log.broker import Broker, BrokerError, Recorded
 from pipeline.telemetry.logs import get_logger
 from trainer.learner import Learner
 
-log = get_logger("trainer.checkpoints.retention")
+log = get_logger("trainer.retention")
 
 _PolicyEvent = CheckpointPublished | PolicyLoaded | PolicyUnloaded | PolicyRetired
 

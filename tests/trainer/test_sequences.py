@@ -10,7 +10,7 @@ import pytest
 from pipeline.events import ExchangeRecorded, pack_logprobs
 from pipeline.sampling import Defaults
 from tests.trainer.kit import exchange
-from trainer.batches.sequences import TokenSequence, build
+from trainer.sequences import TokenSequence, build
 
 
 def trained(sequence: TokenSequence) -> list[int]:

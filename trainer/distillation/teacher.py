@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.events import ExchangeRecorded, TeacherAnswered, unpack_ids, unpack_logprobs
-from trainer.batches.sequences import TokenSequence
+from trainer.sequences import TokenSequence
 
 Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
 @dataclass(frozen=True, eq=False)
-class Lesson:
-    """What a teacher reads for one call: a prompt of its own, and the recorded tokens of the call."""
+class HintedCall:
+    """A call as its teacher reads it: with a hint in the prompt, and the recorded tokens of the call after it."""
 
     sequence: TokenSequence
     """The tokens that it is asked about are those of the loss mask."""
@@ -31,7 +31,7 @@ class Lesson:
 
 
 @dataclass(frozen=True, eq=False)
-class Teaching:
+class TeacherLogprobs:
     """A teacher's distribution at each of the k trained tokens of a sequence."""
 
     logprobs_k: Floats
@@ -41,18 +41,20 @@ class Teaching:
     top_logprobs_kK: Floats
 
     @classmethod
-    def blank(cls, tokens: int, top: int, dtype: npt.DTypeLike = np.float32) -> Teaching:
+    def blank(cls, tokens: int, top: int, dtype: npt.DTypeLike = np.float32) -> TeacherLogprobs:
         """Of a teacher that was asked nothing."""
         unknown = np.full((tokens, top), np.nan, dtype)
         return cls(np.full(tokens, np.nan, dtype), np.zeros((tokens, top), np.int64), unknown)
 
 
-def lessons_of(sequence: TokenSequence, prompts: Mapping[int, npt.NDArray[np.int32]]) -> tuple[Lesson, ...]:
-    """The lessons of those calls of a sequence that `prompts` has a teacher's prompt for, by call."""
+def hinted_calls_of(
+    sequence: TokenSequence, prompts: Mapping[int, npt.NDArray[np.int32]]
+) -> tuple[HintedCall, ...]:
+    """The calls of a sequence that `prompts` has a teacher's prompt for, by call."""
     if sequence.calls is None:
         return ()
     slots_T = np.cumsum(sequence.loss_mask) - 1
-    lessons = []
+    out = []
     for call, prompt in prompts.items():
         at = np.flatnonzero(sequence.calls == call)
         taught = sequence.loss_mask[at]
@@ -73,12 +75,12 @@ def lessons_of(sequence: TokenSequence, prompts: Mapping[int, npt.NDArray[np.int
             np.concatenate([context.temperatures, sequence.temperatures[at]]),
             cuts,
         )
-        lessons.append(Lesson(read, slots_T[at][taught], call))
-    return tuple(lessons)
+        out.append(HintedCall(read, slots_T[at][taught], call))
+    return tuple(out)
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class TeacherAnswer:
     """What a teacher from outside said of the n tokens that a call sampled (`rollout.teacher`)."""
 
     call: int
@@ -89,7 +91,7 @@ class Answer:
     top_logprobs_nK: Floats
 
 
-def answers_of(event: TeacherAnswered, exchanges: Iterable[ExchangeRecorded]) -> list[Answer]:
+def answers_by_call(event: TeacherAnswered, exchanges: Iterable[ExchangeRecorded]) -> list[TeacherAnswer]:
     """The answers about a run's calls; none if the event is about other tokens."""
     calls = [(e.seq, unpack_ids(e.sampled_ids)) for e in TeacherAnswered.calls_of(exchanges)]
     logprobs, width = unpack_logprobs(event.logprobs), event.top_k
@@ -99,17 +101,17 @@ def answers_of(event: TeacherAnswered, exchanges: Iterable[ExchangeRecorded]) ->
     top_logprobs = unpack_logprobs(event.top_logprobs).reshape(len(logprobs), width)
     ends = np.cumsum([len(ids) for _, ids in calls])[:-1]
     said = zip(*(np.split(x, ends) for x in (logprobs, top_ids, top_logprobs)), strict=True)
-    return [Answer(seq, ids, *of_call) for (seq, ids), of_call in zip(calls, said, strict=True)]
+    return [TeacherAnswer(seq, ids, *of_call) for (seq, ids), of_call in zip(calls, said, strict=True)]
 
 
-def teaching_of(sequence: TokenSequence, answers: Sequence[Answer]) -> Teaching | None:
+def teacher_logprobs_of(sequence: TokenSequence, answers: Sequence[TeacherAnswer]) -> TeacherLogprobs | None:
     """What a teacher from outside said of a sequence's trained tokens; `None` if nothing.
 
     It is asked at temperature 1. Tokens that were sampled at another temperature learn nothing from it: the policy's
     distribution at that temperature would be drawn to the teacher's at 1, and its own away from the teacher's."""
     if not answers or sequence.calls is None:
         return None
-    whole = Teaching.blank(len(sequence.ids), answers[0].top_ids_nK.shape[1])
+    whole = TeacherLogprobs.blank(len(sequence.ids), answers[0].top_ids_nK.shape[1])
     for answer in answers:
         at = np.flatnonzero(sequence.calls == answer.call)
         if np.array_equal(sequence.ids[at], answer.ids_n):  # else it is another choice of the call
@@ -119,30 +121,34 @@ def teaching_of(sequence: TokenSequence, answers: Sequence[Answer]) -> Teaching 
     whole.logprobs_k[sequence.temperatures != 1] = np.nan
     whole.top_logprobs_kK[sequence.temperatures != 1] = np.nan
     trained = sequence.loss_mask
-    part = Teaching(whole.logprobs_k[trained], whole.top_ids_kK[trained], whole.top_logprobs_kK[trained])
+    part = TeacherLogprobs(
+        whole.logprobs_k[trained], whole.top_ids_kK[trained], whole.top_logprobs_kK[trained]
+    )
     return None if np.isnan(part.logprobs_k).all() else part
 
 
-def taught(tokens: int, parts: Sequence[tuple[Lesson, Teaching]]) -> Teaching | None:
-    """What the teacher said of a sequence's `tokens` trained tokens, from what it said of its lessons. `None` if there
-    were none."""
+def joined(tokens: int, parts: Sequence[tuple[HintedCall, TeacherLogprobs]]) -> TeacherLogprobs | None:
+    """The teacher's logprobs of a sequence's `tokens` trained tokens, from those of its hinted calls. `None` if there
+    are none."""
     if not parts:
         return None
     first = parts[0][1]
-    whole = Teaching.blank(tokens, first.top_ids_kK.shape[1], first.logprobs_k.dtype)
-    for lesson, part in parts:
-        whole.logprobs_k[lesson.slots] = part.logprobs_k
-        whole.top_ids_kK[lesson.slots] = part.top_ids_kK
-        whole.top_logprobs_kK[lesson.slots] = part.top_logprobs_kK
+    whole = TeacherLogprobs.blank(tokens, first.top_ids_kK.shape[1], first.logprobs_k.dtype)
+    for hinted, part in parts:
+        whole.logprobs_k[hinted.slots] = part.logprobs_k
+        whole.top_ids_kK[hinted.slots] = part.top_ids_kK
+        whole.top_logprobs_kK[hinted.slots] = part.top_logprobs_kK
     return whole
 
 
-def metrics(teachings: Sequence[Teaching | None], logprobs: Sequence[Floats]) -> dict[str, float]:
+def metrics(
+    teacher_logprobs: Sequence[TeacherLogprobs | None], logprobs: Sequence[Floats]
+) -> dict[str, float]:
     """`tokens_taught`, and `teacher_gap`: the mean of log policy - log teacher over these tokens, which estimates the
     reverse KL divergence in nats. `logprobs[i]` are the policy's of sequence i before the step."""
     gaps = [
         (mine - said.logprobs_k)[~np.isnan(said.logprobs_k)]
-        for said, mine in zip(teachings, logprobs, strict=True)
+        for said, mine in zip(teacher_logprobs, logprobs, strict=True)
         if said is not None
     ]
     if not gaps:
