@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from judge.reward_parts import is_usable
 from pipeline.config import JudgeConfig, RewardConfig
 from pipeline.events import Hint, SignalGiven, TrajectoryCompleted
 from pipeline.events.signal import OWN_REWARD
-from pipeline.rewards import is_usable
 
 
 @dataclass(frozen=True)

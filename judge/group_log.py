@@ -14,7 +14,7 @@ from judge.feedback import counting
 from judge.groups import Arrival, GroupKey, GroupOnLog, read_group
 from judge.scoring import late_event
 from pipeline import crash
-from pipeline.backoff import Backoff
+from pipeline.concurrency.backoff import Backoff
 from pipeline.config import FeedbackConfig, JudgeConfig
 from pipeline.events import (
     AnyEvent,
@@ -26,12 +26,12 @@ from pipeline.events import (
     TrajectoryCompleted,
     now_us,
 )
-from pipeline.log.broker import Broker, Delivery, HistoryGoneError, Recorded
+from pipeline.log.broker import Broker, Delivery, HistoryGoneError, LogEntry
 from pipeline.log.messages import Place
 from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("judge.group_log")
+logger = get_logger("judge.group_log")
 
 _ROLLOUTS, _GROUPS = stream_of(TrajectoryCompleted), stream_of(GroupScored)
 _MAX_CACHED = 512
@@ -112,7 +112,7 @@ class GroupLog:
             except (msgspec.DecodeError, HistoryGoneError):
                 continue  # the consumer makes it a dead letter when it is delivered
             decoded.append(
-                Recorded[AnyEvent](event, _ROLLOUTS, message.seq, message.subject, message.headers)
+                LogEntry[AnyEvent](event, _ROLLOUTS, message.seq, message.subject, message.headers)
             )
         uncounted = {
             m.seq
@@ -148,7 +148,7 @@ class GroupLog:
         """Publish a late discard for each trajectory that is not `recorded` in the group's events."""
         for event in (a.event for a in arrivals if a.event.trajectory not in recorded):
             await self._broker.publish(late_event(event))
-            log.info("late", group=event.group, trajectory=event.trajectory)
+            logger.info("late", group=event.group, trajectory=event.trajectory)
 
     async def set_deadline(self, key: GroupKey, first: Place) -> None:
         """Set the deadline timer of an open group. `first`: the place of its first completed trajectory, whose time is

@@ -23,7 +23,7 @@ from pipeline.config import JudgeConfig
 from pipeline.events import JudgeMeasured, Verdict
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("judge.monitor")
+logger = get_logger("judge.monitor")
 
 _CHECK_S = 5.0
 _PUBLISH_S = 60.0
@@ -124,13 +124,13 @@ class JudgeMonitor:
                 scores, _ = await ruler.judge(group.transcripts, count=False)
                 pairs.append((group.rewards, scores))
             except JudgingError as error:
-                log.warning("anchor not judged", anchor=group.id, reason=str(error)[:300])
+                logger.warning("anchor not judged", anchor=group.id, reason=str(error)[:300])
         failed = len(self._anchors) - len(pairs)
         agreement = measure_agreement(pairs)
         alarm = agreement.kendall_tau is None or agreement.kendall_tau < self._config.anchors.min_tau
         measured = {**asdict(agreement), "failed": failed, "alarm": alarm}
         await self._publish(JudgeMeasured(**self._identity(name, ruler), **measured, kind="anchors"))
-        write = log.error if alarm else log.info
+        write = logger.error if alarm else logger.info
         message = "judge disagrees with the anchors" if alarm else "judge agrees with the anchors"
         message = message if pairs else "no anchor could be judged"
         write(message, ruler=name or "default", kendall_tau=agreement.kendall_tau, failed=failed)

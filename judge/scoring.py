@@ -19,6 +19,7 @@ import msgspec
 from judge.feedback import RunFeedback, feedback_on
 from judge.groups import Group, GroupKey, key_of
 from judge.models.params import scoring_params
+from judge.reward_parts import is_usable
 from judge.ruler.rubrics import load_rubric, rubric_of
 from pipeline.config import JudgeConfig
 from pipeline.events import (
@@ -31,7 +32,6 @@ from pipeline.events import (
     TrajectoryCompleted,
     Verdict,
 )
-from pipeline.rewards import is_usable
 
 AGENT = "agent"
 """Judge model in verdicts that pass agents' rewards through."""

@@ -32,6 +32,7 @@ from judge.ruler.transcripts import Transcript
 from judge.scoring import RewardComposer, Teach, judge_hash, score_closed
 from judge.teacher import open_teacher
 from pipeline import crash
+from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import Config
 from pipeline.events import (
     FeedbackTimedOut,
@@ -41,14 +42,13 @@ from pipeline.events import (
     TrajectoryCompleted,
     now_us,
 )
-from pipeline.gather import gather
 from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.log.consumer import handling
 from pipeline.running.service import Ready
 from pipeline.streams import RETRY_HEADER, consumer
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("judge")
+logger = get_logger("judge")
 
 _BATCH = 512
 _WAIT_S = 1.0
@@ -170,7 +170,7 @@ class Judge:
             else:
                 await delivery.give_back(_WRONG_EVENT_DELAY_S)
 
-        await gather(self._on_arrivals_of, list(by_group.items()), _READS)
+        await concurrently(self._on_arrivals_of, list(by_group.items()), _READS)
 
     async def _on_arrivals_of(self, arrived: tuple[GroupKey, list[Delivery]]) -> None:
         """Handle completions and signals of one group: score the group if one of them made it ready; acknowledge the
@@ -220,7 +220,7 @@ class Judge:
             self._begin_scoring(replace(state.group, again=True), delivery)
 
     async def _on_timers(self, batch: list[Delivery]) -> None:
-        await gather(self._on_timer, batch, _READS)
+        await concurrently(self._on_timer, batch, _READS)
 
     async def _on_timer(self, delivery: Delivery) -> None:
         """Close a group that has timed out, unless it was scored or discarded or is full."""
@@ -236,7 +236,7 @@ class Judge:
             place = await self._log.record_timeout(event)
             state = await self._log.read(key, place)
             if state is None or not state.group.members:  # its trajectories were deleted by retention
-                log.warning(
+                logger.warning(
                     "group not scored: the log no longer holds its runs", group=key.group, model=key.model
                 )
                 await delivery.ack()
@@ -288,7 +288,7 @@ class Judge:
             # first.
             if (end := await self._log.end_of(group.key)).ended:
                 return end.trajectories
-            log.info("group discarded", group=event.group, reason=event.reason, detail=event.detail)
+            logger.info("group discarded", group=event.group, reason=event.reason, detail=event.detail)
         ack = await self._broker.publish(event)
         crash.point("judge.after_publish")
         return (await self._log.end_of(group.key)).trajectories if ack.duplicate else group.trajectories

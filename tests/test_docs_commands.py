@@ -13,7 +13,7 @@ from typing import Never
 
 import pytest
 
-from pipeline import cli
+from pipeline.commands import main as cli
 from tests.test_packaging import ROOT
 
 PAGES = (

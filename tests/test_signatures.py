@@ -9,11 +9,11 @@ import anyio
 import msgspec
 import pytest
 
+from pipeline.commands.status import read_log
 from pipeline.config import ConfigError, NatsConfig, SigningConfig, load
 from pipeline.events import CheckpointPublished, DeadLettered, decode, encode
 from pipeline.log.broker import Broker
 from pipeline.running.plan import make_plan
-from pipeline.running.status import read_log
 from pipeline.security import nkey, signing
 from rollout_gateway.serving.policies import Policies
 from tests.kits.events import checkpoint as checkpoint_of

@@ -27,8 +27,8 @@ from anyio.to_thread import run_sync
 from datasets import Dataset
 from transformers import AutoTokenizer
 
+from pipeline.chat.demonstrations import demonstrated_replies
 from pipeline.config import Config
-from pipeline.demonstrations import demonstrated_replies
 from pipeline.events import ExchangeRecorded, now_us, pack_ids
 from pipeline.log.broker import Broker
 from pipeline.telemetry.logs import get_logger
@@ -44,7 +44,7 @@ from trainer.trl_trainers import plain_logprobs, trl_imports
 with trl_imports():
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
-log = get_logger("trainer.datasets")
+logger = get_logger("trainer.datasets")
 
 Kind = Literal["sft", "dpo", "kto"]
 _TRAINERS: dict[Kind, tuple[Any, Any]] = {
@@ -139,7 +139,7 @@ def compute(learner: Learner, scratch: Path, step: DatasetStep) -> PendingStep:
     after = learner.engine.state_with(state.step + 1, model.weights())
     after = dataclasses.replace(after, optimizer=state.optimizer, history=state.history | after.history)
     source = f"{step.kind}:sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"
-    log.info("trained on a data set", source=source, **metrics)
+    logger.info("trained on a data set", source=source, **metrics)
     return learner.write_step(after, source=source, metrics=metrics, started_at=started_at)
 
 

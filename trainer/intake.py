@@ -28,7 +28,7 @@ from trainer.queues import ModelQueue
 from trainer.recovery import unacknowledged
 from trainer.requested import batches_to_end
 
-log = get_logger("trainer")
+logger = get_logger("trainer")
 
 _CONSUMED_KEPT = 10_000
 """With more places of consumed groups in memory, those that the server has acknowledged are dropped."""
@@ -76,7 +76,7 @@ class Intake:
                 if isinstance(delivery.event, GroupScored):
                     await self._admit(delivery.event, delivery.place, delivery)
                 else:
-                    log.warning("event skipped: it is not a scored group", subject=delivery.subject)
+                    logger.warning("event skipped: it is not a scored group", subject=delivery.subject)
                     await delivery.ack()
                 self._redeliveries -= delivery.deliveries > 1
             self._redelivered.set()
@@ -192,7 +192,7 @@ class Intake:
             rewards = [m.reward for m in group.members]
             queue.learner.record_discarded(rewards, equal=refusal.reason == "no_variance")
         queue.requested.settle(event)
-        log.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)
+        logger.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)
         await self._finish(group)
 
     async def dead_letter(self, group: AdmittedGroup, reason: str, detail: str) -> None:
@@ -205,7 +205,7 @@ class Intake:
                 payload=encode(event),
             )
         )  # fmt: skip
-        log.error("group moved to the dead letters", group=event.group, reason=reason, detail=detail)
+        logger.error("group moved to the dead letters", group=event.group, reason=reason, detail=detail)
         await self._finish(group)
 
     async def _finish(self, group: AdmittedGroup) -> None:

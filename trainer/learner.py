@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from pipeline import crash
+from pipeline.chat.sampling import sampling_of
 from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, config_hash, with_batch_settings
 from pipeline.events import (
     STATE_FILE,
@@ -27,7 +28,6 @@ from pipeline.events import (
     pack_seqs,
 )
 from pipeline.names import version_name
-from pipeline.sampling import sampling_of
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.graders import cap_graders
 from trainer.batches.groups import GroupWithHistory
@@ -47,7 +47,7 @@ from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import StepResult, TrainState, UntrainableError, Weights
 from trainer.sequences import TokenSequence
 
-log = get_logger("trainer.learner")
+logger = get_logger("trainer.learner")
 
 MAX_ATTEMPTS = 10
 """After the process died this many times while it computed the same batch, the batch is not computed again."""
@@ -83,7 +83,7 @@ class Learner:
         self.sampling_defaults = defaults_of(engine.model.peft.get_base_model(), config.vllm.flags)
         """Sampling parameters that the inference server uses where a request names none."""
         if unsupported := sampling_of(b"{}", self.sampling_defaults).unsupported:
-            log.error(
+            logger.error(
                 "replies sampled with the inference server's default penalty are not trained, because the trainer "
                 "can't compute it: start vLLM with --generation-config vllm (vllm.args), or switch the penalty off "
                 "in the requests",
@@ -145,7 +145,7 @@ class Learner:
         self.engine.model.load_adapter(state.weights)
         self.state = state
         if STATE_FILE not in files:
-            log.warning(
+            logger.warning(
                 "optimizer state lost: training continues from the adapter in the log", version=event.version,
                 checkpoints=str(self.checkpoints.folder),
             )  # fmt: skip

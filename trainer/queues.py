@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import TrainerConfig
 from pipeline.events import GroupScored, TrainingBatch
-from pipeline.gather import gather
 from trainer.batches.groups import AdmittedGroup, GroupWithHistory, Refusal
 from trainer.batches.histories import Histories
 from trainer.batches.tasks import EarlierRuns
@@ -125,7 +125,7 @@ class ModelQueue:
     async def read_candidates(self) -> list[tuple[AdmittedGroup, GroupWithHistory | Refusal]]:
         """Read the exchanges of the candidates, where they are not read yet."""
         groups = self.candidates
-        read = await gather(self._read, groups)
+        read = await concurrently(self._read, groups)
         for group in groups:
             self.read_ahead.pop(group, None)
         return list(zip(groups, read, strict=True))
@@ -134,7 +134,7 @@ class ModelQueue:
         """Read the exchanges of the groups that the next step probably trains. A refusal is found again when their turn
         comes."""
         groups = list(self.waiting)[: self.settings.groups_per_step]
-        for group, read in zip(groups, await gather(self._read, groups), strict=True):
+        for group, read in zip(groups, await concurrently(self._read, groups), strict=True):
             if isinstance(read, GroupWithHistory):
                 self.read_ahead[group] = read
 

@@ -32,13 +32,13 @@ from pipeline.events import (
     group_key,
     standing_decisions,
 )
-from pipeline.loaded import LoadedVersions
 from pipeline.log import objects
-from pipeline.log.broker import Broker, BrokerError, Recorded
+from pipeline.log.broker import Broker, BrokerError, LogEntry
 from pipeline.telemetry.logs import get_logger
+from pipeline.versions.loaded import LoadedVersions
 from trainer.learner import Learner
 
-log = get_logger("trainer.retention")
+logger = get_logger("trainer.retention")
 
 _PolicyEvent = CheckpointPublished | PolicyLoaded | PolicyUnloaded | PolicyRetired
 
@@ -79,7 +79,7 @@ class ModelHistory:
         """Stream time of the retirement of a version in microseconds, by branch and version."""
         self.loaded = LoadedVersions()
 
-    def note(self, recorded: Recorded[_PolicyEvent]) -> None:
+    def note(self, recorded: LogEntry[_PolicyEvent]) -> None:
         """Take in an event, in the order of the log."""
         match recorded.event:
             case CheckpointPublished() as event:
@@ -140,7 +140,7 @@ class Retention:
                     await self._sweep()
                     swept = time.monotonic()
             except BrokerError as error:
-                log.warning("retention round failed; it is repeated", error=str(error))
+                logger.warning("retention round failed; it is repeated", error=str(error))
             await anyio.sleep(self._settings.every_s)
 
     async def run_once(self) -> None:
@@ -206,7 +206,7 @@ class Retention:
                 withdrawn=withdrawn,
             )
         )  # fmt: skip
-        log.info("version retired", version=version.version, withdrawn=withdrawn)
+        logger.info("version retired", version=version.version, withdrawn=withdrawn)
 
     def _grace_over(self, history: ModelHistory, version: Version) -> bool:
         """Whether a version was retired for `retention.grace_s`."""
@@ -222,7 +222,7 @@ class Retention:
         )
         if all(v.adapter != version.adapter for v in others):
             await objects.remove(self._broker, streams.ADAPTERS_BUCKET, version.adapter)
-            log.info("adapter removed", version=version.version, adapter=version.adapter)
+            logger.info("adapter removed", version=version.version, adapter=version.adapter)
             if version.state:
                 await objects.remove(self._broker, streams.ADAPTERS_BUCKET, version.state)
         history.forget(version)
@@ -231,7 +231,7 @@ class Retention:
 
     async def _read_news(self) -> None:
         """Read the events of versions and the pinned trajectories that came since the last round."""
-        news: Sequence[Recorded[_PolicyEvent]] = await self._broker.read_all(
+        news: Sequence[LogEntry[_PolicyEvent]] = await self._broker.read_all(
             (CheckpointPublished, PolicyLoaded, PolicyUnloaded, PolicyRetired),
             start_seq=self._next_policy, project=self._project,
         )  # fmt: skip
@@ -272,7 +272,7 @@ class Retention:
         before = int((time.time() - _ORPHAN_AGE_S) * 1e6)
         swept = await objects.sweep(self._broker, streams.ADAPTERS_BUCKET, before)
         if swept:
-            log.info("incomplete uploads removed", objects=swept)
+            logger.info("incomplete uploads removed", objects=swept)
         if self._config.trainer.branch == "main" and self._settings.policy_days:
             await self.delete_old_events(
                 int((time.time() - self._settings.policy_days * streams.DAY_S) * 1e6)
@@ -283,7 +283,7 @@ class Retention:
         removed versions. Decisions stay: a rollback goes back through them. Returns how many."""
         deleted = 0
         for name in self._learners:
-            events: Sequence[Recorded[_PolicyEvent]] = await self._broker.read_all(
+            events: Sequence[LogEntry[_PolicyEvent]] = await self._broker.read_all(
                 (CheckpointPublished, PolicyLoaded, PolicyUnloaded, PolicyRetired),
                 project=self._project,
                 model=name,
@@ -302,5 +302,5 @@ class Retention:
                 await self._broker.delete(recorded.stream, recorded.seq)
                 deleted += 1
         if deleted:
-            log.info("old policy events deleted", events=deleted)
+            logger.info("old policy events deleted", events=deleted)
         return deleted

@@ -2,7 +2,7 @@
 
 An exchange whose prompt begins with all tokens of an earlier sequence (prompt and reply) continues that sequence.
 Any other exchange begins a new one: the agent rewrote its history, or made a call beside it. Only sampled tokens
-are trained, those that `pipeline.sampling` names. Prompts, tool results and user turns are context.
+are trained, those that `pipeline.chat.sampling` names. Prompts, tool results and user turns are context.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.chat.images import media_of
+from pipeline.chat.sampling import NO_DEFAULTS, Defaults, Sampling, loss_mask, sampling_of, untrained_reason
 from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs, unpack_mask
-from pipeline.images import media_of
-from pipeline.sampling import NO_DEFAULTS, Defaults, Sampling, loss_mask, sampling_of, untrained_reason
 
 OTHER_BRANCH = 2**30
 """Step of a token that a version of another branch sampled, which this branch does not have. It is later than every

@@ -41,7 +41,7 @@ from trainer.recovery import catch_up
 from trainer.requested import RequestedBatches
 from trainer.retention import Retention
 
-log = get_logger("trainer")
+logger = get_logger("trainer")
 
 _RECONNECT_CHECK_S = 1.0
 _EXCHANGE_MEMORY_BYTES = 32 * 1024 * 1024
@@ -81,7 +81,7 @@ class Trainer:
             if self.config.trainer.branch != "main":
                 first = min(published, key=lambda event: event.step, default=None)
                 queue.histories.shared_until = first.step if first is not None and "#" in first.source else 0
-            log.info("resumed", model=name, step=queue.step, version=queue.learner.version)
+            logger.info("resumed", model=name, step=queue.step, version=queue.learner.version)
         await self.intake.catch_up(state.last_seq)
 
     async def require_whole_log(self) -> None:
@@ -205,7 +205,7 @@ class Trainer:
                 await self.broker.retry(acknowledge, "a group was not acknowledged")
         queue.batch.groups = []
         metrics = {k: round(v, 6) for k, v in event.metrics.items()}
-        log.info("step", version=event.version, batch=event.batch_id, **metrics)
+        logger.info("step", version=event.version, batch=event.batch_id, **metrics)
 
     async def _compute(self, queue: ModelQueue) -> PendingStep:
         """Compute the step in a thread, and read the exchanges of the next batch meanwhile."""
@@ -261,7 +261,7 @@ async def train(
             gpu.add(learner.engine.model for learner in learners.values())
         with Lease(broker, config, user_of(config)) as lease:
             if not await lease.take():
-                log.warning("another trainer trains this branch: this one waits until it ends")
+                logger.warning("another trainer trains this branch: this one waits until it ends")
                 ready(step=0)
                 await lease.wait()
             try:
@@ -289,12 +289,12 @@ async def _train(
             await trainer.intake.until_redelivered(2 * spec.ack_wait_s)
             tg.cancel_scope.cancel()
     except* LogShrankError:
-        log.error("the log lost its end: the trainer ends, and reads it anew at its next start")
+        logger.error("the log lost its end: the trainer ends, and reads it anew at its next start")
         raise
 
 
 async def serve(config: Config, ready: Ready, process_group: ProcessGroup | None = None) -> None:
     """Train until cancelled. After `trainer.max_steps` the service stays up idle, and new groups stay on the log."""
     await train(config, ready, process_group)
-    log.info("training has ended: every model reached trainer.max_steps")
+    logger.info("training has ended: every model reached trainer.max_steps")
     await anyio.sleep_forever()

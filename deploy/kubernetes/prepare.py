@@ -20,9 +20,9 @@ from typing import Any
 
 import yaml
 
+from pipeline.commands.prepare import prepare
 from pipeline.config import Config, ConfigError, load, save
 from pipeline.files import write_once, write_whole
-from pipeline.running.prepare import prepare
 from pipeline.security import users
 
 SECRETS = {

@@ -29,9 +29,9 @@ from judge.ruler.asking import JudgingError
 from judge.ruler.rubrics import load_rubric, rubric_of
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript
+from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import ConfigError, JudgeConfig, RewardConfig, load
 from pipeline.events import TrajectoryCompleted, Verdict
-from pipeline.gather import gather
 
 
 async def evaluate(
@@ -61,7 +61,7 @@ async def evaluate(
         verdicts.extend(given)
 
     began = time.monotonic()
-    await gather(judge, groups, config.concurrency)
+    await concurrently(judge, groups, config.concurrency)
     duration_s = time.monotonic() - began
     latencies = sorted(v.latency_s for v in verdicts) or [0.0]
     return {

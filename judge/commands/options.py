@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pipeline.command_line import add_overrides
+from pipeline.terminal.parsers import add_overrides
 
 
 def add_settings(parser: argparse.ArgumentParser, config_help: str = "settings, TOML") -> None:

@@ -46,6 +46,7 @@ from judge.scoring import (
     with_lessons,
 )
 from judge.teacher import open_teacher
+from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import Config, ConfigError
 from pipeline.events import (
     GroupDiscarded,
@@ -56,13 +57,12 @@ from pipeline.events import (
     now_us,
 )
 from pipeline.events.group import DiscardReason
-from pipeline.gather import gather
-from pipeline.log.broker import Broker, BrokerError, HistoryGoneError, Recorded
+from pipeline.log.broker import Broker, BrokerError, HistoryGoneError, LogEntry
 from pipeline.names import InvalidNameError, check_name
-from pipeline.running.runs import log_of, run_settings
+from pipeline.running.installations import installation_settings, log_of
 from pipeline.telemetry import logs
 
-log = logs.get_logger("judge.commands.rejudge")
+logger = logs.get_logger("judge.commands.rejudge")
 
 GroupEvent = GroupScored | GroupDiscarded
 
@@ -137,7 +137,7 @@ class Rejudge:
             and r.event.reason in ("unscored", "too_small", "over_budget")
             and _key(r.event) not in scored
         ]
-        candidates: list[Recorded[Any]] = [*scored.values(), *dropped]
+        candidates: list[LogEntry[Any]] = [*scored.values(), *dropped]
         candidates = [
             r
             for r in candidates
@@ -148,10 +148,10 @@ class Rejudge:
         todo = [r for r in chosen if _key(r.event) not in done]
         self._together = {_key(r.event)[:2] for r in todo}
         self.report.skipped = len(chosen) - len(todo)
-        await gather(self._rejudge, todo, self._config.judge.concurrency)
+        await concurrently(self._rejudge, todo, self._config.judge.concurrency)
         return self.report
 
-    async def _rejudge(self, recorded: Recorded[GroupScored] | Recorded[GroupDiscarded]) -> None:
+    async def _rejudge(self, recorded: LogEntry[GroupScored] | LogEntry[GroupDiscarded]) -> None:
         event = recorded.event
         try:
             if isinstance(event, GroupScored):
@@ -211,7 +211,7 @@ class Rejudge:
         said = [r.event for r in await self._broker.read(SignalGiven, **names)]
         return tuple(counting(said, self._config.judge))
 
-    async def _completed(self, event: GroupEvent, run: str, seq: int = 0) -> Recorded[TrajectoryCompleted]:
+    async def _completed(self, event: GroupEvent, run: str, seq: int = 0) -> LogEntry[TrajectoryCompleted]:
         """Return the completion of a run of the group, which was recorded at `seq` (0: unknown). Raises
         `HistoryGoneError` if the log does not hold it."""
         with suppress(HistoryGoneError):  # then it is looked for by its subject
@@ -243,7 +243,7 @@ class Rejudge:
 
     async def _fail(self, event: GroupEvent, reason: DiscardReason, detail: str) -> None:
         self.report.failed += reason == "unscored"
-        tell = log.error if reason == "unscored" else log.info
+        tell = logger.error if reason == "unscored" else logger.info
         tell("not rejudged", group=event.group, reason=reason, detail=detail[:300])
         if self.report.branch != "main":  # there, the group's earlier verdicts stay in use
             await self._publish_discard(event, reason, detail)
@@ -315,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         for name in filter(None, (args.branch, args.verdicts)):
             check_name(name)
-        config = run_settings(args.run_dir, args.config, args.overrides, args.nats_url)
+        config = installation_settings(args.run_dir, args.config, args.overrides, args.nats_url)
         log_of(config)
         report = anyio.run(_run, config, args)
     except (ConfigError, BrokerError, InvalidNameError) as error:

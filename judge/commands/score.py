@@ -26,7 +26,7 @@ from judge.ruler.transcripts import Transcript
 from judge.scoring import GroupRewards, UnscoredError, judge_hash
 from pipeline.config import Config, ConfigError, load
 from pipeline.events import TrajectoryCompleted
-from pipeline.printing import visible_json
+from pipeline.terminal.printing import visible_json
 
 
 @dataclass(frozen=True)

@@ -18,21 +18,21 @@ from judge.feedback import RunFeedback, by_run, feedback_value, merge
 from judge.limits import share_of
 from judge.models.judge_model import open_judge_model
 from judge.next_state import NextStateJudge
+from judge.reward_parts import combine, is_usable
 from judge.rewards.sandbox import FunctionReward, RewardFunction, RewardFunctionError
 from judge.ruler.asking import JudgingError, LoadTranscript
 from judge.ruler.rubrics import load_rubric, rubric_of
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript, load_transcript
 from judge.scoring import AGENT, GroupRewards, agent_reward, judge_hash
+from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import Config, JudgeConfig, RewardConfig
 from pipeline.events import GroupScored, Score, SignalGiven, TrajectoryCompleted, Verdict
-from pipeline.gather import gather
 from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.log.subjects import stream_of
-from pipeline.rewards import combine, is_usable
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("judge.rewards.compose")
+logger = get_logger("judge.rewards.compose")
 
 _RECENT = 1000
 """Messages of the stream `GROUPS` from which a starting judge learns its position bias."""
@@ -90,7 +90,7 @@ class ConfiguredComposer:
             final, verdicts = await self._ruled("", members)
             reported = {m.trajectory: {**_reported(m), "ruler": final[m.trajectory]} for m in members}
             return GroupRewards(final, reported, verdicts)
-        components = await gather(lambda r: self._component(r, members, signals), self._config.rewards)
+        components = await concurrently(lambda r: self._component(r, members, signals), self._config.rewards)
         return self._compose(
             members, dict(zip((r.name for r in self._config.rewards), components, strict=True))
         )
@@ -106,9 +106,9 @@ class ConfiguredComposer:
             if second is None or share_of(sampled) >= self._config.second.share:
                 return ()
             try:
-                _, given = await second.judge(await gather(self._load, members))
+                _, given = await second.judge(await concurrently(self._load, members))
             except (JudgingError, HistoryGoneError) as error:
-                log.warning(
+                logger.warning(
                     "the second judge gave no scores", group=members[0].group, reason=str(error)[:300]
                 )
                 return ()
@@ -121,7 +121,7 @@ class ConfiguredComposer:
             ruled = await self.rulers[name](members)
             return ruled[1]
 
-        verdicts = await gather(lambda ask: ask(), (rule, opinions))
+        verdicts = await concurrently(lambda ask: ask(), (rule, opinions))
         return ruled[0], (*verdicts[0], *verdicts[1])
 
     async def _component(
@@ -169,10 +169,10 @@ class ConfiguredComposer:
                 return returned
             except (RewardFunctionError, HistoryGoneError, msgspec.DecodeError) as error:
                 reason = f"reward function {reward.name} failed: {error}"
-                log.error(reason, trajectory=member.trajectory)
+                logger.error(reason, trajectory=member.trajectory)
                 return None
 
-        results = zip((m.trajectory for m in members), await gather(call, members), strict=True)
+        results = zip((m.trajectory for m in members), await concurrently(call, members), strict=True)
         return {trajectory: returned for trajectory, returned in results if returned is not None}
 
     def _compose(

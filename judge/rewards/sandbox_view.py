@@ -53,7 +53,9 @@ def command(readable: Iterable[str], hidden: Iterable[str], argv: list[str]) -> 
     """Return the command that runs `argv` in a sandbox which shows the files and folders `readable`, read-only.
 
     `hidden` are folders (the run directory) that are shown empty even if they are within something readable."""
-    python = (sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve()))
+    # A virtual environment may be a link.
+    prefixes = (sys.prefix, str(Path(sys.prefix).resolve()), sys.base_prefix)
+    python = (*prefixes, str(Path(sys.executable).resolve()))
     shown: list[Path] = []
     candidates = {Path(os.path.abspath(p)) for p in (*_SYSTEM, *python, *readable)}  # noqa: PTH100 - links stay
     for place in sorted(candidates, key=lambda p: len(p.parts)):

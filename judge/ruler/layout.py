@@ -14,7 +14,7 @@ from os.path import commonprefix
 from typing import Any
 
 from judge.ruler.transcripts import Transcript, render_message, render_tools
-from pipeline.conversations import Conversation, Message
+from pipeline.chat.conversations import Conversation, Message
 
 _MIN_SHARED = 1_000
 """Characters from which text of several trajectories is shown once."""

@@ -25,7 +25,7 @@ from judge.ruler.layout import PromptLayout, build_layout
 from judge.ruler.replies import SCORES, Scale
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript, shorten, utf8_size
-from pipeline.conversations import runs_of
+from pipeline.chat.conversations import runs_of
 
 BYTES_PER_TOKEN = 3
 """A cautious estimate that needs no tokenizer: English has about 4 bytes of UTF-8 per token, Chinese about 3."""

@@ -19,7 +19,7 @@ from pipeline.log.retry import retry_while_unavailable
 from pipeline.log.stream_reader import StreamReader
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("pipeline.log.provision")
+logger = get_logger("pipeline.log.provision")
 
 _STREAM_FIELDS = (
     "description", "subjects", "max_age", "max_bytes", "discard", "duplicate_window", "num_replicas", "compression",

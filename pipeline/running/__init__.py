@@ -1,4 +1,4 @@
-"""An installation: what it starts, how it watches and restarts it, and where a run keeps its files.
+"""An installation: what it starts, how it watches and restarts it, and where it keeps its files.
 
 | module | what it holds |
 | --- | --- |
@@ -10,13 +10,10 @@
 | `service` | how a service process starts, reports readiness and stops |
 | `child` | starts a process that ends with its parent, and ends one that hangs |
 | `environment` | the environment variables that each process gets |
-| `prepare` | the command `journeywork prepare`: keys and settings for containers |
-| `backup`, `restore` | the commands `journeywork backup` and `restore`: a whole installation, stopped |
-| `runs` | which run a command means, and how to reach its log |
+| `installations` | which installation a command means, its settings, and how to reach its log |
 | `state` | `state.json`: the processes of an installation and their addresses |
-| `run_lock` | one installation at a time in a run directory |
+| `folder_lock` | one set of processes at a time in an installation's folder |
 | `gateway_api` | the gateway's API, for commands |
 | `families` | the tool parser of a model's family |
-| `status` | the command `journeywork status` |
 | `vllm_guard` | API keys on every path of vLLM |
 """

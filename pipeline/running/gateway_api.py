@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 
 from pipeline.errors import ConfigError
-from pipeline.printing import visible
-from pipeline.running.runs import find_run
+from pipeline.running.installations import find_installation
 from pipeline.running.state import STATE, read_state
+from pipeline.terminal.printing import visible
 
 URL_VARIABLE, KEY_VARIABLE = "JOURNEYWORK_URL", "JOURNEYWORK_API_KEY"
 _OWN_KEY = Path("keys", "operator.key")
@@ -50,7 +50,7 @@ def connect(args: argparse.Namespace) -> GatewayApi:
     url = args.url or ("" if args.run_dir else os.environ.get(URL_VARIABLE, ""))
     folder: Path | None = None
     if not url:
-        folder = find_run(args.run_dir)
+        folder = find_installation(args.run_dir)
         state = read_state(folder)
         if state is None:
             raise ConfigError(

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from pipeline.config import Config
 from pipeline.events import AnyEvent, ExchangeRecorded, GroupScored, TrajectoryCompleted, TrajectoryOpened
-from pipeline.log.broker import Broker, Consumption, Recorded
+from pipeline.log.broker import Broker, Consumption, LogEntry
 from pipeline.running.service import Ready, main
 from pipeline.telemetry import langfuse, spans
 from pipeline.telemetry.backend import TraceBackend, requests_of, send
@@ -34,7 +34,7 @@ class SpanMaker:
         self._broker, self._content = broker, content
         self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()
 
-    async def make(self, recorded: Recorded[AnyEvent]) -> tuple[list[ReadableSpan], list[langfuse.Score]]:
+    async def make(self, recorded: LogEntry[AnyEvent]) -> tuple[list[ReadableSpan], list[langfuse.Score]]:
         event, content = recorded.event, self._content
         match event:
             case ExchangeRecorded():
@@ -63,7 +63,7 @@ class SpanMaker:
         trajectory: str,
         group: str,
         model: str,
-        call: Recorded[AnyEvent] | None = None,
+        call: LogEntry[AnyEvent] | None = None,
     ) -> Run:
         """Return a trajectory as its spans show it. `call` is one of its calls."""
         key = (project, trajectory)
@@ -80,7 +80,7 @@ class SpanMaker:
         return self._runs[key]
 
     async def _first_headers(
-        self, project: str, trajectory: str, call: Recorded[AnyEvent] | None
+        self, project: str, trajectory: str, call: LogEntry[AnyEvent] | None
     ) -> Mapping[str, str]:
         """Return the headers of a trajectory's first call: all its spans are in the trace that this call brought."""
         if call is not None and isinstance(call.event, ExchangeRecorded) and not call.event.seq:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from pipeline.backoff import Backoff
+from pipeline.concurrency.backoff import Backoff
 from pipeline.config import ConfigError
 from pipeline.events import GroupScored, Member
 from pipeline.telemetry.content import Content
@@ -24,7 +24,7 @@ from pipeline.telemetry.logs import get_logger
 from pipeline.telemetry.spans import verdict_span_id
 from pipeline.telemetry.trace import Run, hashed
 
-log = get_logger("pipeline.telemetry.langfuse")
+logger = get_logger("pipeline.telemetry.langfuse")
 
 _AT_ONCE = 100
 """Scores in one request."""
@@ -115,12 +115,12 @@ async def _post(client: httpx.AsyncClient, scores: Sequence[Score]) -> bool:
     try:
         answer = await client.post("/api/public/scores", content=msgspec.json.encode(scores))
     except httpx.HTTPError as error:
-        log.warning("Langfuse does not answer; trying again", error=str(error) or type(error).__name__)
+        logger.warning("Langfuse does not answer; trying again", error=str(error) or type(error).__name__)
         return False
     facts: dict[str, Any] = {"status": answer.status_code, "answer": answer.text[:200]}
     if answer.status_code in _LATER or answer.status_code >= 500:
-        log.warning("Langfuse took no scores; trying again", **facts)
+        logger.warning("Langfuse took no scores; trying again", **facts)
         return False
     if not answer.is_success or answer.status_code == _SOME_REFUSED:
-        log.error("Langfuse refused scores", scores=len(scores), **facts)
+        logger.error("Langfuse refused scores", scores=len(scores), **facts)
     return True

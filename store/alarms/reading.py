@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline.log.health import Fill  # pages read alarms without the log
     from pipeline.log.unwritten import Unwritten
 
-log = get_logger("store.alarms")
+logger = get_logger("store.alarms")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def evaluate(
             named = project or config.project
             conditions.append(Condition(alarm.name, named, model, about, _number(value), compared, detail))
         else:
-            log.warning(
+            logger.warning(
                 "a condition says nothing", alarm=alarm.name, project=project, model=model, about=about, value=value
             )  # fmt: skip
     return conditions

@@ -22,13 +22,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.command_line import command_parser
 from pipeline.config import ConfigError
 from pipeline.events.types import REWARD_TOLERANCE
-from pipeline.printing import visible_json
-from pipeline.running.runs import run_settings
+from pipeline.running.installations import installation_settings
+from pipeline.terminal.parsers import command_parser
+from pipeline.terminal.printing import visible_json
 from store.reading import sql
-from store.reading.commands import add_run, exit_status
+from store.reading.options import add_run, exit_status
 
 _KEYS = ("branch", "judge", "judge_model", "rubric")
 _COLUMNS = {"rubric": "rubric_hash"}
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    config = run_settings(args.run_dir, args.config, sections=("store",))
+    config = installation_settings(args.run_dir, args.config, sections=("store",))
     with sql.connect(config) as connection:
         first, second = parse_side(args.a), parse_side(args.b)
         a, b = (rewards(connection, side, calls=args.calls) for side in (first, second))

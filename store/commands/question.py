@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.config import Config, ConfigError, load
 from pipeline.names import check_name
-from pipeline.running.runs import SETTINGS
+from pipeline.running.installations import SETTINGS
 from store.reading.sql import quoted
 
 _JUDGING = ("judge", "feedback")

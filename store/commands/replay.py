@@ -22,17 +22,17 @@ import duckdb
 import msgspec
 import pyarrow as pa
 
-from pipeline.command_line import command_parser
 from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import Event, GroupScored, TrajectoryCompleted, now_us
 from pipeline.log.broker import Broker
 from pipeline.log.subjects import keys_of
 from pipeline.names import check_name
-from pipeline.running.runs import log_of, run_settings
+from pipeline.running.installations import installation_settings, log_of
 from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry import logs
+from pipeline.terminal.parsers import command_parser
 from store.reading import rebuild, sql
-from store.reading.commands import add_run, exit_status
+from store.reading.options import add_run, exit_status
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,9 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--branch {args.branch}: name a branch other than main and the one that is replayed"
         )
-    config = run_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats", "store"))
+    config = installation_settings(
+        args.run_dir, args.config, nats_url=args.nats_url, sections=("nats", "store")
+    )
     with sql.connect(config) as connection:
         groups = select_groups(connection, args.where, args.from_branch)
         counts: dict[str, Any] = {"groups": len(groups), "ids": [stored.group.group for stored in groups]}

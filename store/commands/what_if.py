@@ -31,19 +31,19 @@ from urllib.parse import quote
 import anyio
 import duckdb
 
-from pipeline.command_line import add_overrides, command_parser
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished, Variant, WhatIfAnswered
 from pipeline.log.broker import Broker
 from pipeline.names import branch_model, version_address, version_name
-from pipeline.printing import visible
 from pipeline.running.gateway_api import KEY_VARIABLE, GatewayApi, GatewayError, connect
-from pipeline.running.runs import SETTINGS, find_run, log_of, run_settings
+from pipeline.running.installations import SETTINGS, find_installation, installation_settings, log_of
 from pipeline.running.state import read_state
+from pipeline.terminal.parsers import add_overrides, command_parser
+from pipeline.terminal.printing import visible
 from store.commands.question import Plan, Question, as_flags, read_question
 from store.commands.replay import StoredGroup, replay, select_groups
 from store.reading import sql
-from store.reading.commands import exit_status
+from store.reading.options import exit_status
 
 _SERVICES = "gateway,sampler,store"
 """Beside the log and the inference server."""
@@ -60,14 +60,14 @@ class WhatIfError(Exception):
 def answer(args: argparse.Namespace, run_dir: Path) -> WhatIfAnswered:
     """Train and compare the branches, and record the answer. Raises `ConfigError`, `WhatIfError`, and the errors of the
     log and of the store."""
-    config, commands = run_settings(run_dir), Commands(run_dir)
+    config, commands = installation_settings(run_dir), Commands(run_dir)
     question = read_question(args, config)
     with sql.connect(config) as connection:
         groups = select_groups(connection, question.selection)
         if not groups:
             raise WhatIfError(f"no scored group of {run_dir} is selected by: {question.selection}")
         with serving(config, run_dir, commands):
-            config = run_settings(run_dir)
+            config = installation_settings(run_dir)
             gateway = connect(argparse.Namespace(run_dir=str(config.run_dir), url=None, key=None))
             # What the last step needs is checked before the first one.
             baseline = args.against or question.model
@@ -309,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    run_dir = find_run(args.run_dir).resolve()
+    run_dir = find_installation(args.run_dir).resolve()
     answered = answer(args, run_dir)
     _say(f"the dashboard's page What if has the answer; evaluation {answered.evaluation}")
     for variant in answered.variants:

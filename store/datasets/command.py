@@ -14,15 +14,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.command_line import command_parser
-from pipeline.printing import visible
-from pipeline.running.runs import run_settings
+from pipeline.running.installations import installation_settings
+from pipeline.terminal.parsers import command_parser
+from pipeline.terminal.printing import visible
 from store.datasets.folder import Source, files_of, upload, write
 from store.datasets.rows import FORMATS, rows_of
 from store.datasets.runs import select
 from store.lake.storage import StoreError
 from store.reading import sql
-from store.reading.commands import add_run, exit_status
+from store.reading.options import add_run, exit_status
 
 _HUB = "hf://datasets/"
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    with sql.connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:
+    with sql.connect(installation_settings(args.run_dir, args.config, sections=("store",))) as connection:
         runs = select(connection, args.query)
         bases = connection.execute(
             "SELECT DISTINCT base_model FROM checkpoints WHERE list_contains($models, model) ORDER BY ALL",

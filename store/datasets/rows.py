@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.conversations import Conversation, Message, text_of
+from pipeline.chat.conversations import Conversation, Message, text_of
 from pipeline.events.types import REWARD_TOLERANCE
 from store.datasets.runs import Run
 

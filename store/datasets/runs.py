@@ -9,8 +9,8 @@ from typing import Any
 import duckdb
 import msgspec
 
+from pipeline.chat.conversations import Conversation, build_conversations
 from pipeline.config import ConfigError
-from pipeline.conversations import Conversation, build_conversations
 from pipeline.events import ExchangeRecorded
 from store.reading import rebuild
 

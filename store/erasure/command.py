@@ -28,16 +28,16 @@ from pipeline.events import DataErased
 from pipeline.files import write_whole
 from pipeline.log.broker import Broker
 from pipeline.names import version_address
-from pipeline.printing import visible
-from pipeline.running.runs import log_of, run_settings
+from pipeline.running.installations import installation_settings, log_of
 from pipeline.telemetry import logs
+from pipeline.terminal.printing import visible
 from store.datasets import folder as folders
 from store.erasure import on_log
 from store.erasure.in_lake import Rewriter
 from store.erasure.plan import Plan, journal_of, make_plan
 from store.lake.lake import open_lake
 from store.reading import sql
-from store.reading.commands import exit_status
+from store.reading.options import exit_status
 
 _WRITTEN_S = 60.0
 """How long the store may take to write what the log holds."""
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _run(args: argparse.Namespace) -> int:
     if not args.subject:
         raise ConfigError("--subject names nobody")
-    config = run_settings(args.run_dir)
+    config = installation_settings(args.run_dir)
     async with Broker.connect(log_of(config), name="erase", provision=False) as broker:
         await _until_written(broker)
         plan = await anyio.to_thread.run_sync(_plan, config, args)

@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 
 from pipeline.config import Config, ConfigError
 from pipeline.files import read_json, write_once
-from pipeline.lake_files import S3
 from pipeline.names import new_id
+from pipeline.versions.lake_files import S3
 from store.datasets.folder import SPLITS
 
 _OF_PERSON = """

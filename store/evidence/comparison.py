@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 
 from pipeline.errors import ConfigError
 from pipeline.names import parse_version, split_point
-from pipeline.sequential import interval
+from store.evidence.sequential import interval
 
 Verdict = Literal["promote", "rollback", "hold", "continue"]
 
@@ -150,7 +150,9 @@ class Evidence(Struct, frozen=True, kw_only=True):
     verdict: Verdict = "continue"
 
 
-def gather(connection: duckdb.DuckDBPyConnection, project: str, begun: Evidence, until: int) -> Evidence:
+def read_evidence(
+    connection: duckdb.DuckDBPyConnection, project: str, begun: Evidence, until: int
+) -> Evidence:
     """Return what the history says at `until` of the comparison that began with `begun`, by its plan. Raises
     `ConfigError` for a metric that DuckDB can't compute."""
     plan, (model, step) = begun.plan, parse_version(begun.candidate)

@@ -23,10 +23,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from pipeline.command_line import command_parser
 from pipeline.config import Config, ConfigError
 from pipeline.names import new_id, parse_version
-from pipeline.printing import visible
 from pipeline.running.gateway_api import (
     GatewayApi,
     GatewayError,
@@ -34,10 +32,12 @@ from pipeline.running.gateway_api import (
     connect,
     say_what_is_awaited,
 )
-from pipeline.running.runs import run_settings
-from store.evidence.comparison import Evidence, Finding, Guard, Metric, Plan, gather
+from pipeline.running.installations import installation_settings
+from pipeline.terminal.parsers import command_parser
+from pipeline.terminal.printing import visible
+from store.evidence.comparison import Evidence, Finding, Guard, Metric, Plan, read_evidence
 from store.reading import sql
-from store.reading.commands import exit_status
+from store.reading.options import exit_status
 
 _SETTLED_S = 30
 """How long the store may take to have an event. What is younger is left for the next look."""
@@ -148,9 +148,9 @@ def _begin(args: argparse.Namespace) -> int:
     model = parse_version(args.candidate)[0]
     if parse_version(args.control)[0] != model or args.control == args.candidate:
         raise ConfigError(f"{args.candidate} and {args.control} must be two versions of one model")
-    config = run_settings(args.run_dir, sections=("store",))
+    config = installation_settings(args.run_dir, sections=("store",))
     # An expression that DuckDB refuses begins nothing.
-    gather(sql.connect(config), config.project, begun, 0)
+    read_evidence(sql.connect(config), config.project, begun, 0)
     body = {
         "version": args.candidate, "other": args.control, "percent": args.percent, "request": new_id("compare"),
         "evidence": msgspec.json.encode(begun).decode(), "reason": f"compared by {args.metric}",
@@ -165,7 +165,7 @@ def _begin(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> int:
-    gateway, config = connect(args), run_settings(args.run_dir, sections=("store",))
+    gateway, config = connect(args), installation_settings(args.run_dir, sections=("store",))
     while True:
         begun = _in_force(gateway, args.model)
         evidence = _look(config, begun)
@@ -183,7 +183,7 @@ def _watch(args: argparse.Namespace) -> int:
 
 
 def _approve(args: argparse.Namespace) -> int:
-    gateway, config = connect(args), run_settings(args.run_dir, sections=("store",))
+    gateway, config = connect(args), installation_settings(args.run_dir, sections=("store",))
     begun = _in_force(gateway, args.model)
     evidence = _look(config, begun)
     _say(evidence)
@@ -198,13 +198,13 @@ def _approve(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     """Compute every decision again, exactly: the same runs in the same order give the same floats. Decisions may differ
     rightly where runs were erased or are older than `store.keep_days`, or came to the store late (`_SETTLED_S`)."""
-    config = run_settings(args.run_dir, sections=("store",))
+    config = installation_settings(args.run_dir, sections=("store",))
     connection = sql.connect(config)
     different = 0
     decisions = connection.execute(_RECORDED, [config.project]).fetchall()
     for model, text in decisions:
         recorded = msgspec.json.decode(text, type=Evidence)
-        again = gather(connection, config.project, recorded, recorded.until)
+        again = read_evidence(connection, config.project, recorded, recorded.until)
         different += again != recorded
         now = msgspec.json.encode(again).decode()
         said = "equal" if again == recorded else f"DIFFERENT: recorded {text}, now {now}"
@@ -230,7 +230,7 @@ def _in_force(gateway: GatewayApi, model: str) -> _Begun:
 
 def _look(config: Config, begun: _Begun) -> Evidence:
     until = int((time.time() - _SETTLED_S) * 1e6)
-    return gather(sql.connect(config), config.project, begun.evidence, until)
+    return read_evidence(sql.connect(config), config.project, begun.evidence, until)
 
 
 def _publish(gateway: GatewayApi, begun: _Begun, evidence: Evidence, by: str = "") -> None:

@@ -23,7 +23,7 @@ from pyarrow import fs
 
 from pipeline.config import Config, ConfigError
 from pipeline.files import sync, write_whole
-from pipeline.lake_files import REQUEST_S, S3, open_s3
+from pipeline.versions.lake_files import REQUEST_S, S3, open_s3
 from store.lake import columns
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@
 | `chat` | requests and replies of calls, as they are recorded |
 | `texts` | values as text, rows as JSON |
 | `errors` | what a reader asked for and can't get |
-| `commands` | what the commands over the history share |
+| `options` | what the commands over the history share |
 
 A function of these modules takes the history, the name of what it reads (if it reads one thing) and a query: filters
 and order by name. It returns a dictionary that pages render and that `.json` addresses and `--json` return.

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.conversations import text_of
+from pipeline.chat.conversations import text_of
 from store.reading.history import Row
 from store.reading.texts import pretty
 

@@ -24,14 +24,14 @@ from typing import Any
 import duckdb
 import msgspec
 
-from pipeline.command_line import command_parser
 from pipeline.config import Config, ConfigError
 from pipeline.events import schema
-from pipeline.printing import visible, visible_json
-from pipeline.running.runs import run_settings
+from pipeline.running.installations import installation_settings
+from pipeline.terminal.parsers import command_parser
+from pipeline.terminal.printing import visible, visible_json
 from store.lake.lake import Lake, lake_in, open_lake
 from store.lake.storage import PASSING, DamagedFileError, StoreError
-from store.reading.commands import add_run, exit_status
+from store.reading.options import add_run, exit_status
 from store.reading.views import VIEWS
 
 TERMINAL_CELL = 60
@@ -57,7 +57,7 @@ def refresh(
     connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config, query: str | None = None
 ) -> None:
     """Let `connection` see the files that are there now. Arguments and errors as `connect` has them."""
-    config = run_dir if isinstance(run_dir, Config) else run_settings(run_dir, sections=("store",))
+    config = run_dir if isinstance(run_dir, Config) else installation_settings(run_dir, sections=("store",))
     lake = open_lake(config)
     if not lake.exists():
         raise NoStoreError(
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     if not duckdb.extract_statements(args.query):
         raise ConfigError('the query is empty: name a view, such as "FROM trajectories" (docs/store.md)')
-    config = run_settings(args.run_dir, args.config, sections=("store",))
+    config = installation_settings(args.run_dir, args.config, sections=("store",))
     with connect(config, args.query) as connection:
         try:
             write_result(connection.sql(args.query), args.format, sys.stdout.buffer)

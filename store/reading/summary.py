@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.events import PolicyPromoted, standing_decisions
-from pipeline.intervals import Sample
-from pipeline.progress import reward_text
 from pipeline.running.state import read_state
+from pipeline.statistics.intervals import Sample
+from pipeline.statistics.progress import reward_text
 from store.alarms.table import ALARMS
 from store.reading.history import History, Row
 from store.reading.intervals import SAMPLE, finite, sample_of

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.sampling import NO_DEFAULTS, Defaults, Untrained, loss_mask, sampling_of, untrained_reason
+from pipeline.chat.sampling import NO_DEFAULTS, Defaults, Untrained, loss_mask, sampling_of, untrained_reason
 from store.reading import chat
 from store.reading.errors import InvalidQueryError, NotFoundError
 from store.reading.history import History, Row

@@ -20,8 +20,8 @@ from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript
 from judge.service import Judge
 from judge.teacher import open_teacher
+from pipeline.chat.conversations import Conversation, Message
 from pipeline.config import Config, JudgeConfig
-from pipeline.conversations import Conversation, Message
 from pipeline.events import (
     ExchangeRecorded,
     GroupDiscarded,

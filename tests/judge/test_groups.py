@@ -8,7 +8,7 @@ import pytest
 
 from judge.groups import GroupKey, GroupOnLog, key_of, read_group
 from pipeline.events import AnyEvent, GroupTimedOut
-from pipeline.log.broker import Recorded
+from pipeline.log.broker import LogEntry
 from tests.judge.kit import completed
 
 KEY = GroupKey("p", "m", "g", "train")
@@ -17,7 +17,7 @@ TIMEOUT = GroupTimedOut(project="p", model="m", group="g")
 
 def read(*events: AnyEvent, size: int = 3) -> GroupOnLog:
     """The group of `events`, which have the sequences 1, 2, …"""
-    messages = [Recorded[AnyEvent](e, "ROLLOUTS", seq, e.subject()) for seq, e in enumerate(events, 1)]
+    messages = [LogEntry[AnyEvent](e, "ROLLOUTS", seq, e.subject()) for seq, e in enumerate(events, 1)]
     return read_group(KEY, messages, size)
 
 
@@ -60,7 +60,7 @@ def test_the_order_of_the_log_decides(
 def test_a_run_that_names_no_group_is_one_of_its_own(group: str, size: int, closed: bool) -> None:
     """The gateway gives a run that was opened without a group the run's own id as the name of its group."""
     event = completed("a", group, group_size=size)
-    message = Recorded[AnyEvent](event, "ROLLOUTS", 1, event.subject())
+    message = LogEntry[AnyEvent](event, "ROLLOUTS", 1, event.subject())
     assert bool(read_group(key_of(event), [message], 8).closed_at) == closed
 
 
@@ -83,5 +83,5 @@ def test_messages_of_other_groups_are_skipped() -> None:
         0
     ] == ["a"]
     assert read_group(
-        key_of(val), [Recorded[AnyEvent](val, "ROLLOUTS", 5, "")], 1
+        key_of(val), [LogEntry[AnyEvent](val, "ROLLOUTS", 5, "")], 1
     ).group.trajectories == frozenset("v")

@@ -16,6 +16,7 @@ import pytest
 from judge.group_log import GroupLog
 from judge.groups import Group, key_of
 from judge.scoring import late_event, score_closed
+from pipeline.commands import dead_letters
 from pipeline.config import Config, JudgeConfig, NatsConfig
 from pipeline.events import (
     DeadLettered,
@@ -27,7 +28,6 @@ from pipeline.events import (
     decode,
     encode,
 )
-from pipeline.log import dead_letters
 from pipeline.log.broker import Broker, Delivery
 from pipeline.log.messages import StoredMessage
 from tests.judge import kit

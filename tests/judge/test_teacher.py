@@ -18,7 +18,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from judge.commands.rejudge import Rejudge
-from judge.teacher import Teacher, TeacherError, conversations, open_teacher, read
+from judge.teacher import Teacher, TeacherError, join_calls, open_teacher, read
 from pipeline import streams
 from pipeline.config import Config, ConfigError, ModelConfig, NatsConfig, save
 from pipeline.events import (
@@ -117,7 +117,7 @@ async def test_side_calls_are_not_asked_about(nats_config: NatsConfig, inference
         events = [first, second, msgspec.structs.replace(calls("a", OTHER)[0], seq=2, side_call=True)]
         answer = await teacher._answer("m", [events[1], events[0], *events])
         assert (answer.requests, len(unpack_logprobs(answer.logprobs))) == (1, 5)
-    assert [c.calls for c in conversations(events[:2])] == [[(0, 3, 2), (1, 6, 3)]]
+    assert [c.calls for c in join_calls(events[:2])] == [[(0, 3, 2), (1, 6, 3)]]
 
 
 async def test_runs_with_images_are_not_asked_about(

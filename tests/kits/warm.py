@@ -53,8 +53,9 @@ _LEAVES = (
 """Programs that start no others of ours."""
 _IMPORTS = {
     "torch": (
-        "pipeline.cli", "pipeline.running.supervisor", "pipeline.telemetry.exporter", "rollout_gateway.service",
-        "rollout_gateway.sampler.service", "judge.service", "store.service", "store.showing.dashboard.service",
+        "pipeline.commands.main", "pipeline.running.supervisor", "pipeline.telemetry.exporter",
+        "rollout_gateway.service", "rollout_gateway.sampler.service", "judge.service", "store.service",
+        "store.showing.dashboard.service",
         "store.commands.what_if", "trainer.service", "transformers.models.qwen3.modeling_qwen3", "peft", "openai",
         "transformers.models.auto.modeling_auto", "journeywork", "torch.distributed.run",
     ),
@@ -111,7 +112,7 @@ def _starts_as_warm(env: Mapping[str, str]) -> bool:
 def _kind_of(program: Sequence[str]) -> str:
     """Return the kind of warm process that has imported what a program does; empty: none."""
     module, command = program[0], program[1] if len(program) > 1 else ""
-    if module in ("pipeline", "pipeline.cli"):
+    if module in ("pipeline", "pipeline.commands.main"):
         if command == "up" and not {"--vllm-url", "--services", "--dry-run"} & set(program):
             return "vllm"
         if program[1:3] == ["exec", "vllm"]:

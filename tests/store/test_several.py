@@ -45,7 +45,7 @@ async def test_three_stores_over_object_storage_that_fails(
     monkeypatch.setattr(
         streams, "CONSUMERS", quick
     )  # deliveries come again while the first store still writes
-    monkeypatch.setattr("pipeline.lake_files.REQUEST_S", 3.0)
+    monkeypatch.setattr("pipeline.versions.lake_files.REQUEST_S", 3.0)
     monkeypatch.setattr("store.lake.storage.REQUEST_S", 3.0)
     monkeypatch.setattr("store.lake.writer._RETRY_S", 0.05)
     # Only the table of the many events is merged: looking at all tables, three stores would keep the server busy.

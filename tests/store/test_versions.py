@@ -11,8 +11,8 @@ import pytest
 from pipeline import streams
 from pipeline.config import NatsConfig, StoreConfig
 from pipeline.events import STATE_FILE, CheckpointPublished, decode
-from pipeline.lake_files import ADAPTER, EVENT, checkpoint_folder
 from pipeline.log.broker import Broker
+from pipeline.versions.lake_files import ADAPTER, EVENT, checkpoint_folder
 from store.lake.lake import lake_in
 from store.lake.storage import LocalStorage
 from store.lake.versions import Versions

@@ -21,7 +21,7 @@ from pipeline.config import (
     load,
     save,
 )
-from pipeline.running.runs import SETTINGS
+from pipeline.running.installations import SETTINGS
 from pipeline.running.state import read_state
 from store.commands.question import Question, read_question
 from store.commands.what_if import Commands, WhatIfError, _parser

@@ -10,12 +10,12 @@ import anyio
 import pytest
 
 from pipeline import streams
+from pipeline.commands import dead_letters as dead
 from pipeline.config import NatsConfig
 from pipeline.events import AnyEvent, DeadLettered, decode, encode, schema
-from pipeline.log import dead_letters as dead
 from pipeline.log.broker import Broker
 from pipeline.log.fast_client import Pulled
-from tests.pipeline.log.test_dead_letters import deliver_in_vain
+from tests.pipeline.commands.test_dead_letters import deliver_in_vain
 from tests.store.kit import (
     StoreProcess,
     exchange,

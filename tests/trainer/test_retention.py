@@ -25,11 +25,11 @@ from pipeline.events import (
     TrajectoryCompleted,
     TrajectoryOpened,
 )
-from pipeline.loaded import LoadedVersions
 from pipeline.log import objects
 from pipeline.log.broker import Broker
-from pipeline.log.messages import Recorded
+from pipeline.log.messages import LogEntry
 from pipeline.security import users
+from pipeline.versions.loaded import LoadedVersions
 from rollout_gateway.serving.policies import Policies
 from tests.conftest import NatsServer
 from tests.kits.log import read_stream
@@ -210,7 +210,7 @@ async def test_old_policy_events_of_removed_versions_are_deleted(broker: Broker,
     for _ in range(2):
         await retention.run_once()
 
-    async def left() -> list[Recorded]:
+    async def left() -> list[LogEntry]:
         return await read_stream(broker, "POLICY")
 
     before = len(await left())

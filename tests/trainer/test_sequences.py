@@ -7,8 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 
+from pipeline.chat.sampling import Defaults
 from pipeline.events import ExchangeRecorded, pack_logprobs
-from pipeline.sampling import Defaults
 from tests.trainer.kit import exchange
 from trainer.sequences import TokenSequence, build
 

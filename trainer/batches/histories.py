@@ -12,10 +12,10 @@ import anyio
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.chat.sampling import Defaults
 from pipeline.config import TrainerConfig
 from pipeline.events import ExchangeRecorded, Hint, Member, TeacherAnswered
 from pipeline.log.broker import Broker, HistoryGoneError
-from pipeline.sampling import Defaults
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import AdmittedGroup, GroupWithHistory, History, Refusal
 from trainer.batches.returns import Roles, calls_with_credit
@@ -23,7 +23,7 @@ from trainer.distillation.prompts import HintedPrompts, HintUnusableError, best_
 from trainer.distillation.teacher import TeacherAnswer, answers_by_call
 from trainer.sequences import OTHER_BRANCH, TokenSequence, build
 
-log = get_logger("trainer.batches.histories")
+logger = get_logger("trainer.batches.histories")
 
 Run = tuple[Member, list[ExchangeRecorded]]
 
@@ -84,7 +84,7 @@ class Histories:
             if self._settings.distill.asks_outside and member.teacher:
                 answers[member.trajectory] = await self._answers(group.event.project, member, exchanges)
                 if others := {float(t) for s in built for t in s.temperatures[s.loss_mask]} - {1.0}:
-                    log.warning(
+                    logger.warning(
                         "teacher's answer not used for tokens that were not sampled at temperature 1",
                         trajectory=member.trajectory, teacher=member.teacher, temperatures=sorted(others),
                     )  # fmt: skip
@@ -128,7 +128,7 @@ class Histories:
             )
         answers = answers_by_call(recorded[0].event, exchanges) if recorded else []
         if not answers:
-            log.warning("teacher's answer not used", trajectory=member.trajectory, teacher=member.teacher)
+            logger.warning("teacher's answer not used", trajectory=member.trajectory, teacher=member.teacher)
         return answers
 
     async def _exchanges(self, project: str, member: Member) -> list[ExchangeRecorded]:
@@ -192,7 +192,7 @@ def _render_hints(members: Sequence[Member], rendered: HintedPrompts, runs: Sequ
                     refused = example if given[:1] == example else given
                     unused += len(refused)
                     given = given[len(refused) :]
-                    log.warning(
+                    logger.warning(
                         "hint not used", trajectory=member.trajectory, call=call, reason=str(error)[:500]
                     )
     return TeacherPrompts(prompts, count, unused)
@@ -209,7 +209,7 @@ def _correction(
     try:
         return [Hint(call=-1, text=transcript(shown), kind="correction")], 0
     except HintUnusableError as error:
-        log.warning("best run not shown", trajectory=best.trajectory, reason=str(error)[:500])
+        logger.warning("best run not shown", trajectory=best.trajectory, reason=str(error)[:500])
         return [], 1
 
 

@@ -10,7 +10,7 @@ from pipeline.events import Member
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import GroupWithHistory
 
-log = get_logger("trainer.batches.metrics")
+logger = get_logger("trainer.batches.metrics")
 
 
 def group_metrics(
@@ -41,7 +41,7 @@ def replay_metrics(batch: Sequence[GroupWithHistory]) -> dict[str, float]:
     sequences = [s for g in batch for s in g.sequences]
     trained, replayed = sum(s.trained_tokens for s in sequences), sum(s.replayed_tokens for s in sequences)
     if replayed < trained:
-        log.warning(
+        logger.warning(
             "tokens trained without router replay: their calls were streamed, or the inference server runs without "
             "--enable-return-routed-experts", tokens=trained - replayed, of=trained,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 The recorded logprobs are those of the distribution that vLLM sampled from: the policy's distribution at a temperature,
 restricted to likely tokens by `top_k`, `top_p` and `min_p`. The trainer applies these to its own logits, so that both
 sides use the same distribution. Tokens that were sampled under settings that it can't apply are context
-(`pipeline.sampling`), and a metric counts them.
+(`pipeline.chat.sampling`), and a metric counts them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from pipeline.sampling import Defaults
+from pipeline.chat.sampling import Defaults
 
 _OVERRIDE = "--override-generation-config"
 

@@ -34,11 +34,11 @@ from pipeline import crash
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished, GroupDiscarded
 from pipeline.files import read_json, sync, write_whole
-from pipeline.intervals import Sample
 from pipeline.names import subject_token
+from pipeline.statistics.intervals import Sample
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("trainer.checkpoints.checkpoint")
+logger = get_logger("trainer.checkpoints.checkpoint")
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 MANIFEST_FILE = "manifest.json"
@@ -58,7 +58,7 @@ def passed_over_if_damaged() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        log.warning(
+        logger.warning(
             "an earlier adapter is passed over: tokens of its version are not compared", reason=str(error)
         )
 
@@ -152,7 +152,7 @@ class Checkpoints:
         this: it would delete a checkpoint that another process is writing."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(".tmp-*"):
-            log.info("removed what a crash left incomplete", path=str(leftover))
+            logger.info("removed what a crash left incomplete", path=str(leftover))
             if leftover.is_dir():
                 shutil.rmtree(leftover)
             else:

@@ -18,7 +18,7 @@ from pipeline.security.signing import Signer, Trust
 from pipeline.telemetry.logs import get_logger
 from trainer.checkpoints.checkpoint import Manifest, adapter_archive
 
-log = get_logger("trainer.checkpoints.commits")
+logger = get_logger("trainer.checkpoints.commits")
 
 
 class TrainerError(Exception):
@@ -42,7 +42,7 @@ class Commits:
         trusted = []
         for event in events:
             if objection := self._trust.objection(event):
-                log.error("checkpoint refused", reason=objection)
+                logger.error("checkpoint refused", reason=objection)
             else:
                 trusted.append(event)
         return trusted

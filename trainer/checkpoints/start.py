@@ -14,7 +14,7 @@ from pyarrow import fs
 
 from pipeline.config import Config, ConfigError
 from pipeline.events import STATE_FILE, CheckpointPublished, decode
-from pipeline.lake_files import ADAPTER, EVENT, S3, checkpoint_folder, open_s3
+from pipeline.versions.lake_files import ADAPTER, EVENT, S3, checkpoint_folder, open_s3
 from trainer.checkpoints.checkpoint import ADAPTER_FILES, CheckpointError, unpack
 
 _VERSION = re.compile(

@@ -15,11 +15,11 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pipeline.command_line import add_overrides, command_parser
 from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, load
 from pipeline.running.plan import check_base
-from pipeline.telemetry import logs as log
-from trainer.commands import cli
+from pipeline.telemetry import logs
+from pipeline.terminal.parsers import add_overrides, command_parser
+from trainer.commands import options
 from trainer.first import import_first
 
 if TYPE_CHECKING:
@@ -113,9 +113,9 @@ def main(argv: list[str] | None = None) -> None:
         if findings["refused"] is not None:
             raise SystemExit(1)
 
-    cli.run("check-model", command)
+    options.run("check-model", command)
 
 
 if __name__ == "__main__":
-    log.configure("check-model", "WARNING")
+    logs.configure("check-model", "WARNING")
     main()

@@ -19,20 +19,20 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from pipeline.command_line import command_parser
 from pipeline.config import ConfigError
 from pipeline.log.broker import BrokerError
-from pipeline.running.runs import log_of, run_settings
+from pipeline.running.installations import installation_settings, log_of
 from pipeline.running.service import until_signalled
 from pipeline.running.state import read_state
-from pipeline.telemetry import logs as log
-from trainer.commands import cli
+from pipeline.telemetry import logs
+from pipeline.terminal.parsers import command_parser
+from trainer.commands import options
 from trainer.first import import_first
 
 
 def parser() -> argparse.ArgumentParser:
     made = command_parser("train", "Run the trainer alone.")
-    cli.add_run_arguments(made)
+    options.add_run_arguments(made)
     made.add_argument("--dry-run", action="store_true", help="print the resolved settings and stop")
     made.add_argument(
         "--until-empty", action="store_true", help="end once the log holds no more groups for a full step"
@@ -56,10 +56,10 @@ def main(argv: list[str] | None = None) -> None:
 
     def command() -> None:
         if (args.on is None) != (args.kind is None):
-            raise cli.UsageError("--on and --as belong together: name a data set and its format")
+            raise options.UsageError("--on and --as belong together: name a data set and its format")
         if args.on is not None and args.adopt:
-            raise cli.UsageError("--on and --adopt are two steps: take one after the other")
-        config = cli.run_config(args)
+            raise options.UsageError("--on and --adopt are two steps: take one after the other")
+        config = options.run_config(args)
         if args.dry_run:
             print(msgspec.json.format(msgspec.json.encode(config), indent=2).decode())  # noqa: T201 - the output
             return
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
         if (
             state is not None
             and (pid := state.running_pid("trainer"))
-            and run_settings(config.run_dir).trainer.branch == config.trainer.branch
+            and installation_settings(config.run_dir).trainer.branch == config.trainer.branch
         ):
             raise ConfigError(
                 f"{config.run_dir}: `journeywork up` trains there already, as process {pid}: stop it, or start it "
@@ -102,9 +102,9 @@ def main(argv: list[str] | None = None) -> None:
         try:
             anyio.run(work)
         except* (TrainerError, BrokerError) as group:
-            raise cli.FailedError("; ".join(str(e) for e in _leaves(group))) from group
+            raise options.FailedError("; ".join(str(e) for e in _leaves(group))) from group
 
-    cli.run("train", command)
+    options.run("train", command)
 
 
 def _leaves(group: BaseExceptionGroup[Exception]) -> list[Exception]:
@@ -115,5 +115,5 @@ def _leaves(group: BaseExceptionGroup[Exception]) -> list[Exception]:
 
 
 if __name__ == "__main__":
-    log.configure("train")
+    logs.configure("train")
     main()

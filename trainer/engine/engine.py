@@ -39,7 +39,7 @@ from trainer.engine.state import (
 from trainer.engine.verify import logprob_bound_for
 from trainer.sequences import TokenSequence
 
-log = get_logger("trainer.engine.engine")
+logger = get_logger("trainer.engine.engine")
 
 
 def updates_of(groups: Sequence[int], config: TrainerConfig, step: int) -> Iterator[list[int]]:
@@ -260,7 +260,7 @@ class Engine:
             e.sequence for e in examples if self.model.longest and len(e.sequence.ids) > self.model.longest
         ]
         for sequence in too_long:
-            log.error(
+            logger.error(
                 "sequence dropped: the trainer's model cuts it off; lower vllm.max_model_len or raise "
                 "trainer.unsloth.max_seq_length",
                 trajectory=sequence.trajectory, tokens=len(sequence.ids), limit=self.model.longest,

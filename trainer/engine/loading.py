@@ -35,7 +35,7 @@ from pipeline.telemetry.logs import get_logger
 from trainer.engine.experts import parameters_to_adapt
 from trainer.engine.forward import disable_randomness, towers_of
 
-log = get_logger("trainer.engine.loading")
+logger = get_logger("trainer.engine.loading")
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Names of the linear layers that get an adapter with Unsloth, if `trainer.lora.targets` is empty."""
@@ -189,7 +189,7 @@ def checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool:
                 f"trainer.memory.gradient_checkpointing: {type(model).__name__} does not support it ({error}); use "
                 "`auto` or `off`"
             ) from error
-        log.warning(
+        logger.warning(
             "the model does not support gradient checkpointing: passes take more memory", error=str(error)
         )
         return False
@@ -287,7 +287,7 @@ def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loa
         )
     longest = min(own, config.unsloth.max_seq_length or own)
     if longest < config.unsloth.max_seq_length:
-        log.warning("longer sequences than the model's own limit are not trained", base=base, limit=own)
+        logger.warning("longer sequences than the model's own limit are not trained", base=base, limit=own)
     checkpointing = wants_checkpointing(config, device)
     model, _ = FastLanguageModel.from_pretrained(
         model_name=base,

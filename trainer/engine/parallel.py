@@ -38,7 +38,7 @@ from trainer.batches.packing import MicroBatch, Packing
 from trainer.engine.budget import PassTooLargeError, is_out_of_memory
 from trainer.engine.state import Weights
 
-log = get_logger("trainer.engine.parallel")
+logger = get_logger("trainer.engine.parallel")
 
 T = TypeVar("T")
 
@@ -208,7 +208,7 @@ def _size(batch: MicroBatch) -> float:
 
 def _end(error: Exception) -> NoReturn:
     """End this process at once: the others wait for it within a pass, and go on when its connections break."""
-    log.error(
+    logger.error(
         "the trainer ends: a pass that all processes make together failed in this one. After a start in which memory "
         "ran out, passes have half as many tokens",
         exc=error,

@@ -30,7 +30,7 @@ from trainer.engine.state import Logprobs
 from trainer.engine.statistics import sampler_metrics
 from trainer.engine.verify import verify
 
-log = get_logger("trainer.engine.passes")
+logger = get_logger("trainer.engine.passes")
 
 _CPU_TOKENS = 1024
 """On CPU, rows share a pass only up to this number of tokens: their activations then stay in its cache."""
@@ -156,7 +156,7 @@ class Passes:
         try:
             self._do(job)
         except (RuntimeError, ValueError) as error:
-            log.warning("part of a step failed", error=f"{type(error).__name__}: {error}"[:500])
+            logger.warning("part of a step failed", error=f"{type(error).__name__}: {error}"[:500])
             self.free()
 
     def free(self) -> None:

@@ -29,7 +29,7 @@ from trainer.engine.model import PolicyModel, shape_of
 from trainer.engine.state import Weights
 from trainer.sequences import TokenSequence
 
-log = get_logger("trainer.engine.verify")
+logger = get_logger("trainer.engine.verify")
 
 _TAIL = 24
 """Number of positions compared, at the end of each sequence."""
@@ -219,7 +219,7 @@ def _verify(model: PolicyModel) -> Verified:
     reference = _reference_logprobs(model, samples, eager=not patched)
     rows = _difference(model, padded(samples), samples, reference)
     if not rows.within_bound(config, model.dtype) and not patched and forward.context is None:
-        log.warning(
+        logger.warning(
             "SDPA gives other logprobs than this model's own attention; eager attention is used instead",
             model=model.base, difference=str(rows),
         )  # fmt: skip
@@ -240,7 +240,7 @@ def _verify(model: PolicyModel) -> Verified:
             "`auto`"
         )))  # fmt: skip
     if why:
-        log.info("prefixes can't be shared: every sequence gets its own row", model=model.base, why=why)
+        logger.info("prefixes can't be shared: every sequence gets its own row", model=model.base, why=why)
     verified = Verified(rows, packed, "padded" if why else "prefix", forward.attention, why)
     return verified if model.images is None else replace(verified, images=_verify_images(model, model.images))
 
@@ -261,7 +261,7 @@ def _verify_images(model: PolicyModel, images: ImageInputs) -> Difference | None
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
         difference, why = None, f"{type(error).__name__}: {error}"[:300]
     if why:
-        log.warning("runs with images are not trained", model=model.base, why=why)
+        logger.warning("runs with images are not trained", model=model.base, why=why)
         model.images = model.forward.images = None
     return difference
 

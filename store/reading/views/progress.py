@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.progress import MOST_STEPS, SHARE
+from pipeline.statistics.progress import MOST_STEPS, SHARE
 from store.reading.views.view import View
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from pipeline.events import CheckpointPublished, PolicyEvaluated
-from pipeline.log.messages import Recorded
-from pipeline.metric_names import named, plain_name
+from pipeline.log.messages import LogEntry
 from pipeline.names import InvalidNameError, parse_version
+from pipeline.statistics.metric_names import named, plain_name
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("store.showing.curves.rows")
+logger = get_logger("store.showing.curves.rows")
 
 Key = tuple[str, str, int, str]
 """Model, branch, step, evaluation."""
@@ -39,7 +39,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return (self.model, self.branch, self.step, self.evaluation)
 
 
-def make_row(recorded: Recorded[CheckpointPublished | PolicyEvaluated]) -> Row | None:
+def make_row(recorded: LogEntry[CheckpointPublished | PolicyEvaluated]) -> Row | None:
     """Return the row of an event; `None` for an evaluation of something that has no training step: a model of somebody
     else, or versions that changed while they were evaluated."""
     event, place = recorded.event, recorded.place
@@ -53,7 +53,7 @@ def make_row(recorded: Recorded[CheckpointPublished | PolicyEvaluated]) -> Row |
     try:
         step = parse_version(event.version)[1]
     except InvalidNameError as error:
-        log.warning("evaluation without a curve", evaluation=event.evaluation, reason=str(error))
+        logger.warning("evaluation without a curve", evaluation=event.evaluation, reason=str(error))
         return None
     return Row(
         model=event.model, branch="main", step=step, version=event.version,

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import anyio
 
-from pipeline.command_line import command_parser
 from pipeline.config import ConfigError, UiConfig
+from pipeline.running.installations import installation_settings
 from pipeline.running.ports import free_port
-from pipeline.running.runs import run_settings
 from pipeline.running.service import until_signalled
-from pipeline.telemetry import logs as log
+from pipeline.telemetry import logs
+from pipeline.terminal.parsers import command_parser
 from store.lake.storage import StoreError
 from store.showing.dashboard.errors import ListenError
 from store.showing.dashboard.server import SECTIONS
@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--name", action="append", default=[], help="a further host name that is served")
     args = parser.parse_args(argv)
-    log.configure("ui", "WARNING")
+    logs.configure("ui", "WARNING")
     try:
-        config = run_settings(args.run_dir, sections=SECTIONS)
+        config = installation_settings(args.run_dir, sections=SECTIONS)
         host = args.host or config.ui.host
         port = free_port(host, UiConfig().port) if args.port is None else args.port
         ui = config.ui.replace(host=host, port=port, hosts=(*config.ui.hosts, *args.name))

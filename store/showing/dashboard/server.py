@@ -24,7 +24,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.config import Config, ConfigError
-from pipeline.running.runs import run_settings, runs_under
+from pipeline.running.installations import installation_settings, installations_under
 from store.lake.storage import StoreError
 from store.reading import checkpoints, events, groups, judge, overview, texts, trajectories, what_if
 from store.reading.errors import ReadingError
@@ -197,9 +197,9 @@ class Dashboard:
         """The settings by name of the run and of those of its neighbours with a history that `key` opens."""
         here = Path(self._history.config.run_dir)
         runs = {here.name: self._history.config}
-        for folder in runs_under(here.parent):
+        for folder in installations_under(here.parent):
             with contextlib.suppress(ConfigError):  # a run that can't be read opens to nobody
-                config = run_settings(folder, sections=SECTIONS)
+                config = installation_settings(folder, sections=SECTIONS)
                 if folder.name != here.name and self._access.opens(config, key):
                     runs[folder.name] = config
         return runs

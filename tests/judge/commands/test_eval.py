@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from judge.commands import cli as command
+from judge.commands import main as command
 from judge.commands.eval import evaluate
 from judge.labelled import read_labelled
 from pipeline.config import JudgeConfig, RewardConfig

@@ -13,7 +13,7 @@ import anyio.to_thread
 import msgspec
 import pytest
 
-from judge.commands.cli import main
+from judge.commands.main import main
 from judge.commands.score import score_group
 from judge.labelled import GroupFile, GroupMember
 from judge.scoring import UnscoredError, judge_hash

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 
 def test_a_request_that_can_not_be_read_is_answered_and_a_reader_that_left_ends_it_quietly() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "judge.commands.cli", "serve"],
+        [sys.executable, "-m", "judge.commands.main", "serve"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdin is not None

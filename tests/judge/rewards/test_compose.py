@@ -105,7 +105,7 @@ async def test_a_function_that_rewards_calls_wrongly_gives_no_reward(
     returned: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[str] = []
-    monkeypatch.setattr("judge.rewards.compose.log.error", lambda reason, **_: logged.append(reason))
+    monkeypatch.setattr("judge.rewards.compose.logger.error", lambda reason, **_: logged.append(reason))
 
     messages = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
     said = GroupFile([GroupMember("x", messages)]).transcripts().values()

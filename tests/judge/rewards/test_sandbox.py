@@ -160,7 +160,7 @@ async def test_what_a_function_prints_goes_to_the_judge_s_log_at_the_level_debug
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(
-        "judge.rewards.sandbox.log.debug", lambda _, **fields: said.extend(fields.get("text", ()))
+        "judge.rewards.sandbox.logger.debug", lambda _, **fields: said.extend(fields.get("text", ()))
     )
     async with function("length", isolate).open() as call:
         await call({"id": "a", "messages": []})
@@ -176,7 +176,7 @@ async def test_what_a_module_prints_at_import_is_not_of_a_call(
     """The judge's standard error is a file, as under the supervisor."""
     said: list[str] = []
     monkeypatch.setattr(
-        "judge.rewards.sandbox.log.debug", lambda _, **fields: said.extend(fields.get("text", ()))
+        "judge.rewards.sandbox.logger.debug", lambda _, **fields: said.extend(fields.get("text", ()))
     )
     async with function("length", isolate, entry="tests.judge.loud:length").open() as call:
         await call({"id": "a", "messages": []})
@@ -198,7 +198,7 @@ async def test_without_bubblewrap_require_is_an_error_at_start_and_auto_a_warnin
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     warned: list[dict[str, object]] = []
-    monkeypatch.setattr("judge.rewards.sandbox.log.warning", lambda _, **fields: warned.append(fields))
+    monkeypatch.setattr("judge.rewards.sandbox.logger.warning", lambda _, **fields: warned.append(fields))
     reward = RewardConfig(name="x", kind="python", entry="tests.judge.functions:length", isolate="require")
     with pytest.raises(ConfigError, match="bubblewrap is not installed: install bubblewrap"):
         async with open_composer_on_log(Config(judge=JudgeConfig(rewards=(reward,))), None):  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from judge.ruler.transcripts import Transcript
-from pipeline.images import image_name
+from pipeline.chat.images import image_name
 from tests.judge.kit import Model, ruler, single
 from tests.kits.scoring_server import Scorer
 

@@ -8,7 +8,7 @@ import pytest
 
 from judge.ruler.layout import PromptLayout, build_layout, count_shared
 from judge.ruler.transcripts import Transcript
-from pipeline.conversations import Conversation
+from pipeline.chat.conversations import Conversation
 from tests.judge.kit import single, transcript
 
 LONG = "a manual of many words; " * 100

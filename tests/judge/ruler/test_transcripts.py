@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from judge.ruler.transcripts import from_exchanges, load_transcript, render_message, shorten, utf8_size
-from pipeline.conversations import Message
+from pipeline.chat.conversations import Message
 from pipeline.log.broker import Broker, HistoryGoneError
 from tests.judge.kit import exchange
 

@@ -11,10 +11,10 @@ import anyio
 import pytest
 
 from pipeline import streams
+from pipeline.commands import dead_letters
 from pipeline.config import NatsConfig
 from pipeline.errors import BrokerUnavailableError
 from pipeline.events import DeadLettered
-from pipeline.log import dead_letters
 from pipeline.log.broker import Broker
 from pipeline.log.consumer import Delivery, handling, is_own_fault
 from pipeline.log.deaths import Deaths

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from judge.ruler.transcripts import load_transcript
+from pipeline.chat.sampling import Defaults
 from pipeline.config import NatsConfig, TrainerConfig
 from pipeline.events import (
     ClaimCheck,
@@ -24,7 +25,6 @@ from pipeline.log import history
 from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.log.exchanges import ExchangeNotWholeError
 from pipeline.log.messages import Place
-from pipeline.sampling import Defaults
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import NOT_RECORDED, Completion, Registry
 from rollout_gateway.capture.trajectory import Trajectory

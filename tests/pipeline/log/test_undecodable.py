@@ -11,6 +11,8 @@ import pytest
 
 from judge.commands.rejudge import Rejudge
 from judge.service import Judge
+from pipeline.commands import dead_letters as dead
+from pipeline.commands.status import read_log
 from pipeline.config import Config, JudgeConfig, NatsConfig, SigningConfig
 from pipeline.errors import UndecodableError
 from pipeline.events import (
@@ -25,9 +27,7 @@ from pipeline.events import (
     pack_ids,
     pack_seqs,
 )
-from pipeline.log import dead_letters as dead
 from pipeline.log.broker import READER, Broker
-from pipeline.running.status import read_log
 from pipeline.security.signing import Trust
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Completion, Registry

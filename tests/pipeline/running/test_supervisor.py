@@ -17,7 +17,7 @@ import anyio
 import msgspec
 import pytest
 
-from pipeline import cli
+from pipeline.commands import main as cli
 from pipeline.config import Config, ConfigError, load
 from pipeline.files import write_once
 from pipeline.running import child, ports

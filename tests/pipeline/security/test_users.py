@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from pipeline import streams
+from pipeline.commands import dead_letters
 from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import (
     AlarmChanged,
@@ -24,7 +25,7 @@ from pipeline.events import (
     TrajectoryCompleted,
     TrajectoryOpened,
 )
-from pipeline.log import dead_letters, key_value, memory
+from pipeline.log import key_value, memory
 from pipeline.log.broker import Broker, BrokerUnavailableError
 from pipeline.log.credentials import make_client, options
 from pipeline.log.follow import follow_events, follow_messages

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.conversations import build_conversations
+from pipeline.chat.conversations import build_conversations
 from rollout_gateway.capture.conversations import Conversation
 from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.responses import ResponsesTranslation

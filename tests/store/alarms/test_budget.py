@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pipeline.commands.status import read_log
 from pipeline.config import AlarmsConfig, BudgetConfig, JudgeConfig, NatsConfig, SigningConfig
 from pipeline.events import GroupDiscarded, GroupScored, Verdict
 from pipeline.log.broker import Broker
-from pipeline.running.status import read_log
 from pipeline.security.signing import Trust
 from tests.judge.kit import completed, groups, judging
 from tests.store.alarms.kit import changes

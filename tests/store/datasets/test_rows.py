@@ -9,7 +9,7 @@ import pyarrow as pa
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeline.conversations import build_conversations
+from pipeline.chat.conversations import build_conversations
 from store.datasets.rows import rows_of
 from store.datasets.runs import Run
 from tests.store.kit import exchange

@@ -41,7 +41,7 @@ from pipeline.events import (
 )
 from pipeline.log import objects
 from pipeline.log.broker import Broker
-from pipeline.running.runs import SETTINGS
+from pipeline.running.installations import SETTINGS
 from store.datasets import command as dataset
 from store.erasure import command, in_lake
 from store.erasure.in_lake import Rewriter

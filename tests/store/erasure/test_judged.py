@@ -15,11 +15,11 @@ import anyio.to_thread
 import msgspec
 import pytest
 
+from pipeline.commands import dead_letters
 from pipeline.config import Config, JudgeConfig, NatsConfig, RewardConfig, save
 from pipeline.events import DeadLettered, Event, GroupDiscarded, GroupScored, TrajectoryCompleted, encode
-from pipeline.log import dead_letters
 from pipeline.log.broker import Broker
-from pipeline.running.runs import SETTINGS
+from pipeline.running.installations import SETTINGS
 from tests.conftest import NatsServer
 from tests.kits.scoring_server import Answer, Scorer, ScoringServer
 from tests.kits.services import running

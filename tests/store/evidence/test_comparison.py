@@ -19,7 +19,7 @@ from pipeline.events import PolicyPromoted
 from pipeline.names import split_point
 from rollout_gateway.serving.routing import _version_in_split
 from store.evidence import comparison, decide
-from store.evidence.comparison import Evidence, Guard, Metric, Plan, _bounds, gather
+from store.evidence.comparison import Evidence, Guard, Metric, Plan, _bounds, read_evidence
 
 TABLES = """
 CREATE TABLE trajectories (project TEXT, model TEXT, trajectory TEXT, outcome TEXT, opened_at TIMESTAMPTZ,
@@ -102,7 +102,7 @@ def _look(
         return seen[-1]
 
     with mock.patch.object(comparison, "_bounds", bounds):
-        found = gather(connection, "p", _BEGUN, until)
+        found = read_evidence(connection, "p", _BEGUN, until)
     return found, list(zip(seen[::2], seen[1::2], strict=True))
 
 
@@ -157,7 +157,7 @@ def test_a_late_run_counts_against_what_would_be_decided(connection: duckdb.Duck
     assert (finding.pairs, finding.candidate_late, finding.control_late) == (2, 1, 2)
     assert (finding.candidate_mean, finding.control_mean, finding.difference) == (0.75, 0.5, 0.25)
     plan = msgspec.structs.replace(_PLAN, metric=Metric(sql="feedback['solved']", late=0.25))
-    (finding, *_) = gather(connection, "p", msgspec.structs.replace(_BEGUN, plan=plan), _END).findings
+    (finding, *_) = read_evidence(connection, "p", msgspec.structs.replace(_BEGUN, plan=plan), _END).findings
     assert (finding.candidate_mean, finding.control_mean) == (0.625, 0.25)
     with pytest.raises(ConfigError, match="the value of late runs, 2, is not within the range"):
         Metric(sql="reward", late=2)
@@ -207,16 +207,18 @@ def test_a_metric_that_makes_another_statement_is_refused(
 ) -> None:
     _fill(connection, [], [])
     with pytest.raises(ConfigError, match="each is one expression over a run"):
-        gather(connection, "p", msgspec.structs.replace(_BEGUN, plan=Plan(metric=Metric(sql=sql))), _END)
+        read_evidence(
+            connection, "p", msgspec.structs.replace(_BEGUN, plan=Plan(metric=Metric(sql=sql))), _END
+        )
 
 
 def test_a_name_of_a_metric_may_be_a_word_of_sql(connection: duckdb.DuckDBPyConnection) -> None:
     _fill(connection, [(2, 1, 5), (1, 1, 5)], [(4, 0, "WINDOW", 1.0), (4, 1, "WINDOW", 0.0)])
     plan = msgspec.structs.replace(_PLAN, metric=Metric(sql="feedback['WINDOW']"))
-    assert gather(connection, "p", msgspec.structs.replace(_BEGUN, plan=plan), _END).findings
+    assert read_evidence(connection, "p", msgspec.structs.replace(_BEGUN, plan=plan), _END).findings
     plan = Plan(metric=Metric(sql="sum(reward) OVER ()"))
     with pytest.raises(ConfigError, match="without a query or a window"):
-        gather(connection, "p", msgspec.structs.replace(_BEGUN, plan=plan), _END)
+        read_evidence(connection, "p", msgspec.structs.replace(_BEGUN, plan=plan), _END)
 
 
 @pytest.mark.parametrize(("high", "percent"), [(0.1, 25.0), (0.1, 75.0), (0.7, 10.0)])
@@ -233,7 +235,7 @@ def test_a_decision_that_differs_is_shown_as_it_was_recorded_and_as_it_is_now(
     connection: duckdb.DuckDBPyConnection, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _fill(connection, [(2, 1, 5), (1, 1, 4)], [(6, 0, "solved", 1.0)])
-    recorded = gather(connection, "p", _BEGUN, _END)
+    recorded = read_evidence(connection, "p", _BEGUN, _END)
     _fill(connection, [(1, 1, 4)], [])  # one of the runs was erased
     connection.execute(
         'CREATE TEMP TABLE policy_promoted (project TEXT, model TEXT, evidence TEXT, other TEXT, "at" INT)'
@@ -242,10 +244,10 @@ def test_a_decision_that_differs_is_shown_as_it_was_recorded_and_as_it_is_now(
     connection.execute(
         "INSERT INTO policy_promoted VALUES ('p', 'm', ?, '', 1), ('p', 'm', '{}', 'm@1', 0)", [text]
     )
-    monkeypatch.setattr(decide, "run_settings", lambda *_, **__: Config(project="p"))
+    monkeypatch.setattr(decide, "installation_settings", lambda *_, **__: Config(project="p"))
     monkeypatch.setattr(decide.sql, "connect", lambda _: connection)
     assert decide.main(["check"]) == 1
     begun = msgspec.json.decode(text, type=Evidence)
-    now = msgspec.json.encode(gather(connection, "p", begun, _END)).decode()
+    now = msgspec.json.encode(read_evidence(connection, "p", begun, _END)).decode()
     assert f"DIFFERENT: recorded {text}, now {now}\n1 decisions, 1 different" in capsys.readouterr().out
     connection.execute("DROP TABLE policy_promoted")

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from pipeline.config import ConfigError, save
-from pipeline.running.runs import SETTINGS
+from pipeline.running.installations import SETTINGS
 from store.evidence import decide
 from store.evidence.comparison import Evidence, Finding, Guard, Metric, Plan
 from store.reading import sql
@@ -213,7 +213,7 @@ def test_each_look_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ),),
     )  # fmt: skip
     monkeypatch.setattr(decide, "connect", lambda _: None)
-    monkeypatch.setattr(decide, "run_settings", lambda *_, **__: None)
+    monkeypatch.setattr(decide, "installation_settings", lambda *_, **__: None)
     monkeypatch.setattr(decide, "_in_force", lambda *_: decide._Begun(evidence, "compare-1"))
     monkeypatch.setattr(decide, "_look", lambda *_: evidence)
     monkeypatch.setattr(decide.time, "sleep", end)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.names import split_point
-from store.evidence.comparison import Evidence, Guard, Metric, Plan, gather
+from store.evidence.comparison import Evidence, Guard, Metric, Plan, read_evidence
 from tests.store.evidence.test_comparison import TABLES
 
 COMPARISONS, RUNS = 100, 240
@@ -148,7 +148,7 @@ def test_equal_versions_are_seldom_told_apart(
     _play(connection, draw, percent, (0.5, 0.5), COMPARISONS)
     missed = [0, 0]
     for project in range(COMPARISONS):
-        found = gather(connection, str(project), _begun(percent), _END)
+        found = read_evidence(connection, str(project), _begun(percent), _END)
         for number, finding in enumerate(found.findings):
             missed[number] += not finding.low <= 0 <= finding.high
             assert finding.pairs >= 25
@@ -161,6 +161,6 @@ def test_a_better_version_is_found_where_some_users_are_silent(connection: duckd
         return seconds, math.inf if rng.random() < 0.05 else seconds + 10, "scored"
 
     _play(connection, some_silent, 50, (0.9, 0.4), 20)
-    found = [gather(connection, str(project), _begun(50), _END) for project in range(20)]
+    found = [read_evidence(connection, str(project), _begun(50), _END) for project in range(20)]
     assert sum(evidence.verdict == "promote" for evidence in found) >= 16
     assert all(f.candidate_late and f.control_late for evidence in found for f in evidence.findings)

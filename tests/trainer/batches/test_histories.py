@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipeline.chat.sampling import Defaults
 from pipeline.config import DistillConfig, TrainerConfig
 from pipeline.events import ExchangeRecorded, GroupScored, Hint, Member
 from pipeline.log.messages import Place
-from pipeline.sampling import Defaults
 from tests.trainer.kit import exchange
 from trainer.batches.groups import AdmittedGroup, GroupWithHistory
 from trainer.batches.histories import Histories, TeacherPrompts, _render_hints

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pipeline.chat.sampling import Defaults
 from pipeline.config import LossConfig, TrainerConfig
 from pipeline.events import GroupScored, Hint, Member
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
-from pipeline.sampling import Defaults
 from tests.trainer.kit import exchange, training_group
 from trainer.batches.examples import examples
 from trainer.batches.groups import AdmittedGroup, GroupWithHistory, Refusal

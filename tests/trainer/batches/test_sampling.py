@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipeline.chat.sampling import NO_DEFAULTS, UNREADABLE, Defaults, sampling_of
 from pipeline.config import LoraConfig, LossConfig, TrainerConfig, VllmConfig
-from pipeline.sampling import NO_DEFAULTS, UNREADABLE, Defaults, sampling_of
 from tests.trainer.kit import VOCAB, backward, exactly, exchange, stir
 from trainer.batches.examples import Example
 from trainer.batches.packing import padded, prefix_shared

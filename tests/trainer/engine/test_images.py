@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
-from pipeline.images import Media, media_of
+from pipeline.chat.images import Media, media_of
 from tests.kits.vision import (
     IMAGE,
     KINDS,

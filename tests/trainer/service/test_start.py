@@ -18,9 +18,9 @@ from journeywork.forking import settings_of as fork_settings
 from pipeline import streams
 from pipeline.config import Config, ConfigError, NatsConfig, StoreConfig
 from pipeline.events import STATE_FILE, CheckpointPublished
-from pipeline.lake_files import checkpoint_folder
 from pipeline.log import objects
 from pipeline.log.broker import Broker
+from pipeline.versions.lake_files import checkpoint_folder
 from store.lake.lake import Lake, lake_in, open_lake
 from store.lake.versions import Versions
 from tests.conftest import NatsServer

@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from pipeline.backoff import Backoff
+from pipeline.concurrency.backoff import Backoff
 from pipeline.config import Config, CurvesConfig, NatsConfig
 from pipeline.log.broker import Broker
 from store.showing.curves.rows import Row

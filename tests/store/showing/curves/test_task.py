@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.config import Config, NatsConfig
 from pipeline.log.broker import Broker
-from pipeline.log.messages import Recorded
-from pipeline.metric_names import ALIASES, named
+from pipeline.log.messages import LogEntry
+from pipeline.statistics.metric_names import ALIASES, named
 from store.showing.curves.metrics_file import NAME, MetricsFile
 from store.showing.curves.rows import Row, make_row
 from store.showing.curves.task import Curves
@@ -125,7 +125,7 @@ def test_a_step_that_was_trained_again_replaces_the_lost_one(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("version", ["x", "m@" + "9" * 26, "m@01"])
 def test_an_evaluation_of_no_version_has_no_curve_and_ends_nothing(version: str) -> None:
-    recorded = Recorded(
+    recorded = LogEntry(
         evaluation(version, 0.5), "POLICY", 1, "s", {"Nats-Time-Stamp": "2026-11-23T00:00:00Z"}
     )
     assert make_row(recorded) is None

@@ -25,7 +25,7 @@ from pipeline.events import (
     pack_mask,
     pack_seqs,
 )
-from pipeline.running.runs import SETTINGS, run_settings
+from pipeline.running.installations import SETTINGS, installation_settings
 from store.lake.lake import open_lake
 from store.reading import groups as reading_groups
 from store.reading import trajectories as reading
@@ -244,7 +244,7 @@ def test_the_evaluation_of_a_checkpoint(client: TestClient) -> None:
 
 
 def test_new_files_show_after_a_while_and_a_result_stands_until_then(run_dir: Path) -> None:
-    config = run_settings(run_dir)
+    config = installation_settings(run_dir)
     history = History(config)
     query = "SELECT count(*) AS n FROM rollout_opened"
     first = history.shared_rows(query)
@@ -268,7 +268,7 @@ def test_one_query_runs_at_a_time(run_dir: Path) -> None:
             return False
         return True
 
-    history = History(run_settings(run_dir))
+    history = History(installation_settings(run_dir))
     history._connection.create_function("meet", meet, side_effects=True)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda _: history.rows("SELECT meet(1) AS met"), range(2)))

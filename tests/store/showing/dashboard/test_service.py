@@ -15,11 +15,11 @@ import httpx
 import msgspec
 import pytest
 
-from pipeline.cli import main
+from pipeline.commands.main import main
 from pipeline.config import Config, UiConfig, load
 from pipeline.running import plan
+from pipeline.running.installations import SETTINGS
 from pipeline.running.plan import SERVICES, make_plan
-from pipeline.running.runs import SETTINGS
 from pipeline.running.supervisor import STOP_ORDER, Supervisor
 from store.showing.dashboard import command
 from tests.conftest import free_port
