@@ -19,6 +19,7 @@ from statistics import fmean
 
 import msgspec
 
+from judge.errors import UnscoredError
 from judge.feedback import RunFeedback
 from judge.models.chat import ChatModel
 from judge.ruler import prompt
@@ -27,7 +28,6 @@ from judge.ruler.layout import ConversationText, PromptLayout
 from judge.ruler.replies import VOTES
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript, render_message, render_tools
-from judge.scoring import UnscoredError
 from pipeline.chat.conversations import Conversation, Reply
 from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import JudgeConfig

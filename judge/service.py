@@ -29,7 +29,7 @@ from judge.limits import Budget
 from judge.monitor import JudgeMonitor
 from judge.rewards.compose import open_composer, open_composer_on_log
 from judge.ruler.transcripts import Transcript
-from judge.scoring import RewardComposer, Teach, judge_hash, score_closed
+from judge.scoring import AskTeacher, RewardComposer, judge_hash, score_closed
 from judge.teacher import open_teacher
 from pipeline import crash
 from pipeline.concurrency.concurrently import concurrently
@@ -116,7 +116,7 @@ class Judge:
         config: Config,
         composer: RewardComposer | None,
         judge_id: str,
-        teach: Teach | None = None,
+        teach: AskTeacher | None = None,
     ) -> None:
         """`composer`: scores groups with a judge model or composed rewards; `None` if only agents' rewards are used.
         `judge_id`: hash of the judge configuration. `teach`: asks a teacher from outside; `None` if there is none."""

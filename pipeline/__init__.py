@@ -8,7 +8,8 @@
 | `security` | nkeys, NATS users, signatures of checkpoints |
 | `running` | starts, checks and restarts the processes of an installation |
 | `commands` | the command `journeywork` |
-| `telemetry` | log lines, and traces from the events |
+| `telemetry` | log lines |
+| `tracing` | traces from the events |
 | `chat` | what a call of a model holds: messages, images, sampling settings |
 | `versions` | where versions of a policy are: in the lake, on inference servers |
 | `statistics` | figures that several services show |

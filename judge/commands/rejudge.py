@@ -31,19 +31,19 @@ import msgspec
 from rich.console import Console
 
 from judge.commands.options import add_settings, shown
+from judge.errors import UnscoredError
 from judge.feedback import counting
 from judge.groups import Arrival, Group, GroupKey
 from judge.labelled import measure_agreement
 from judge.rewards.compose import open_composer_on_log
 from judge.scoring import (
+    AskTeacher,
     RewardComposer,
-    Teach,
-    UnscoredError,
     agent_rewards,
     judge_hash,
     make_member,
     score_closed,
-    with_lessons,
+    with_hints_and_answers,
 )
 from judge.teacher import open_teacher
 from pipeline.concurrency.concurrently import concurrently
@@ -97,7 +97,7 @@ class Rejudge:
         broker: Broker,
         config: Config,
         composer: RewardComposer | None,
-        teach: Teach | None = None,
+        teach: AskTeacher | None = None,
         *,
         branch: str = "",
         source: str = "main",
@@ -189,7 +189,7 @@ class Rejudge:
         signals = await self._signals(event)
         rewards = await self._composer(scorable, signals) if self._composer else agent_rewards(scorable)
         rewards = replace(rewards, taught={m.trajectory: m.teacher for m in event.members if m.teacher})
-        rewards = await with_lessons(rewards, scorable, signals, self._config.judge, self._teach)
+        rewards = await with_hints_and_answers(rewards, scorable, signals, self._config.judge, self._teach)
         needed = 1 if event.split == "val" else self._config.judge.min_size
         # The trainer gets every group of a batch, as from the judge.
         if len(rewards.final) < needed and self._batch_of(event) is None:

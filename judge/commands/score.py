@@ -20,10 +20,11 @@ import anyio
 import msgspec
 
 from judge.commands.options import add_settings
+from judge.errors import UnscoredError
 from judge.labelled import GroupFile, GroupMember
 from judge.rewards.compose import open_composer
 from judge.ruler.transcripts import Transcript
-from judge.scoring import GroupRewards, UnscoredError, judge_hash
+from judge.scoring import GroupRewards, judge_hash
 from pipeline.config import Config, ConfigError, load
 from pipeline.events import TrajectoryCompleted
 from pipeline.terminal.printing import visible_json

@@ -18,9 +18,9 @@ import anyio.to_thread
 import msgspec
 
 from judge.commands.score import score_group
+from judge.errors import UnscoredError
 from judge.labelled import GroupFile
 from judge.models.chat import well_formed
-from judge.scoring import UnscoredError
 from pipeline.config import ConfigError, load
 from pipeline.telemetry.logs import get_logger
 from pipeline.terminal.printing import visible_json

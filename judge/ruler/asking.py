@@ -16,6 +16,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from judge.errors import UnscoredError
 from judge.models.chat import ChatModel, ContextWindowError, ModelError, ModelReply
 from judge.ruler import prompt, replies
 from judge.ruler.aggregation import JudgePass, PositionBias, pairwise_agreement
@@ -23,7 +24,6 @@ from judge.ruler.images import attach_images
 from judge.ruler.replies import UnreadableReplyError
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript
-from judge.scoring import UnscoredError
 from pipeline.concurrency.backoff import Backoff
 from pipeline.config import JudgeConfig
 from pipeline.events import TrajectoryCompleted, Verdict

@@ -32,7 +32,7 @@ SERVICES = {
     "trainer": "trainer",
     "store": "store",
     "ui": "store.showing.dashboard",
-    "telemetry": "pipeline.telemetry.exporter",
+    "telemetry": "pipeline.tracing.exporter",
 }
 """Services of Journeywork and the modules that run them."""
 

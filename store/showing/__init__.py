@@ -2,6 +2,7 @@
 
 | room | what lives there |
 | --- | --- |
+| `pages` | what the pages of the dashboard show |
 | `dashboard` | web pages; `journeywork ui` |
 | `curves` | a JSONL file of the training steps, and experiment trackers |
 """

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from judge.commands.score import score_group
+from judge.errors import UnscoredError
 from judge.labelled import GroupFile, GroupMember, LabelledGroup
 from judge.monitor import JudgeMonitor
 from judge.next_state import NextStateJudge, majority
@@ -20,7 +21,7 @@ from judge.ruler.asking import JudgingError
 from judge.ruler.replies import VOTES, ParsedScores, UnreadableReplyError, parse_scores
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.transcripts import Transcript
-from judge.scoring import UnscoredError, judge_hash
+from judge.scoring import judge_hash
 from pipeline.config import Config, JudgeConfig, RewardConfig
 from pipeline.events import Hint, JudgeMeasured
 from tests.judge.attacks import ATTACKS, GUESS

@@ -48,12 +48,12 @@ _KINDS = {
 _COMMANDS = ("up", "what-if", "train", "fork", "check-model", "export")
 """Commands of `journeywork` that import torch, or that start a trainer."""
 _LEAVES = (
-    "trainer", "judge", "store", "store.showing.dashboard", "pipeline.telemetry.exporter", "tests.kits.warm",
+    "trainer", "judge", "store", "store.showing.dashboard", "pipeline.tracing.exporter", "tests.kits.warm",
 )  # fmt: skip
 """Programs that start no others of ours."""
 _IMPORTS = {
     "torch": (
-        "pipeline.commands.main", "pipeline.running.supervisor", "pipeline.telemetry.exporter",
+        "pipeline.commands.main", "pipeline.running.supervisor", "pipeline.tracing.exporter",
         "rollout_gateway.service", "rollout_gateway.sampler.service", "judge.service", "store.service",
         "store.showing.dashboard.service",
         "store.commands.what_if", "trainer.service", "transformers.models.qwen3.modeling_qwen3", "peft", "openai",

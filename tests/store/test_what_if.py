@@ -25,8 +25,8 @@ from pipeline.running.installations import SETTINGS
 from pipeline.running.state import read_state
 from store.commands.question import Question, read_question
 from store.commands.what_if import Commands, WhatIfError, _parser
-from store.reading.history import History
-from store.reading.what_if import what_if
+from store.showing.pages.history import History
+from store.showing.pages.what_if import what_if
 from tests.conftest import VllmServer
 from tests.kits.installation import JOURNEYWORK, ROOT, SMALL, Up, program, started
 from tests.kits.settings import with_values

@@ -26,13 +26,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pipeline.config import Config, ConfigError
 from pipeline.running.installations import installation_settings, installations_under
 from store.lake.storage import StoreError
-from store.reading import checkpoints, events, groups, judge, overview, texts, trajectories, what_if
-from store.reading.errors import ReadingError
-from store.reading.history import History
 from store.showing.dashboard import labels
 from store.showing.dashboard.access import COOKIE, HEADERS, Access
 from store.showing.dashboard.errors import PageError, SignInError
 from store.showing.dashboard.gateway import ACTIONS, Gateway
+from store.showing.pages import checkpoints, events, groups, judge, overview, texts, trajectories, what_if
+from store.showing.pages.errors import ReadingError
+from store.showing.pages.history import History
 
 _HERE = Path(__file__).parent
 _FOLLOW = """<!doctype html>

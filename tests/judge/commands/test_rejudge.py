@@ -13,11 +13,12 @@ import pytest
 
 from judge.commands import rejudge as command
 from judge.commands.rejudge import Rejudge
+from judge.errors import UnscoredError
 from judge.group_log import GroupEnd, GroupLog
 from judge.groups import GroupKey
 from judge.rewards.compose import ConfiguredComposer, open_composer_on_log
 from judge.ruler.transcripts import load_transcript
-from judge.scoring import GroupRewards, UnscoredError, agent_rewards
+from judge.scoring import GroupRewards, agent_rewards
 from pipeline import config as configuration
 from pipeline import crash
 from pipeline.config import Config, ConfigError, JudgeConfig, NatsConfig, RewardConfig

@@ -15,8 +15,9 @@ import pytest
 
 from judge.commands.main import main
 from judge.commands.score import score_group
+from judge.errors import UnscoredError
 from judge.labelled import GroupFile, GroupMember
-from judge.scoring import UnscoredError, judge_hash
+from judge.scoring import judge_hash
 from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig
 from tests.kits.scoring_server import ScoringServer
 from tests.kits.settings import with_values

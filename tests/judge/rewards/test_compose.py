@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from journeywork.trajectory import finite_number
+from judge.errors import UnscoredError
 from judge.labelled import GroupFile, GroupMember
 from judge.rewards.compose import ConfiguredComposer, combine, open_composer, second_config
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
-from judge.scoring import UnscoredError, agent_reward
+from judge.scoring import agent_reward
 from pipeline.config import (
     Config,
     ConfigError,

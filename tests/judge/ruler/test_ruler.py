@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from judge.errors import UnscoredError
 from judge.ruler import prompt, replies
 from judge.ruler.asking import JudgingError
-from judge.scoring import UnscoredError
 from tests.judge.kit import TOO_LONG, Model, completed, ruler, transcript
 from tests.kits.scoring_server import Answer, Scorer, score_key
 

@@ -23,9 +23,9 @@ from pipeline.events import (
     TrajectoryCompleted,
 )
 from pipeline.running.state import STATE, process_start
-from store.reading.history import History
-from store.reading.overview import numbers
-from store.reading.summary import summary
+from store.showing.pages.history import History
+from store.showing.pages.overview import numbers
+from store.showing.pages.summary import summary
 from tests.store.kit import checkpoint, discarded, fill, run_of_one_step, scored
 
 CHOSEN = {"model": "m", "branch": "main"}

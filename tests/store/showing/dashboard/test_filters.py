@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from pipeline.config import Config, FeedbackConfig, save
 from pipeline.events import TrajectoryCompleted, TrajectoryOpened, now_us
 from pipeline.running.installations import SETTINGS
-from store.reading import chat, texts
+from store.showing.pages import chat, texts
 from tests.store.kit import discarded, exchange, fill, scored
 from tests.store.showing.dashboard.conftest import Open, client_of
 

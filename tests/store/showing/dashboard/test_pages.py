@@ -27,10 +27,10 @@ from pipeline.events import (
 )
 from pipeline.running.installations import SETTINGS, installation_settings
 from store.lake.lake import open_lake
-from store.reading import groups as reading_groups
-from store.reading import trajectories as reading
-from store.reading.history import History
 from store.showing.dashboard.server import _LISTS, _SINGLE
+from store.showing.pages import groups as reading_groups
+from store.showing.pages import trajectories as reading
+from store.showing.pages.history import History
 from tests.store.kit import checkpoint, exchange, fill, run_of_one_step, scored
 from tests.store.showing.dashboard import test_browser
 from tests.store.showing.dashboard.conftest import URL, Open

@@ -17,7 +17,7 @@ import pytest
 
 from pipeline.commands.main import main
 from pipeline.config import Config, UiConfig, load
-from pipeline.running import plan
+from pipeline.running import resolved
 from pipeline.running.installations import SETTINGS
 from pipeline.running.plan import SERVICES, make_plan
 from pipeline.running.supervisor import STOP_ORDER, Supervisor
@@ -85,7 +85,7 @@ def test_its_port_is_the_same_at_each_start_unless_another_has_it(
 ) -> None:
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
-        monkeypatch.setattr(plan, "UiConfig", lambda: UiConfig(port=port), raising=False)
+        monkeypatch.setattr(resolved, "UiConfig", lambda: UiConfig(port=port), raising=False)
         config = with_values(
             Config(run_dir=str(tmp_path)), {"ui.port": port, "nats.url": "nats://127.0.0.1:1"}
         )

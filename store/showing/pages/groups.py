@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, get_args, get_type_hints
 
 from pipeline.events import GroupDiscarded
-from store.reading import chat
-from store.reading.errors import NotFoundError
-from store.reading.history import History, Row
-from store.reading.lists import TASK_OR_GROUP, Query, branch_of, listed, numbered, one_of
-from store.reading.overview import branches
-from store.reading.trajectories import add_decisions
+from store.showing.pages import chat
+from store.showing.pages.errors import NotFoundError
+from store.showing.pages.history import History, Row
+from store.showing.pages.lists import TASK_OR_GROUP, Query, branch_of, listed, numbered, one_of
+from store.showing.pages.overview import branches
+from store.showing.pages.trajectories import add_decisions
 
 _COLUMNS = {
     "when": "decided_at", "group": "group_id", "task": "task", "status": "coalesce(reason, status)", "size": "size",

@@ -22,7 +22,7 @@ from pipeline.events import (
     pack_logprobs,
 )
 from pipeline.log.broker import Broker
-from pipeline.telemetry import exporter, trace
+from pipeline.tracing import exporter, trace
 from tests.kits.langfuse import PUBLIC, SECRET, LangfuseReceiver
 
 START = 1_700_000_000_000_000

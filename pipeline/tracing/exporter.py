@@ -1,8 +1,8 @@
-"""The service that turns the log into traces: reads events, makes spans (`pipeline.telemetry.spans`) and Langfuse
+"""The service that turns the log into traces: reads events, makes spans (`pipeline.tracing.spans`) and Langfuse
 scores, and exports them over HTTP.
 
 It has its own durable consumers: no service waits for the trace backend, and events stay on the log until the
-backend has their spans (`pipeline.telemetry.backend`).
+backend has their spans (`pipeline.tracing.backend`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pipeline.config import Config
 from pipeline.events import AnyEvent, ExchangeRecorded, GroupScored, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker, Consumption, LogEntry
 from pipeline.running.service import Ready, main
-from pipeline.telemetry import langfuse, spans
-from pipeline.telemetry.backend import TraceBackend, requests_of, send
-from pipeline.telemetry.content import Content
-from pipeline.telemetry.trace import Run, caller, make_run
+from pipeline.tracing import langfuse, spans
+from pipeline.tracing.backend import TraceBackend, requests_of, send
+from pipeline.tracing.content import Content
+from pipeline.tracing.trace import Run, caller, make_run
 
 BATCH = 512
 _REMEMBERED = 10_000
@@ -128,4 +128,4 @@ def check(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main("pipeline.telemetry.exporter", serve, check)
+    main("pipeline.tracing.exporter", serve, check)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import date
 from typing import Any
 
-from store.reading.errors import InvalidQueryError
-from store.reading.history import History, Row
+from store.showing.pages.errors import InvalidQueryError
+from store.showing.pages.history import History, Row
 
 Query = Mapping[str, str]
 """The parameters of a page's address."""

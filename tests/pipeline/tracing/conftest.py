@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeline.telemetry import backend, langfuse
+from pipeline.tracing import backend, langfuse
 from tests.kits.langfuse import LangfuseReceiver, run_langfuse
-from tests.pipeline.telemetry.kit import point_at
+from tests.pipeline.tracing.kit import point_at
 
 _UNSET = (
     "LANGFUSE_SECRET_KEY", "LANGFUSE_PUBLIC_KEY", "LANGFUSE_BASE_URL", "LANGFUSE_HOST", "OTEL_EXPORTER_OTLP_PROTOCOL",

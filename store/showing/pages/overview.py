@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from store.reading.errors import NotFoundError
-from store.reading.history import History
-from store.reading.intervals import SAMPLE, with_intervals
-from store.reading.lists import Query, branch_of
-from store.reading.summary import summary
+from store.showing.pages.errors import NotFoundError
+from store.showing.pages.history import History
+from store.showing.pages.intervals import SAMPLE, with_intervals
+from store.showing.pages.lists import Query, branch_of
+from store.showing.pages.summary import summary
 
 _POINTS = 400
 """Points of a curve at most; more steps are averaged."""

@@ -9,9 +9,9 @@ import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
-from pipeline.telemetry import trace
+from pipeline.tracing import trace
 from tests.kits.langfuse import LangfuseReceiver, Span
-from tests.pipeline.telemetry.kit import (
+from tests.pipeline.tracing.kit import (
     AGENTS_SPAN,
     AGENTS_TRACE,
     SPANS,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from store.reading.errors import NotFoundError
-from store.reading.groups import add_tasks
-from store.reading.history import History
-from store.reading.intervals import SAMPLE, with_intervals
-from store.reading.lists import Query, as_step, branch_of, listed
-from store.reading.overview import models
+from store.showing.pages.errors import NotFoundError
+from store.showing.pages.groups import add_tasks
+from store.showing.pages.history import History
+from store.showing.pages.intervals import SAMPLE, with_intervals
+from store.showing.pages.lists import Query, as_step, branch_of, listed
+from store.showing.pages.overview import models
 
 _COLUMNS = {
     "published": "published_at", "step": "step", "version": "version", "branch": "branch", "parent": "parent",

@@ -23,7 +23,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
 from pipeline.events import TrajectoryOpened
-from pipeline.telemetry.content import Content, document
+from pipeline.tracing.content import Content, document
 
 _TRACEPARENT = re.compile(r"^00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)

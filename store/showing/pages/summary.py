@@ -11,9 +11,9 @@ from pipeline.running.state import read_state
 from pipeline.statistics.intervals import Sample
 from pipeline.statistics.progress import reward_text
 from store.alarms.table import ALARMS
-from store.reading.history import History, Row
-from store.reading.intervals import SAMPLE, finite, sample_of
-from store.reading.texts import ago, number, signed, when
+from store.showing.pages.history import History, Row
+from store.showing.pages.intervals import SAMPLE, finite, sample_of
+from store.showing.pages.texts import ago, number, signed, when
 
 _LAST = """
     SELECT version, step, published_at FROM checkpoints WHERE model = $model AND branch = $branch

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from pipeline.statistics.intervals import Sample
-from store.reading.history import Row
+from store.showing.pages.history import Row
 
 SAMPLE = """avg("value") AS mean, count(*) AS groups, var_samp("value") AS variance, min("value") AS least,
       max("value") AS greatest"""

@@ -10,11 +10,11 @@ import pytest
 from pipeline.config import NatsConfig, TelemetryConfig
 from pipeline.events import GroupScored, Score, Verdict
 from pipeline.log.broker import Broker
-from pipeline.telemetry import langfuse, trace
-from pipeline.telemetry.content import Content
-from pipeline.telemetry.exporter import SpanMaker
+from pipeline.tracing import langfuse, trace
+from pipeline.tracing.content import Content
+from pipeline.tracing.exporter import SpanMaker
 from tests.kits.langfuse import LangfuseReceiver
-from tests.pipeline.telemetry.kit import AGENTS_TRACE, SPANS, publish_lives, run_until
+from tests.pipeline.tracing.kit import AGENTS_TRACE, SPANS, publish_lives, run_until
 
 pytestmark = pytest.mark.anyio
 

@@ -8,10 +8,10 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from pipeline.config import Config, ConfigError, NatsConfig, TelemetryConfig
 from pipeline.log.broker import Broker
-from pipeline.telemetry import backend, trace
-from pipeline.telemetry import exporter as telemetry
+from pipeline.tracing import backend, trace
+from pipeline.tracing import exporter as telemetry
 from tests.kits.langfuse import LangfuseReceiver
-from tests.pipeline.telemetry.kit import calls, exchange, run_until
+from tests.pipeline.tracing.kit import calls, exchange, run_until
 
 pytestmark = pytest.mark.anyio
 

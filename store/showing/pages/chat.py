@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from pipeline.chat.conversations import text_of
-from store.reading.history import Row
-from store.reading.texts import pretty
+from store.showing.pages.history import Row
+from store.showing.pages.texts import pretty
 
 
 def parsed(text: str | None) -> Any:

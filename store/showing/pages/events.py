@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.events import schema
-from store.reading.errors import NotFoundError
-from store.reading.history import History
-from store.reading.lists import Query, as_step
 from store.reading.sql import table_name
+from store.showing.pages.errors import NotFoundError
+from store.showing.pages.history import History
+from store.showing.pages.lists import Query, as_step
 
 
 def event(history: History, name: str, query: Query) -> dict[str, Any]:

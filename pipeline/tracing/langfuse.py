@@ -19,12 +19,12 @@ import msgspec
 from pipeline.concurrency.backoff import Backoff
 from pipeline.config import ConfigError
 from pipeline.events import GroupScored, Member
-from pipeline.telemetry.content import Content
 from pipeline.telemetry.logs import get_logger
-from pipeline.telemetry.spans import verdict_span_id
-from pipeline.telemetry.trace import Run, hashed
+from pipeline.tracing.content import Content
+from pipeline.tracing.spans import verdict_span_id
+from pipeline.tracing.trace import Run, hashed
 
-logger = get_logger("pipeline.telemetry.langfuse")
+logger = get_logger("pipeline.tracing.langfuse")
 
 _AT_ONCE = 100
 """Scores in one request."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from store.reading.history import History
-from store.reading.lists import Query
+from store.showing.pages.history import History
+from store.showing.pages.lists import Query
 
 _AGREEMENT = """
     WITH one AS (

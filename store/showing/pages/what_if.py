@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from pipeline.names import version_address
-from store.reading.history import History, Row
-from store.reading.lists import Query, listed, numbered, one_of
+from store.showing.pages.history import History, Row
+from store.showing.pages.lists import Query, listed, numbered, one_of
 
 _ANSWERS = "(SELECT *, log_seq AS stream_seq FROM policy_what_if)"
 _ADOPTED = "SELECT version, source FROM checkpoints WHERE branch = 'main' AND source <> ''"

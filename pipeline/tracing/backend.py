@@ -19,10 +19,10 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 from pipeline.config import ConfigError
-from pipeline.telemetry.langfuse import destination
 from pipeline.telemetry.logs import get_logger
+from pipeline.tracing.langfuse import destination
 
-logger = get_logger("pipeline.telemetry.backend")
+logger = get_logger("pipeline.tracing.backend")
 
 REQUEST_CHARS = 2_000_000
 """Characters of text in one request: backends limit its size."""

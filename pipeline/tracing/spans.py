@@ -18,8 +18,8 @@ from opentelemetry.trace import SpanKind
 
 from pipeline.events import ExchangeRecorded, GroupScored, Member, TrajectoryCompleted
 from pipeline.names import version_name
-from pipeline.telemetry.content import Content, Json, document, reply, request_input
-from pipeline.telemetry.trace import Attributes, Run, hashed, link, span
+from pipeline.tracing.content import Content, Json, document, reply, request_input
+from pipeline.tracing.trace import Attributes, Run, hashed, link, span
 
 _NUMBERS = ("temperature", "top_p", "top_k", "max_tokens", "seed", "frequency_penalty", "presence_penalty")
 _METADATA = "langfuse.observation.metadata."

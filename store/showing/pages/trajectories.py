@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from pipeline.chat.sampling import NO_DEFAULTS, Defaults, Untrained, loss_mask, sampling_of, untrained_reason
-from store.reading import chat
-from store.reading.errors import InvalidQueryError, NotFoundError
-from store.reading.history import History, Row
-from store.reading.lists import TASK_OR_GROUP, Query, as_step, listed, numbered, one_of
+from store.showing.pages import chat
+from store.showing.pages.errors import InvalidQueryError, NotFoundError
+from store.showing.pages.history import History, Row
+from store.showing.pages.lists import TASK_OR_GROUP, Query, as_step, listed, numbered, one_of
 
 _COLUMNS = {
     "began": "opened_at", "trajectory": "trajectory", "group": "group_id", "outcome": "outcome", "reward": "reward",
