@@ -37,7 +37,7 @@ def _table(columns: Iterable[tuple[str, str]]) -> str:
 def runnable(alarm: Alarm) -> str:
     """Return the alarm's query for `journeywork sql`: with the default values of its parameters, and with the servers
     of the view `adapters` in place of the table `replicas`, which only the service has. A query over its tables
-    `fills`, `unwritten` or `parts` can't be run there."""
+    `fills` or `unwritten` can't be run there."""
     settings = Config().alarms
     values = {
         "threshold": f"{threshold(Config(), alarm):g}",

@@ -54,11 +54,8 @@ def measured_tables(
     damaged: Sequence[str] = (),
 ) -> None:
     """Create the tables that queries read beside the views: `fills` (of streams and the disk), `unwritten` (by
-    consumer), `damaged` (paths of files of the lake), `replicas` (inference servers) and `parts` (of a composed reward;
-    empty unless it is a sum or a mean)."""
+    consumer), `damaged` (paths of files of the lake) and `replicas` (inference servers)."""
     urls = config.sampler.advertise or config.vllm.urls
-    added = config.judge.combine in ("mean", "sum")
-    parts = [(r.name, r.weight) for r in config.judge.rewards if r.kind != "next_state"] if added else []
     for name, columns, rows in (
         ("fills", 'name VARCHAR, kind VARCHAR, bytes BIGINT, "limit" BIGINT',
          [(fill.name, fill.kind, fill.bytes, fill.limit) for fill in fills if fill.limit]),
@@ -66,7 +63,6 @@ def measured_tables(
          [(waiting.consumer, waiting.share, waiting.detail) for waiting in unwritten]),
         ("damaged", "path VARCHAR", [(path,) for path in damaged]),
         ("replicas", "replica VARCHAR", [(replica_name(url),) for url in urls]),
-        ("parts", "name VARCHAR, weight DOUBLE", parts),
     ):  # fmt: skip
         connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} ({columns})")
         if rows:

@@ -92,10 +92,10 @@ def test_an_empty_run_says_what_it_needs(tmp_path: Path) -> None:
 def test_the_first_alarm_is_a_cause_and_not_a_consequence(tmp_path: Path) -> None:
     raised: list[Event] = [
         AlarmChanged(project="p", alarm=name, state="raised", since=since)
-        for since, name in enumerate(("not_learning", "starvation"), 1)
+        for since, name in enumerate(("not_learning", "length_drift"), 1)
     ]
     page = told(tmp_path, raised)
-    assert [alarm["alarm"] for alarm in page["alarms"]] == ["not_learning", "starvation"]
+    assert [alarm["alarm"] for alarm in page["alarms"]] == ["not_learning", "length_drift"]
     assert page["todo"].startswith("Does not learn: ")
 
 

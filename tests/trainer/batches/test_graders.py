@@ -200,7 +200,6 @@ def test_without_feedback_nothing_is_said_and_nothing_changes() -> None:
 async def test_a_step_says_which_share_a_key_would_have_had(
     broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
-    """The alarm `feedback_share` reads this metric."""
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=2)
     config = msgspec.structs.replace(config, feedback=msgspec.structs.replace(config.feedback, max_share=0.2))
     await kit.publish_group(broker, "own", [0.0, 1.0], seed=1)
