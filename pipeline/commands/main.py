@@ -32,6 +32,7 @@ from pipeline import streams
 from pipeline.commands import status
 from pipeline.commands.modules import SDK, run_module
 from pipeline.config import Config, ConfigError, load, save
+from pipeline.config.checks import check
 from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running import environment, folder_lock
@@ -162,14 +163,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up(args: argparse.Namespace) -> None:
-    overrides = list(args.overrides)
-    if args.run_dir:
-        overrides.append(f"run_dir={args.run_dir}")
-    if args.nats_url:
-        overrides.append(f"nats.url={args.nats_url}")
-    if args.vllm_url:
-        overrides.append("vllm.urls=" + msgspec.json.encode(args.vllm_url).decode())
-    config = load(args.config, overrides)
+    config = load(args.config, args.overrides)
+    nats, vllm = config.nats, config.vllm
+    config = config.replace(
+        run_dir=args.run_dir or config.run_dir,
+        nats=nats.replace(url=args.nats_url) if args.nats_url else nats,
+        vllm=vllm.replace(urls=args.vllm_url) if args.vllm_url else vllm,
+    )
+    check(config)
     services = tuple(s for s in args.services.split(",") if s)
     if unknown := set(services) - set(SERVICES):
         raise ConfigError(f"no service {', '.join(sorted(unknown))}; there are: {', '.join(SERVICES)}")

@@ -1,8 +1,8 @@
-"""Which run a command means, what its settings are, and how to reach its log.
+"""Which installation a command means, what its settings are, and how to reach its log.
 
-A run is a folder with `config.toml` (the settings of its last start), `state.json` (what `journeywork up` started)
-or a store. Commands that name no run mean the one under `runs/` that runs; if none or several do, that in which one of
-these files changed last.
+An installation is a folder with `config.toml` (the settings of its last start), `state.json` (what `journeywork up`
+started) or a store. Commands that name none mean the one under `runs/` whose supervisor is running; if none or several
+are, that in which one of these files changed last.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ _SIGNS = (SETTINGS, STATE, "store", "store/*")
 
 
 def find_installation(run_dir: str | Path | None = None, root: Path = Path("runs")) -> Path:
-    """Return `run_dir`. If it is empty, return the run under `root` whose supervisor is running, else the newest.
+    """Return `run_dir`. If it is empty, return the installation under `root` whose supervisor is running, else the
+    newest.
 
     Raises `ConfigError` if there is none."""
     if run_dir:
         return Path(run_dir)
-    runs = installations_under(root)
-    if not runs:
+    installations = installations_under(root)
+    if not installations:
         raise ConfigError(
-            f"no run under {root}/: name one with --run-dir, or start one with `journeywork up`"
+            f"no installation under {root}/: name one with --run-dir, or start one with `journeywork up`"
         )
-    states = ((run, read_state(run)) for run in runs)
-    running = [run for run, state in states if state is not None and state.running]
-    return (running or runs)[-1]
+    states = ((folder, read_state(folder)) for folder in installations)
+    running = [folder for folder, state in states if state is not None and state.running]
+    return (running or installations)[-1]
 
 
 def installations_under(root: Path) -> list[Path]:
-    """Return the runs in a folder, the newest last. The history of a run may be elsewhere, in object storage."""
+    """Return the installations in a folder, the newest last. The history of one may be elsewhere, in object storage."""
     return [folder for changed, folder in sorted((_last_change(f), f) for f in root.glob("*/")) if changed]
 
 
@@ -46,28 +47,29 @@ def installation_settings(
     *,
     sections: Collection[str] = (),
 ) -> Config:
-    """Return the settings of a run, with the address of its log in `nats.url`; empty if none is known.
+    """Return the settings of an installation, with the address of its log in `nats.url`; empty if none is known.
 
-    `sections`: the tables that the command needs. A run of another version, whose other settings have changed their
-    names since, can be read then. Empty: all. The settings come from `file` if it is given, else from the run's own.
+    `sections`: the tables that the command needs. An installation of another version, whose other settings have changed
+    their names since, can be read then. Empty: all. The settings come from `file` if it is given, else from its own.
     The address is `nats_url`, else that of the overrides, else that of `file`, else that of the server that
-    `journeywork up` started for the run, else that of the run's own settings; an empty one counts as none. If that
+    `journeywork up` started for it, else that of its own settings; an empty one counts as none. If that
     server is stopped, there is none. Raises `ConfigError`."""
-    more = list(overrides)
     source: str | Path | None = file
+    folder = None
     if not file or run_dir:
         folder = find_installation(run_dir)
-        more.append(f"run_dir={folder}")
         if not file and not _last_change(folder):
             raise ConfigError(
-                f"{folder} is no run: name another with --run-dir, or start one with `journeywork up`"
+                f"{folder} is no installation: name another with --run-dir, or start one with `journeywork up`"
             )
         saved = folder / SETTINGS
         source = file or (saved if saved.is_file() else None)
-    config = load(source, more, sections=sections)
+    config = load(source, overrides, sections=sections)
+    if folder:
+        config = config.replace(run_dir=str(folder))
     if nats_url:
         return config.replace(nats=config.nats.replace(url=nats_url))
-    named = config if file else load(source, ["nats.url=", *more], sections=sections)
+    named = config if file else load(source, ["nats.url=", *overrides], sections=sections)
     if not named.nats.url and (state := read_state(Path(config.run_dir))) is not None:
         config = config.replace(nats=config.nats.replace(url=state.url("nats")))
     return config

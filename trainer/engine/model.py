@@ -6,11 +6,11 @@ Everything here computes and blocks; the service calls it in a thread.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from peft.utils import get_peft_model_state_dict
@@ -34,12 +34,19 @@ and again in the backward pass."""
 
 def load_settings(config: TrainerConfig) -> dict[str, object]:
     """The settings that a model is loaded with: policies share an engine where all of them are equal."""
-    names = (
-        "engine", "dtype", "memory.quantization", "unsloth.max_seq_length", "lora.rank", "lora.alpha",
-        "lora.targets", "lora.experts", "lora.dtype", "seed", "threads", "memory.gradient_checkpointing",
-        "memory.sharded", "memory.context_parallel",
-    )  # fmt: skip
-    return {name: operator.attrgetter(name)(config) for name in names}
+    memory = config.memory
+    return {
+        "engine": config.engine,
+        "dtype": config.dtype,
+        "memory.quantization": memory.quantization,
+        "unsloth.max_seq_length": config.unsloth.max_seq_length,
+        **{f"lora.{name}": value for name, value in msgspec.structs.asdict(config.lora).items()},
+        "seed": config.seed,
+        "threads": config.threads,
+        "memory.gradient_checkpointing": memory.gradient_checkpointing,
+        "memory.sharded": memory.sharded,
+        "memory.context_parallel": memory.context_parallel,
+    }
 
 
 class PolicyModel:

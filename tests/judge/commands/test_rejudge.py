@@ -292,4 +292,4 @@ def test_without_a_run_the_command_says_so(
     with pytest.raises(SystemExit) as stop:
         command.main(["--branch", "b"])
     assert stop.value.code == 2
-    assert "no run under runs/" in capsys.readouterr().err
+    assert "no installation under runs/" in capsys.readouterr().err

@@ -39,9 +39,9 @@ def make(folder: Path, *, settings: str = "", address: str = "") -> Path:
 
 def test_without_a_run_the_error_says_what_to_do(runs: Path) -> None:
     (runs / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"no run under runs/: name one with --run-dir"):
+    with pytest.raises(ConfigError, match=r"no installation under runs/: name one with --run-dir"):
         find_installation()
-    with pytest.raises(ConfigError, match="runs/empty is no run"):
+    with pytest.raises(ConfigError, match="runs/empty is no installation"):
         installation_settings("runs/empty")
 
 

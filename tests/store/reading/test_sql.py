@@ -273,7 +273,7 @@ def test_the_command_answers_and_says_what_is_wrong(history: Path, capfd: pytest
     assert "nowhere" in told
     assert "SHOW TABLES" in told
     assert sql.main(["--run-dir", str(history / "none"), "SELECT 1"]) == 2
-    assert "is no run" in capfd.readouterr().err
+    assert "is no installation" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["table", "json"])
