@@ -37,7 +37,7 @@ def restore(folder: Path, run_dir: Path) -> Manifest:
     try:
         folder_lock.make_private(partial)
         for name, file in manifest.files.items():
-            # A name with `..`, or behind a link, may lie outside of the backup, or be written outside of the run.
+            # A name with `..`, or behind a link, may lie outside of the backup, or be written outside of the folder.
             source = folder.resolve() / name
             plain = source.resolve() == source and source.is_relative_to(folder.resolve())
             if not plain or not source.is_file() or copy(source, partial / name) != file:

@@ -41,8 +41,8 @@ _NEWEST = (256, 1024, 4096)
 
 
 def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
-    """Print the state of the run. Raises `ConfigError` where nothing was started, and `SystemExit` with 1 where a
-    process is gone or the log does not answer."""
+    """Print the state of the installation. Raises `ConfigError` where nothing was started, and `SystemExit` with 1
+    where a process is gone or the log does not answer."""
     present = read_state(run_dir)
     if present is None:
         raise ConfigError(f"{run_dir} holds no state.json: nothing was started there")

@@ -266,8 +266,8 @@ class TelemetryConfig(Section, frozen=True, kw_only=True):
 
 
 class CurvesConfig(Section, frozen=True, kw_only=True):
-    """Curves of the training steps and evaluations, in `curves/` of the run folder: a line of `metrics.jsonl` for each
-    (docs/tracing.md)."""
+    """Curves of the training steps and evaluations, in `curves/` of the run directory: a line of `metrics.jsonl`
+    for each (docs/tracing.md)."""
 
     enabled: bool = True
     """Whether the store service writes them."""

@@ -43,7 +43,7 @@ class Config(Section, frozen=True, kw_only=True):
     project: str = "default"
     """Namespace of trajectories, groups and versions on the log."""
     run_dir: str = "runs/default"
-    """Folder of the run: logs, state, keys, checkpoints and history."""
+    """Folder of the installation: logs, state, keys, checkpoints and history."""
     log_level: str = "INFO"
     """`DEBUG`, `INFO`, `WARNING`, `ERROR` or `CRITICAL`."""
     nats: sections.NatsConfig = sections.NatsConfig()

@@ -37,10 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-dir",
         help="the run whose gateway is asked; default: the running one under runs/, else the newest",
     )
-    parser.add_argument("--url", help=f"the gateway; default: {URL_VARIABLE}, else the gateway of the run")
+    parser.add_argument("--url", help=f"the gateway; default: {URL_VARIABLE}, else that of the installation")
     parser.add_argument(
         "--key",
-        help=f"an operator's key; default: {KEY_VARIABLE}, else keys/operator.key of the run. The variable is "
+        help=f"an operator's key; default: {KEY_VARIABLE}, else keys/operator.key of the installation. The variable is "
         "better: other users of this machine see the arguments of a command",
     )
 

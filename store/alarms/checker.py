@@ -45,7 +45,7 @@ Key = tuple[str, str, str, str]
 
 
 class Checker:
-    """Checks the alarms of one run."""
+    """Checks the alarms of one installation."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from pipeline.running.installations import installation_settings
 from pipeline.terminal.parsers import command_parser
 from pipeline.terminal.printing import visible_json
 from store.reading import sql
-from store.reading.options import add_run, exit_status
+from store.reading.options import add_installation, exit_status
 
 _KEYS = ("branch", "judge", "judge_model", "rubric")
 _COLUMNS = {"rubric": "rubric_hash"}
@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--calls", action="store_true", help="compare the rewards of calls instead of those of runs"
     )
-    add_run(parser)
+    add_installation(parser)
     parser.add_argument("--format", default="table", choices=("table", "json"))
     return parser
 

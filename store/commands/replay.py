@@ -32,7 +32,7 @@ from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry import logs
 from pipeline.terminal.parsers import command_parser
 from store.reading import rebuild, sql
-from store.reading.options import add_run, exit_status
+from store.reading.options import add_installation, exit_status
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ async def replay(
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("replay", "Publish groups of the history on a branch.")
     parser.add_argument("--branch", required=True, help="name of the branch; not main")
-    add_run(parser)
+    add_installation(parser)
     parser.add_argument("--nats-url", help="log to replay onto; default: the run's own")
     parser.add_argument("--from-branch", default="main")
     parser.add_argument("--where", default="true", help="SQL over the view `groups`")

@@ -80,8 +80,8 @@ def answer(args: argparse.Namespace, run_dir: Path) -> WhatIfAnswered:
 
 @contextlib.contextmanager
 def serving(config: Config, run_dir: Path, commands: Commands) -> Iterator[None]:
-    """Have the run serve its versions: it runs already, or it is started, without trainer and judge, for as long as the
-    block takes. Raises `WhatIfError` if it does not come up."""
+    """Have the installation serve its versions: it runs already, or it is started, without trainer and judge, for as
+    long as the block takes. Raises `WhatIfError` if it does not come up."""
     state = read_state(run_dir)
     if state is not None and state.running:
         yield
@@ -197,7 +197,7 @@ def _until_known(gateway: GatewayApi, version: str) -> None:
 
 
 class Commands:
-    """Runs commands of Journeywork on a run. What they tell goes to a file of the run."""
+    """Runs commands of Journeywork on an installation. What they tell goes to a file of it."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run = ["--run-dir", str(run_dir)]

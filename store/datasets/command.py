@@ -22,7 +22,7 @@ from store.datasets.rows import FORMATS, rows_of
 from store.datasets.runs import select
 from store.lake.storage import StoreError
 from store.reading import sql
-from store.reading.options import add_run, exit_status
+from store.reading.options import add_installation, exit_status
 
 _HUB = "hf://datasets/"
 
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="include held-out runs (split val), which are left out otherwise",
     )
-    add_run(parser)
+    add_installation(parser)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What the commands over the history share: the arguments that name a run, and their exit statuses."""
+"""What the commands over the history share: the arguments that name an installation, and their exit statuses."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _WRONG = (
 _FAILED = (StoreError, BrokerError, duckdb.Error, OSError)
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
+def add_installation(parser: argparse.ArgumentParser) -> None:
     """Add `--run-dir` and `--config`, which `installation_settings` takes."""
     parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
-    parser.add_argument("--config", help="settings of the run, in place of its own")
+    parser.add_argument("--config", help="settings, in place of the installation's own")
 
 
 def exit_status(command: str, run: Callable[[], int], *failures: type[Exception]) -> int:

@@ -31,7 +31,7 @@ from pipeline.terminal.parsers import command_parser
 from pipeline.terminal.printing import visible, visible_json
 from store.lake.lake import Lake, lake_in, open_lake
 from store.lake.storage import PASSING, DamagedFileError, StoreError
-from store.reading.options import add_run, exit_status
+from store.reading.options import add_installation, exit_status
 from store.reading.views import VIEWS
 
 TERMINAL_CELL = 60
@@ -265,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0, or an error's status (`exit_status`)."""
     parser = command_parser("sql", "SQL over the history of a run.")
     parser.add_argument("query", help="SQL; the views are in docs/store.md")
-    add_run(parser)
+    add_installation(parser)
     parser.add_argument("--format", default="table", choices=("table", "json"))
     args = parser.parse_args(argv)
     return exit_status("sql", lambda: _run(args))

@@ -1,4 +1,4 @@
-"""What shows a run to people.
+"""What shows an installation to people.
 
 | room | what lives there |
 | --- | --- |

@@ -32,7 +32,7 @@ from trainer.commands import options
 def parser() -> argparse.ArgumentParser:
     made = command_parser("export", "Write an adapter or merged weights into a folder.")
     made.add_argument("out", type=Path, help="folder to write; must not exist")
-    options.add_run_arguments(made)
+    options.add_installation_arguments(made)
     made.add_argument("--model", help="name of the policy; required if the run has several")
     made.add_argument("--step", default="latest", help="a step, `latest`, or `best` by validation reward")
     made.add_argument(
@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
 
     def command() -> None:
-        config = options.run_config(args)
+        config = options.settings_of(args)
         if args.model is None and len(config.models) > 1:
             raise options.UsageError(f"--model: name one of {', '.join(m.name for m in config.models)}")
         model = config.model(args.model) if args.model else config.models[0]

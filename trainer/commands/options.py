@@ -1,4 +1,4 @@
-"""Shared by the trainer's commands: the selection of a run, and exit codes."""
+"""Shared by the trainer's commands: the selection of an installation, and exit codes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class FailedError(RuntimeError):
     """The command failed; the message says why."""
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `run_config` reads."""
+def add_installation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `settings_of` reads."""
     parser.add_argument("--config", help="settings, TOML")
     parser.add_argument("--run-dir", help="run directory; its config.toml is read unless --config is given")
     add_overrides(parser)
     parser.add_argument("--nats-url", help="URL of the log")
 
 
-def run_config(args: argparse.Namespace) -> Config:
-    """Return the settings of the run that the arguments name; the newest run if they name none. Raises
+def settings_of(args: argparse.Namespace) -> Config:
+    """Return the settings of the installation that the arguments name; the newest if they name none. Raises
     `ConfigError`."""
     return installation_settings(args.run_dir, args.config, args.overrides, args.nats_url)
 

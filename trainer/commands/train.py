@@ -32,7 +32,7 @@ from trainer.first import import_first
 
 def parser() -> argparse.ArgumentParser:
     made = command_parser("train", "Run the trainer alone.")
-    options.add_run_arguments(made)
+    options.add_installation_arguments(made)
     made.add_argument("--dry-run", action="store_true", help="print the resolved settings and stop")
     made.add_argument(
         "--until-empty", action="store_true", help="end once the log holds no more groups for a full step"
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
             raise options.UsageError("--on and --as belong together: name a data set and its format")
         if args.on is not None and args.adopt:
             raise options.UsageError("--on and --adopt are two steps: take one after the other")
-        config = options.run_config(args)
+        config = options.settings_of(args)
         if args.dry_run:
             print(msgspec.json.format(msgspec.json.encode(config), indent=2).decode())  # noqa: T201 - the output
             return

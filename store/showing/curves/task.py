@@ -1,5 +1,5 @@
 """The task of the store service that writes curves: it follows the checkpoints and evaluations of the log, and writes
-into `curves/` of the run folder.
+into `curves/` of the run directory.
 
 The store service does this because it runs in every installation and owns what is kept of a run. It reads the log, not
 its Parquet files, so a point is there as soon as its checkpoint is.

@@ -52,7 +52,7 @@ def _operator_keys(config: Config) -> set[str]:
 
 
 def _opens(config: Config, key: str) -> bool:
-    """Return whether `key` is an operator's key of the run. Raises as `_operator_keys`."""
+    """Return whether `key` is an operator's key of the installation. Raises as `_operator_keys`."""
     digest = hashlib.sha256(key.encode()).hexdigest()
     return any(secrets.compare_digest(known.encode(), digest.encode()) for known in _operator_keys(config))
 

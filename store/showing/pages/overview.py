@@ -1,4 +1,4 @@
-"""Overview and compare: the curves of a run, its counts, evaluations, decisions and alarms."""
+"""Overview and compare: the curves of an installation, its counts, evaluations, decisions and alarms."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ _DISCARDS = """
 
 
 def models(history: History) -> list[str]:
-    """The names of the run's models: those of the settings that have events, then others with events, then the rest."""
+    """The names of the installation's models: those of the settings that have events, then others with events, then the
+    rest."""
     named = [model.name for model in history.config.models]
     rows = history.shared_rows(
         "SELECT DISTINCT model FROM policy_checkpoint UNION SELECT DISTINCT model FROM rollout_opened"
