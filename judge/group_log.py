@@ -92,9 +92,7 @@ class GroupLog:
         return state
 
     async def _read(self, key: GroupKey, place: Place, until: int) -> GroupOnLog | None:
-        subject = subject_filter(
-            TrajectoryCompleted, project=key.project, model=key.model, group_key=key.group
-        )
+        subject = subject_filter(TrajectoryCompleted, project=key.project, model=key.model, group_key=key.group)
         signals = subject_filter(SignalGiven, project=key.project, model=key.model, group=key.group)
         subjects = [subject, self._timeout(key).subject(), self._overdue(key).subject(), signals]
         backoff = Backoff()
@@ -111,13 +109,9 @@ class GroupLog:
                 event = await self._broker.decode(message.payload)
             except (msgspec.DecodeError, HistoryGoneError):
                 continue  # the consumer makes it a dead letter when it is delivered
-            decoded.append(
-                LogEntry[AnyEvent](event, _ROLLOUTS, message.seq, message.subject, message.headers)
-            )
+            decoded.append(LogEntry[AnyEvent](event, _ROLLOUTS, message.seq, message.subject, message.headers))
         uncounted = {
-            m.seq
-            for m in decoded
-            if isinstance(m.event, SignalGiven) and not counting([m.event], self._config)
+            m.seq for m in decoded if isinstance(m.event, SignalGiven) and not counting([m.event], self._config)
         }
         decoded = [m for m in decoded if m.seq not in uncounted]
         awaited = None if self._waits_whole else self.awaited
@@ -126,9 +120,7 @@ class GroupLog:
     async def end_of(self, key: GroupKey) -> GroupEnd:
         """Return the judges' events about a group, read from the stream's leader."""
         names: dict[str, Any] = {"project": key.project, "model": key.model, "group": key.group}
-        of_group = subject_filter(GroupDiscarded, **names).replace(
-            GroupDiscarded.subject_prefix(), "group.*", 1
-        )
+        of_group = subject_filter(GroupDiscarded, **names).replace(GroupDiscarded.subject_prefix(), "group.*", 1)
         if await self._broker.leader_get(_GROUPS, {"last_by_subj": of_group}) is None:
             return GroupEnd()  # the usual case needs this request only
         ended, scored_once, trajectories = False, False, set[str]()

@@ -91,13 +91,19 @@ class JudgeMonitor:
             self._published[name] = (statistics.passes, statistics.failed_judgings, time.monotonic())
             await self._publish(
                 JudgeMeasured(
-                    **self._identity(name, ruler), **asdict(statistics.usage), kind="groups", groups=statistics.groups,
-                    failed=statistics.failed_judgings, asked_again=statistics.asked_again,
-                    recent_passes=statistics.passes - passes, recent_failed=statistics.failed_judgings - failed,
+                    **self._identity(name, ruler),
+                    **asdict(statistics.usage),
+                    kind="groups",
+                    groups=statistics.groups,
+                    failed=statistics.failed_judgings,
+                    asked_again=statistics.asked_again,
+                    recent_passes=statistics.passes - passes,
+                    recent_failed=statistics.failed_judgings - failed,
                     failure=statistics.failure,
-                    self_agreement=statistics.self_agreement, position_bias=statistics.position_bias,
+                    self_agreement=statistics.self_agreement,
+                    position_bias=statistics.position_bias,
                 )
-            )  # fmt: skip
+            )
 
     def _identity(self, name: str, ruler: GroupJudge) -> dict[str, Any]:
         return {

@@ -188,15 +188,11 @@ def _too_few(usable: int, total: int, needed: int) -> str:
 def agent_rewards(members: Sequence[TrajectoryCompleted]) -> GroupRewards:
     """Return the agents' own rewards."""
     final = {e.trajectory: r for e in members if (r := agent_reward(e)) is not None}
-    components = {
-        e.trajectory: {**e.rewards, AGENT: final[e.trajectory]} for e in members if e.trajectory in final
-    }
+    components = {e.trajectory: {**e.rewards, AGENT: final[e.trajectory]} for e in members if e.trajectory in final}
     scores = tuple(Score(trajectory=t, score=r) for t, r in final.items())
     lacking = len(members) - len(final)
     missing = f"{lacking} of {len(members)} trajectories carry no reward and judge.model is not set"
-    return GroupRewards(
-        final, components, (Verdict(judge_model=AGENT, scores=scores),), missing if lacking else ""
-    )
+    return GroupRewards(final, components, (Verdict(judge_model=AGENT, scores=scores),), missing if lacking else "")
 
 
 def make_member(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> Member:

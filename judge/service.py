@@ -34,14 +34,7 @@ from judge.teacher import open_teacher
 from pipeline import crash
 from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import Config
-from pipeline.events import (
-    FeedbackTimedOut,
-    GroupDiscarded,
-    GroupTimedOut,
-    SignalGiven,
-    TrajectoryCompleted,
-    now_us,
-)
+from pipeline.events import FeedbackTimedOut, GroupDiscarded, GroupTimedOut, SignalGiven, TrajectoryCompleted, now_us
 from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.log.consumer import handling
 from pipeline.running.service import Ready
@@ -98,9 +91,8 @@ async def serve(config: Config, ready: Ready) -> None:
         async with anyio.create_task_group() as tg:
             if composer is not None:
                 monitor = JudgeMonitor(
-                    config.judge, composer.judges, anchors, broker.publish,
-                    project=config.project, judge=judge_id,
-                )  # fmt: skip
+                    config.judge, composer.judges, anchors, broker.publish, project=config.project, judge=judge_id
+                )
                 tg.start_soon(monitor.run)
             ready()
             teach = teacher.teach if teacher is not None else None
@@ -236,9 +228,7 @@ class Judge:
             place = await self._log.record_timeout(event)
             state = await self._log.read(key, place)
             if state is None or not state.group.members:  # its trajectories were deleted by retention
-                logger.warning(
-                    "group not scored: the log no longer holds its runs", group=key.group, model=key.model
-                )
+                logger.warning("group not scored: the log no longer holds its runs", group=key.group, model=key.model)
                 await delivery.ack()
             elif not state.ready_at:
                 await self._log.set_feedback_deadline(key, now_us())

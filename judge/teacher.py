@@ -214,17 +214,27 @@ class Teacher:
         in_order = zip(*(parts[i] for i in range(len(calls))), strict=True)
         logprobs, top_ids, top_logprobs = (np.concatenate(part).ravel().tolist() for part in in_order)
         return TeacherAnswered(
-            project=calls[0].project, trajectory=calls[0].trajectory, teacher=self.config.model, at=now_us(),
-            logprobs=pack_logprobs(logprobs), top_k=top_k, top_ids=pack_ids(top_ids),
-            top_logprobs=pack_logprobs(top_logprobs), requests=len(asked), tokens=tokens,
+            project=calls[0].project,
+            trajectory=calls[0].trajectory,
+            teacher=self.config.model,
+            at=now_us(),
+            logprobs=pack_logprobs(logprobs),
+            top_k=top_k,
+            top_ids=pack_ids(top_ids),
+            top_logprobs=pack_logprobs(top_logprobs),
+            requests=len(asked),
+            tokens=tokens,
             latency_s=time.monotonic() - began,
-        )  # fmt: skip
+        )
 
     async def _prompt_logprobs(self, ids: Ids, top_k: int) -> list[Any]:
         body = {
-            "model": self.config.model, "prompt": ids.tolist(), "max_tokens": 1, "prompt_logprobs": top_k,
+            "model": self.config.model,
+            "prompt": ids.tolist(),
+            "max_tokens": 1,
+            "prompt_logprobs": top_k,
             "temperature": 1.0,
-        }  # fmt: skip
+        }
         answer = await self._post(self.config.url.rstrip("/") + "/completions", body)
         try:
             said = answer["choices"][0]["prompt_logprobs"]
@@ -294,9 +304,7 @@ async def open_teacher(config: Config, broker: Broker) -> AsyncIterator[Teacher 
         try:
             await teacher.check()
         except TeacherError as error:
-            logger.error(
-                "the teacher does not answer: runs train without it until it does", reason=str(error)[:500]
-            )
+            logger.error("the teacher does not answer: runs train without it until it does", reason=str(error)[:500])
         yield teacher
 
 

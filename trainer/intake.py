@@ -60,7 +60,7 @@ class Intake:
         for name, queue in self.queues.items():
             scored = await self._broker.read(
                 GroupScored, project=self._config.project, model=name, branch=self._config.trainer.branch, split="val"
-            )  # fmt: skip
+            )
             await self._record_validation(queue, [r.event for r in scored if r.seq <= last_seq])
         self._validated_to = last_seq
         self._redeliveries, groups = await unacknowledged(self._broker, self.consumer, self.consumed)
@@ -70,9 +70,7 @@ class Intake:
     async def run(self, consumption: Consumption) -> None:
         """Queue the groups that are delivered. Runs until cancelled."""
         while True:
-            for delivery in await self._broker.retry(
-                partial(consumption.batch, 256), "groups were not delivered"
-            ):
+            for delivery in await self._broker.retry(partial(consumption.batch, 256), "groups were not delivered"):
                 if isinstance(delivery.event, GroupScored):
                     await self._admit(delivery.event, delivery.place, delivery)
                 else:
@@ -155,10 +153,13 @@ class Intake:
                 del kept[next(iter(kept))]
             kept[discount] = EarlierRuns(discount)
             for recorded in await self._broker.read(
-                GroupScored, project=event.project, model=event.model, branch=event.branch,
+                GroupScored,
+                project=event.project,
+                model=event.model,
+                branch=event.branch,
                 # A group that is not acknowledged may come again: begin a window before the oldest of them.
                 start_seq=max(min(await self._ack_floor() + 1, seq) - WINDOW, 1),
-            ):  # fmt: skip
+            ):
                 kept[discount].add(recorded.event, trainable_members(recorded.event), recorded.seq)
         for earlier_runs in kept.values():
             earlier_runs.add(event, trainable_members(event), seq)
@@ -182,12 +183,21 @@ class Intake:
             duration_s = read.duration_s if isinstance(read, Refusal) else read.history.duration_s
         await self._broker.publish(
             GroupDiscarded(
-                project=event.project, group=event.group, model=event.model,
-                trajectories=tuple(m.trajectory for m in event.members), reason=refusal.reason, by="trainer",
-                split=event.split, detail=refusal.detail, version=queue.learner.version,
-                duration_s=duration_s or 0.0, branch=event.branch, owner=event.owner, judge=event.judge,
+                project=event.project,
+                group=event.group,
+                model=event.model,
+                trajectories=tuple(m.trajectory for m in event.members),
+                reason=refusal.reason,
+                by="trainer",
+                split=event.split,
+                detail=refusal.detail,
+                version=queue.learner.version,
+                duration_s=duration_s or 0.0,
+                branch=event.branch,
+                owner=event.owner,
+                judge=event.judge,
             )
-        )  # fmt: skip
+        )
         if refusal.reason != "repeated":  # its rewards were counted when it was trained
             rewards = [m.reward for m in group.members]
             queue.learner.record_discarded(rewards, equal=refusal.reason == "no_variance")
@@ -200,11 +210,17 @@ class Intake:
         event = group.event
         await self._broker.publish(
             DeadLettered(
-                project="", stream=self.consumer.stream, stream_seq=group.place.seq, stream_at=group.place.at,
-                original_subject=event.subject(), consumer=self.consumer.name, reason=reason, detail=detail,
+                project="",
+                stream=self.consumer.stream,
+                stream_seq=group.place.seq,
+                stream_at=group.place.at,
+                original_subject=event.subject(),
+                consumer=self.consumer.name,
+                reason=reason,
+                detail=detail,
                 payload=encode(event),
             )
-        )  # fmt: skip
+        )
         logger.error("group moved to the dead letters", group=event.group, reason=reason, detail=detail)
         await self._finish(group)
 

@@ -19,14 +19,7 @@ import msgspec
 from pipeline import crash
 from pipeline.chat.sampling import sampling_of
 from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, config_hash, with_batch_settings
-from pipeline.events import (
-    STATE_FILE,
-    CheckpointPublished,
-    GroupDiscarded,
-    TrainingBatch,
-    now_us,
-    pack_seqs,
-)
+from pipeline.events import STATE_FILE, CheckpointPublished, GroupDiscarded, TrainingBatch, now_us, pack_seqs
 from pipeline.names import version_name
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.graders import cap_graders
@@ -87,8 +80,10 @@ class Learner:
                 "replies sampled with the inference server's default penalty are not trained, because the trainer "
                 "can't compute it: start vLLM with --generation-config vllm (vllm.args), or switch the penalty off "
                 "in the requests",
-                model=model.name, base=model.base, setting=unsupported,
-            )  # fmt: skip
+                model=model.name,
+                base=model.base,
+                setting=unsupported,
+            )
         text_config = engine.model.peft.get_base_model().config.get_text_config()
         longest = engine.model.longest or getattr(text_config, "max_position_embeddings", None)
         self.prompts = (
@@ -146,9 +141,10 @@ class Learner:
         self.state = state
         if STATE_FILE not in files:
             logger.warning(
-                "optimizer state lost: training continues from the adapter in the log", version=event.version,
+                "optimizer state lost: training continues from the adapter in the log",
+                version=event.version,
                 checkpoints=str(self.checkpoints.folder),
-            )  # fmt: skip
+            )
 
     def _state_of(self, step: int, files: Mapping[str, bytes]) -> TrainState:
         if STATE_FILE in files:
@@ -213,20 +209,14 @@ class Learner:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def train_step(
-        self,
-        batch: Sequence[GroupWithHistory],
-        request: TrainingBatch | None = None,
-    ) -> PendingStep:
+    def train_step(self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None = None) -> PendingStep:
         """Compute one optimizer step over `batch` and write its checkpoint. Blocks. `commit` makes the step current.
 
         The groups have their sequences, with stale tokens as context. `request` may hold settings for this step.
         Raises `UntrainableError` if the batch can't be trained, or if the process died `MAX_ATTEMPTS` times while it
         computed the batch."""
         began, started_at = time.perf_counter(), now_us()
-        places = [
-            g.admitted.place for g in batch
-        ]  # before the computation: the intake may replace a group's place
+        places = [g.admitted.place for g in batch]  # before the computation: the intake may replace a group's place
         settings = self.settings_for(request)
         discarded, equal_groups = len(self.discarded_rewards), self.equal_groups
         result = self._compute(batch, settings, MAX_ATTEMPTS)
@@ -238,10 +228,15 @@ class Learner:
         metrics["step_s"] = time.perf_counter() - began
         metrics["gpu_s"] = metrics["step_s"] * self.engine.passes.processes
         manifest, files = self._write(
-            result.state, batch, settings, dropped=result.dropped,
-            group_seqs=pack_seqs([p.seq for p in places]), group_times=pack_seqs([p.at for p in places]),
-            metrics=metrics, started_at=started_at,
-        )  # fmt: skip
+            result.state,
+            batch,
+            settings,
+            dropped=result.dropped,
+            group_seqs=pack_seqs([p.seq for p in places]),
+            group_times=pack_seqs([p.at for p in places]),
+            metrics=metrics,
+            started_at=started_at,
+        )
         return PendingStep(manifest, files, result.state, discarded, equal_groups)
 
     def write_step(self, state: TrainState, **fields: Any) -> PendingStep:
@@ -265,14 +260,24 @@ class Learner:
         version = version_name(self.model.name, state.step)
         digest = hashlib.sha256(archive).hexdigest()
         event = CheckpointPublished(
-            project=self.config.project, at=now_us(), model=self.model.name, step=state.step, version=version,
-            parent=self.version, batch_id=self._batch_id(batch, settings), groups=tuple(g.event.group for g in batch),
-            config_hash=config_hash(settings), base_model=self.model.base, base_digest=self.engine.model.base_digest,
-            adapter=f"{self.config.project}/{version}/{digest[:16]}", adapter_sha256=digest,
+            project=self.config.project,
+            at=now_us(),
+            model=self.model.name,
+            step=state.step,
+            version=version,
+            parent=self.version,
+            batch_id=self._batch_id(batch, settings),
+            groups=tuple(g.event.group for g in batch),
+            config_hash=config_hash(settings),
+            base_model=self.model.base,
+            base_digest=self.engine.model.base_digest,
+            adapter=f"{self.config.project}/{version}/{digest[:16]}",
+            adapter_sha256=digest,
             adapter_bytes=len(archive),
             files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
-            branch=self.config.trainer.branch, **fields,
-        )  # fmt: skip
+            branch=self.config.trainer.branch,
+            **fields,
+        )
         discarded = _too_large(batch, dropped, version)
         manifest = Manifest(event=event, config=msgspec.to_builtins(settings), discarded=discarded)
         crash.point("trainer.before_checkpoint")
@@ -296,9 +301,7 @@ class Learner:
             self.checkpoints.clear_attempts(self._batch_id([group], settings))
         return faults
 
-    def late_groups(
-        self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None
-    ) -> list[GroupWithHistory]:
+    def late_groups(self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None) -> list[GroupWithHistory]:
         """Return the groups of a batch with late sequences (`trainer.late`)."""
         settings = self.settings_for(request)
         return [g for g in batch if any(is_late(s, self.state.step, settings) for s in g.sequences)]
@@ -315,15 +318,11 @@ class Learner:
     def _batch_id(self, batch: Sequence[GroupWithHistory], settings: TrainerConfig) -> str:
         return batch_id(self.version, tuple(g.event.group for g in batch), config_hash(settings))
 
-    def _compute(
-        self, batch: Sequence[GroupWithHistory], settings: TrainerConfig, max_attempts: int
-    ) -> StepResult:
+    def _compute(self, batch: Sequence[GroupWithHistory], settings: TrainerConfig, max_attempts: int) -> StepResult:
         """Compute a step. The state is unchanged. Raises `UntrainableError`."""
         attempt = self.checkpoints.count_attempt(self._batch_id(batch, settings))
         if attempt > max_attempts:
-            raise UntrainableError(
-                f"the trainer died or failed {max_attempts} times while it computed this batch"
-            )
+            raise UntrainableError(f"the trainer died or failed {max_attempts} times while it computed this batch")
         self.engine.configure(settings)
         if self.engine.model.lockstep:  # its processes can't try again when one of them runs out of memory
             budget = self.engine.passes.budget
@@ -351,14 +350,24 @@ def _too_large(
     groups = [(g, tuple(m.trajectory for m in g.members if m.trajectory in names)) for g in batch]
     return tuple(
         GroupDiscarded(
-            project=g.event.project, group=g.event.group, model=g.event.model, trajectories=trajectories,
-            reason="too_large", by="trainer", split=g.event.split, version=version, duration_s=g.history.duration_s,
+            project=g.event.project,
+            group=g.event.group,
+            model=g.event.model,
+            trajectories=trajectories,
+            reason="too_large",
+            by="trainer",
+            split=g.event.split,
+            version=version,
+            duration_s=g.history.duration_s,
             detail="one of their sequences is longer than the trainer's model takes, or a pass over it alone does not "
             "fit into memory; the rest of the group was trained",
-            branch=g.event.branch, owner=g.event.owner, judge=g.event.judge,
+            branch=g.event.branch,
+            owner=g.event.owner,
+            judge=g.event.judge,
         )
-        for g, trajectories in groups if trajectories
-    )  # fmt: skip
+        for g, trajectories in groups
+        if trajectories
+    )
 
 
 Shape = tuple[object, ...]

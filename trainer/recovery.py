@@ -177,9 +177,7 @@ def _unpublished(learner: Learner, last: CheckpointPublished | None, log_id: str
     if shared is not None and last is not None and shared.event.adapter_sha256 != last.adapter_sha256:
         raise _foreign_log(learner, f"{last.version} on disk is not the one on the log")
     if first.step == last_step + 1 and first.parent != (last.version if last else f"{learner.model.name}@0"):
-        raise _foreign_log(
-            learner, f"{first.version} on disk continues {first.parent}, which is not on the log"
-        )
+        raise _foreign_log(learner, f"{first.version} on disk continues {first.parent}, which is not on the log")
     # The log is the right one if its identity was stored or its newest step is on disk.
     if shared is None and learner.checkpoints.log_id() not in ("", log_id):
         raise _foreign_log(
@@ -187,9 +185,12 @@ def _unpublished(learner: Learner, last: CheckpointPublished | None, log_id: str
         )
     if first.step > last_step + 1 and not first.source:
         logger.error(
-            "steps lost", model=learner.model.name, first=last_step + 1, last=first.step - 1,
+            "steps lost",
+            model=learner.model.name,
+            first=last_step + 1,
+            last=first.step - 1,
             detail="neither the log nor the disk holds them; training continues from the next step on disk",
-        )  # fmt: skip
+        )
     return unpublished
 
 

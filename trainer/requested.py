@@ -64,9 +64,7 @@ class RequestedBatches:
             keys: dict[str, Any] = {"project": event.project, "model": event.model, "group": name}
             discards = await self._broker.read(GroupDiscarded, **keys)
             where = event.branch, event.split
-            if any(
-                (e.branch, e.split) == where and e.reason != "too_large" for e in (r.event for r in discards)
-            ):
+            if any((e.branch, e.split) == where and e.reason != "too_large" for e in (r.event for r in discards)):
                 batch.settled.add(name)
         letters = await self._broker.read(DeadLettered, stream="GROUPS", consumer=self._consumer)
         subjects = [letter.event.original_subject for letter in letters]
@@ -124,18 +122,14 @@ def batches_to_end(
             if now - batch.changed < requested.timeout_s:
                 waiting.setdefault(batch.request.owner, deque()).append((model, batch))
                 continue
-            why = (
-                f"no group of batch {batch.request.id} was scored or discarded for {requested.timeout_s:g} s"
-            )
+            why = f"no group of batch {batch.request.id} was scored or discarded for {requested.timeout_s:g} s"
             ended.append((model, batch, why))
     counts = Counter({owner: sum(len(b.groups) for _, b in of_owner) for owner, of_owner in waiting.items()})
     while counts.total() > most_groups:
         owner, count = counts.most_common(1)[0]
         model, batch = waiting[owner].popleft()
         counts[owner] -= len(batch.groups)
-        why = (
-            f"{count} groups of key {owner!r} wait for others of their batches, of {most_groups} for all keys"
-        )
+        why = f"{count} groups of key {owner!r} wait for others of their batches, of {most_groups} for all keys"
         ended.append((model, batch, why))
     return ended
 

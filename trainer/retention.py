@@ -202,10 +202,9 @@ class Retention:
     async def _publish_retired(self, model: str, version: Version, *, withdrawn: bool = False) -> None:
         await self._broker.publish(
             PolicyRetired(
-                project=self._project, model=model, version=version.version, branch=version.branch,
-                withdrawn=withdrawn,
+                project=self._project, model=model, version=version.version, branch=version.branch, withdrawn=withdrawn
             )
-        )  # fmt: skip
+        )
         logger.info("version retired", version=version.version, withdrawn=withdrawn)
 
     def _grace_over(self, history: ModelHistory, version: Version) -> bool:
@@ -216,9 +215,7 @@ class Retention:
     async def _remove(self, history: ModelHistory, version: Version) -> None:
         # Branches that trained an equal adapter share one object. The last of them to retire it removes it.
         others = (
-            v
-            for v in history.versions.values()
-            if v.branch != version.branch and not self._grace_over(history, v)
+            v for v in history.versions.values() if v.branch != version.branch and not self._grace_over(history, v)
         )
         if all(v.adapter != version.adapter for v in others):
             await objects.remove(self._broker, streams.ADAPTERS_BUCKET, version.adapter)
@@ -233,8 +230,9 @@ class Retention:
         """Read the events of versions and the pinned trajectories that came since the last round."""
         news: Sequence[LogEntry[_PolicyEvent]] = await self._broker.read_all(
             (CheckpointPublished, PolicyLoaded, PolicyUnloaded, PolicyRetired),
-            start_seq=self._next_policy, project=self._project,
-        )  # fmt: skip
+            start_seq=self._next_policy,
+            project=self._project,
+        )
         for recorded in news:
             if recorded.event.model in self._models:
                 self._models[recorded.event.model].note(recorded)
@@ -255,9 +253,7 @@ class Retention:
                 continue
             keys: dict[str, Any] = {"project": self._project, "trajectory": trajectory}
             group = group_key(opened.group, trajectory)
-            completed = await self._broker.read_last(
-                TrajectoryCompleted, **keys, model=opened.model, group_key=group
-            )
+            completed = await self._broker.read_last(TrajectoryCompleted, **keys, model=opened.model, group_key=group)
             if completed is not None:
                 del self._pinned[trajectory]
             elif await self._broker.read_last(TrajectoryOpened, **keys) is None:
@@ -274,9 +270,7 @@ class Retention:
         if swept:
             logger.info("incomplete uploads removed", objects=swept)
         if self._config.trainer.branch == "main" and self._settings.policy_days:
-            await self.delete_old_events(
-                int((time.time() - self._settings.policy_days * streams.DAY_S) * 1e6)
-            )
+            await self.delete_old_events(int((time.time() - self._settings.policy_days * streams.DAY_S) * 1e6))
 
     async def delete_old_events(self, before_us: int) -> int:
         """Delete the events of POLICY that are older than `before_us` (stream time in microseconds) and belong to
@@ -284,9 +278,7 @@ class Retention:
         deleted = 0
         for name in self._learners:
             events: Sequence[LogEntry[_PolicyEvent]] = await self._broker.read_all(
-                (CheckpointPublished, PolicyLoaded, PolicyUnloaded, PolicyRetired),
-                project=self._project,
-                model=name,
+                (CheckpointPublished, PolicyLoaded, PolicyUnloaded, PolicyRetired), project=self._project, model=name
             )
             stored = {
                 r.event.version

@@ -57,9 +57,7 @@ class TokenSequence:
         n = len(ids)
         loss_mask = np.arange(n) >= max(1, n - trained)
         unknown = np.full(n, np.nan, np.float32)
-        return cls(
-            name, ids.astype(np.int32), loss_mask, unknown, np.zeros(n, np.int32), np.ones(n, np.float32)
-        )
+        return cls(name, ids.astype(np.int32), loss_mask, unknown, np.zeros(n, np.int32), np.ones(n, np.float32))
 
     @property
     def trained_tokens(self) -> int:
@@ -129,9 +127,17 @@ class _Builder:
             unknown = np.full((len(self.ids) - len(experts), *experts.shape[1:]), -1, np.int16)
             experts = np.concatenate([experts, unknown])
         return TokenSequence(
-            trajectory, self.ids, loss_mask, logprobs, steps, temperatures, None if uncut else cuts, calls,
-            self.images, experts,
-        )  # fmt: skip
+            trajectory,
+            self.ids,
+            loss_mask,
+            logprobs,
+            steps,
+            temperatures,
+            None if uncut else cuts,
+            calls,
+            self.images,
+            experts,
+        )
 
 
 def build(
@@ -157,9 +163,12 @@ def build(
         exchange = unique[key]
         sampling = sampling_of(exchange.request, defaults)
         reason = untrained_reason(
-            status=exchange.status, side_call=exchange.side_call, finish_reason=exchange.finish_reason,
-            sampling=sampling, mask_truncated=mask_truncated,
-        )  # fmt: skip
+            status=exchange.status,
+            side_call=exchange.side_call,
+            finish_reason=exchange.finish_reason,
+            sampling=sampling,
+            mask_truncated=mask_truncated,
+        )
         if reason in ("side_call", "cancelled", "failed"):
             continue  # no part of the conversation, as far as the log knows
         prompt, sampled = unpack_ids(exchange.prompt_ids), unpack_ids(exchange.sampled_ids)

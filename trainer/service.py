@@ -53,9 +53,7 @@ _LOOK_S = 0.5
 class Trainer:
     """Trains the models of `learners` from the groups on the log. `broker` must outlive it."""
 
-    def __init__(
-        self, config: Config, broker: Broker, learners: Mapping[str, Learner], gpu: GpuTurns
-    ) -> None:
+    def __init__(self, config: Config, broker: Broker, learners: Mapping[str, Learner], gpu: GpuTurns) -> None:
         self.config, self.broker, self._gpu = config, broker, gpu
         consumer = streams.trainer_consumer(config.trainer.branch)
         self.queues = {

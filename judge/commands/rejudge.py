@@ -48,14 +48,7 @@ from judge.scoring import (
 from judge.teacher import open_teacher
 from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import Config, ConfigError
-from pipeline.events import (
-    GroupDiscarded,
-    GroupScored,
-    SignalGiven,
-    TrainingBatch,
-    TrajectoryCompleted,
-    now_us,
-)
+from pipeline.events import GroupDiscarded, GroupScored, SignalGiven, TrainingBatch, TrajectoryCompleted, now_us
 from pipeline.events.group import DiscardReason
 from pipeline.log.broker import Broker, BrokerError, HistoryGoneError, LogEntry
 from pipeline.names import InvalidNameError, check_name
@@ -221,7 +214,7 @@ class Rejudge:
         # After a power cut the sequence may be that of another event. The subject is the trajectory's own.
         completed = await self._broker.read_last(
             TrajectoryCompleted, project=event.project, model=event.model, group_key=event.group, trajectory=run
-        )  # fmt: skip
+        )
         if completed is None:
             raise HistoryGoneError(f"the end of trajectory {run}")
         return completed
@@ -235,10 +228,15 @@ class Rejudge:
     async def _publish(self, seq: int, event: GroupScored) -> None:
         await self._broker.publish(
             msgspec.structs.replace(
-                event, branch=self.report.branch, judge=self.report.judge, closed_by="replay", offline=True,
-                origin=f"{self._source}/{seq}", batch=self._batch_of(event),
+                event,
+                branch=self.report.branch,
+                judge=self.report.judge,
+                closed_by="replay",
+                offline=True,
+                origin=f"{self._source}/{seq}",
+                batch=self._batch_of(event),
             )
-        )  # fmt: skip
+        )
         self.report.rejudged += 1
 
     async def _fail(self, event: GroupEvent, reason: DiscardReason, detail: str) -> None:
@@ -249,18 +247,22 @@ class Rejudge:
             await self._publish_discard(event, reason, detail)
 
     async def _publish_discard(self, event: GroupEvent, reason: DiscardReason, detail: str) -> None:
-        runs = (
-            tuple(m.trajectory for m in event.members)
-            if isinstance(event, GroupScored)
-            else event.trajectories
-        )
+        runs = tuple(m.trajectory for m in event.members) if isinstance(event, GroupScored) else event.trajectories
         await self._broker.publish(
             GroupDiscarded(
-                project=event.project, model=event.model, group=event.group, split=event.split, by="rejudge",
-                trajectories=runs, reason=reason, detail=detail, branch=self.report.branch, owner=event.owner,
+                project=event.project,
+                model=event.model,
+                group=event.group,
+                split=event.split,
+                by="rejudge",
+                trajectories=runs,
+                reason=reason,
+                detail=detail,
+                branch=self.report.branch,
+                owner=event.owner,
                 judge=self.report.judge,
             )
-        )  # fmt: skip
+        )
 
 
 def _key(event: GroupEvent) -> tuple[str, str, str]:
@@ -275,9 +277,8 @@ async def _run(config: Config, args: argparse.Namespace) -> RejudgeReport:
     ):
         teach = teacher.teach if teacher is not None else None
         rejudge = Rejudge(
-            broker, config, composer, teach,
-            branch=args.branch, source=args.from_branch, verdicts=args.verdicts,
-        )  # fmt: skip
+            broker, config, composer, teach, branch=args.branch, source=args.from_branch, verdicts=args.verdicts
+        )
         return await rejudge.run(args.limit, args.since, args.until)
 
 

@@ -70,11 +70,18 @@ async def score_group(config: Config, group: GroupFile) -> ScoredGroup:
     transcripts = group.transcripts()
     members = [
         TrajectoryCompleted(
-            project=config.project, trajectory=name, model="", group="", task=group.task, reward=attempt.reward,
-            rewards=attempt.rewards, metrics=attempt.metrics, metadata=msgspec.json.encode(attempt.metadata),
+            project=config.project,
+            trajectory=name,
+            model="",
+            group="",
+            task=group.task,
+            reward=attempt.reward,
+            rewards=attempt.rewards,
+            metrics=attempt.metrics,
+            metadata=msgspec.json.encode(attempt.metadata),
         )
         for name, attempt in zip(transcripts, group.trajectories, strict=True)
-    ]  # fmt: skip
+    ]
 
     async def load_member(member: TrajectoryCompleted) -> Transcript:
         return transcripts[member.trajectory]

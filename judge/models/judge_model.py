@@ -14,14 +14,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from judge.models.chat import (
-    Client,
-    ContextWindowError,
-    InvalidRequestError,
-    Messages,
-    ModelError,
-    ModelReply,
-)
+from judge.models.chat import Client, ContextWindowError, InvalidRequestError, Messages, ModelError, ModelReply
 from judge.models.litellm_client import LiteLlmClient
 from judge.models.openai_client import OpenAiClient
 from judge.models.params import read_api_key
@@ -91,9 +84,7 @@ class JudgeModel:
         if reserved < 2 * _MIN_REPLY_TOKENS:
             return False
         self._max_tokens //= 2
-        logger.warning(
-            "max_tokens halved: no room for the prompt", model=self._config.model, now=self._max_tokens
-        )
+        logger.warning("max_tokens halved: no room for the prompt", model=self._config.model, now=self._max_tokens)
         return True
 
 

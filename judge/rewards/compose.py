@@ -91,9 +91,7 @@ class ConfiguredComposer:
             reported = {m.trajectory: {**_reported(m), "ruler": final[m.trajectory]} for m in members}
             return GroupRewards(final, reported, verdicts)
         components = await concurrently(lambda r: self._component(r, members, signals), self._config.rewards)
-        return self._compose(
-            members, dict(zip((r.name for r in self._config.rewards), components, strict=True))
-        )
+        return self._compose(members, dict(zip((r.name for r in self._config.rewards), components, strict=True)))
 
     async def _ruled(
         self, name: str, members: Sequence[TrajectoryCompleted]
@@ -108,9 +106,7 @@ class ConfiguredComposer:
             try:
                 _, given = await second.judge(await concurrently(self._load, members))
             except (JudgingError, HistoryGoneError) as error:
-                logger.warning(
-                    "the second judge gave no scores", group=members[0].group, reason=str(error)[:300]
-                )
+                logger.warning("the second judge gave no scores", group=members[0].group, reason=str(error)[:300])
                 return ()
             return tuple(msgspec.structs.replace(v, second=True) for v in given)
 
@@ -175,9 +171,7 @@ class ConfiguredComposer:
         results = zip((m.trajectory for m in members), await concurrently(call, members), strict=True)
         return {trajectory: returned for trajectory, returned in results if returned is not None}
 
-    def _compose(
-        self, members: Sequence[TrajectoryCompleted], parts: Mapping[str, Component]
-    ) -> GroupRewards:
+    def _compose(self, members: Sequence[TrajectoryCompleted], parts: Mapping[str, Component]) -> GroupRewards:
         rewards = self._config.rewards
         # A judge of what happened next gives rewards to calls. Of the run's own reward they are no part.
         names = [r.name for r in rewards if r.kind != "next_state"]
@@ -224,13 +218,7 @@ def _function_argument(member: TrajectoryCompleted, transcript: Transcript) -> d
         "messages": transcript.last_conversation.messages,
         "conversations": [c.messages for c in transcript.conversations],
         "calls": [
-            {
-                "call": r.call,
-                "role": r.role,
-                "conversation": n,
-                "message": r.place,
-                "follow_up": c.follow_up(r),
-            }
+            {"call": r.call, "role": r.role, "conversation": n, "message": r.place, "follow_up": c.follow_up(r)}
             for n, c in enumerate(transcript.conversations)
             for r in c.replies
         ],
@@ -251,9 +239,13 @@ def second_config(judge: JudgeConfig) -> JudgeConfig:
     """Return the settings of the second judge: those of the first with its own model, address and key.
     `judge.request.params` may hold secrets of the first one's provider."""
     return msgspec.structs.replace(
-        judge, model=judge.second.model, api_base=judge.second.api_base, api_key_env=judge.second.api_key_env,
-        fallbacks=(), request=msgspec.structs.replace(judge.request, params={}),
-    )  # fmt: skip
+        judge,
+        model=judge.second.model,
+        api_base=judge.second.api_base,
+        api_key_env=judge.second.api_key_env,
+        fallbacks=(),
+        request=msgspec.structs.replace(judge.request, params={}),
+    )
 
 
 @asynccontextmanager
@@ -305,9 +297,7 @@ async def open_composer_on_log(config: Config, broker: Broker) -> AsyncIterator[
     async with open_composer(config, load) as composer:
         if composer is not None and composer.rulers:
             newest = (await broker.stream_info(stream_of(GroupScored))).state.last_seq
-            recent = await broker.read(
-                GroupScored, start_seq=max(1, newest - _RECENT), project=config.project
-            )
+            recent = await broker.read(GroupScored, start_seq=max(1, newest - _RECENT), project=config.project)
             ours = ("main", judge_hash(config.judge))
             for event in (r.event for r in recent if (r.event.branch, r.event.judge) == ours):
                 for ruler in composer.rulers.values():

@@ -180,9 +180,7 @@ class RewardFunction:
 
     def _argv(self) -> list[str]:
         path = sandbox_view.search_path()
-        settings = {
-            name: getattr(self._config, name) for name in ("entry", "memory_mb", "processes", "timeout_s")
-        }
+        settings = {name: getattr(self._config, name) for name in ("entry", "memory_mb", "processes", "timeout_s")}
         settings |= {"path": path, "sandboxed": self._sandboxed}
         # -I: environment and working directory do not affect what the worker itself imports.
         argv = [sys.executable, "-I", "-u", _WORKER, msgspec.json.encode(settings).decode()]

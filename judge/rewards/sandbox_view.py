@@ -17,13 +17,30 @@ from pathlib import Path
 INSTALL = "install bubblewrap (Debian and Ubuntu: apt-get install bubblewrap)"
 
 _SYSTEM = (
-    "/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf",
-    "/etc/ld.so.conf.d", "/etc/localtime", "/etc/mime.types", "/sys/devices/system/cpu",
-)  # fmt: skip
+    "/usr",
+    "/bin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    "/etc/alternatives",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d",
+    "/etc/localtime",
+    "/etc/mime.types",
+    "/sys/devices/system/cpu",
+)
 # Root gets a user namespace too, so that no process inside has a capability outside.
 _NAMESPACES = (
-    "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL",
-)  # fmt: skip
+    "--unshare-all",
+    "--unshare-user",
+    "--die-with-parent",
+    "--new-session",
+    "--as-pid-1",
+    "--cap-drop",
+    "ALL",
+)
 
 
 def unavailable() -> str:

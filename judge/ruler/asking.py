@@ -156,9 +156,7 @@ class ScoredReply(NamedTuple):
 class Asker:
     """Asks one judge model with one rubric. What is asked is its subclasses'."""
 
-    def __init__(
-        self, config: JudgeConfig, rubric: Rubric, model: ChatModel, rng: random.Random | None = None
-    ) -> None:
+    def __init__(self, config: JudgeConfig, rubric: Rubric, model: ChatModel, rng: random.Random | None = None) -> None:
         """`rng` draws nonces and ids, which nobody may be able to guess; the default is the system's."""
         self._config, self.rubric, self._model = config, rubric, model
         self._turns = anyio.CapacityLimiter(config.concurrency)
@@ -209,9 +207,7 @@ class Asker:
                     raise JudgingError(str(error), "too_long") from error
                 if self._context_tokens == tokens:  # otherwise a concurrent judging has halved it already
                     self._context_tokens = tokens // 2
-                    logger.warning(
-                        "judge.context_tokens is more than the model takes", tokens=tokens, now=tokens // 2
-                    )
+                    logger.warning("judge.context_tokens is more than the model takes", tokens=tokens, now=tokens // 2)
 
     async def try_pass(
         self, judge: Callable[[Usage], Awaitable[Verdict]], failures: Failures, count: bool, **about: Any

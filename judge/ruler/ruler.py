@@ -48,9 +48,7 @@ class LlmRuler(Asker):
         self._passes, self._load = config.passes, load
         super().__init__(config, rubric, model, rng)
 
-    async def __call__(
-        self, members: Sequence[TrajectoryCompleted]
-    ) -> tuple[dict[str, float], tuple[Verdict, ...]]:
+    async def __call__(self, members: Sequence[TrajectoryCompleted]) -> tuple[dict[str, float], tuple[Verdict, ...]]:
         """Return the score of each trajectory and the verdicts behind it.
 
         Raises `UnscoredError` if no judging succeeds within `judge.retry_for_s`, or a trajectory has left the log."""

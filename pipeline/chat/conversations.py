@@ -266,9 +266,7 @@ def _canonical(arguments: Any) -> Any:
     """Return the arguments of a tool call without the differences of spaces and key order. None are an empty object, as
     clients send them back."""
     try:
-        decoded = (
-            msgspec.json.decode(arguments) if isinstance(arguments, str) and arguments else arguments or {}
-        )
+        decoded = msgspec.json.decode(arguments) if isinstance(arguments, str) and arguments else arguments or {}
         return msgspec.json.encode(decoded, order="sorted")
     except (msgspec.DecodeError, RecursionError):
         return arguments

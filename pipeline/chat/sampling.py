@@ -94,12 +94,12 @@ def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
         name
         for name, neutral in (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0))
         if effective(name, neutral) != neutral
-    ]  # fmt: skip
+    ]
     unsupported += [
         name
         for name in ("min_tokens", "logit_bias", "bad_words", "allowed_token_ids", "logits_processors", "vllm_xargs")
         if getattr(settings, name)
-    ]  # fmt: skip
+    ]
     if settings.thinking_token_budget is not None:
         # At the budget, vLLM chooses the tokens that end the thinking.
         unsupported.append("thinking_token_budget")

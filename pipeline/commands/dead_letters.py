@@ -59,9 +59,7 @@ async def retry(broker: Broker, letter: Letter) -> None:
         headers = {k: v for k, v in event.headers.items() if not k.startswith("Nats-") and k != RETRY_HEADER}
         seq, at = letter.place
         await broker.publish_raw(
-            f"{event.original_subject}.retry-{seq}-{at}",
-            event.payload,
-            headers | {RETRY_HEADER: event.consumer},
+            f"{event.original_subject}.retry-{seq}-{at}", event.payload, headers | {RETRY_HEADER: event.consumer}
         )
     await drop(broker, letter)
 
@@ -108,16 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--nats-url", help="address of the NATS server")
     parser = command_parser("dead", "Messages that a consumer could not use, and why.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("list", parents=[where], help="list all letters").add_argument(
-        "--json", action="store_true"
-    )
-    commands.add_parser("show", parents=[where], help="show one letter").add_argument(
-        "seqs", nargs=1, type=int
-    )
-    for name, text in (
-        ("retry", "deliver again to the consumer that failed"),
-        ("drop", "delete from the list"),
-    ):
+    commands.add_parser("list", parents=[where], help="list all letters").add_argument("--json", action="store_true")
+    commands.add_parser("show", parents=[where], help="show one letter").add_argument("seqs", nargs=1, type=int)
+    for name, text in (("retry", "deliver again to the consumer that failed"), ("drop", "delete from the list")):
         command = commands.add_parser(name, parents=[where], help=text)
         command.add_argument("seqs", nargs="*", type=int, metavar="SEQ")
         command.add_argument("--all", action="store_true")
@@ -128,9 +119,7 @@ def nats_of(args: argparse.Namespace) -> NatsConfig:
     """Return the settings of the server that the options name. Raises `ConfigError` if they name none."""
     if args.nats_url and not (args.run_dir or args.config):
         return NatsConfig(url=args.nats_url)
-    return log_of(
-        installation_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats",))
-    )
+    return log_of(installation_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats",)))
 
 
 async def _run(args: argparse.Namespace) -> None:
@@ -147,9 +136,13 @@ async def _run(args: argparse.Namespace) -> None:
             table = Table("seq", "from", "consumer", "reason", "deliveries", "detail", box=None)
             for row in rows:
                 cells = (
-                    row["seq"], f"{row['stream']} {row['stream_seq']}", row["consumer"], row["reason"],
-                    row["deliveries"], visible(row["detail"][:80]),
-                )  # fmt: skip
+                    row["seq"],
+                    f"{row['stream']} {row['stream_seq']}",
+                    row["consumer"],
+                    row["reason"],
+                    row["deliveries"],
+                    visible(row["detail"][:80]),
+                )
                 table.add_row(*(escape(str(cell)) for cell in cells))
             out.print(table)
         elif args.command == "show":

@@ -37,14 +37,7 @@ from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running import environment, folder_lock
 from pipeline.running.installations import find_installation, require_same_bases
-from pipeline.running.plan import (
-    SERVICES,
-    ProcessSpec,
-    make_plan,
-    nats_command,
-    require_base_files,
-    vllm_command,
-)
+from pipeline.running.plan import SERVICES, ProcessSpec, make_plan, nats_command, require_base_files, vllm_command
 from pipeline.running.ports import check_ports, http_url
 from pipeline.running.supervisor import Supervisor, SupervisorError, Watched
 from pipeline.security import signing
@@ -69,14 +62,8 @@ SUBCOMMANDS = {
     "judge": ("judge.commands.main", "measure a judge (judge eval) or score one group (judge score)"),
     "rejudge": ("judge.commands.rejudge", "score history again as a new verdict set"),
     "train": ("trainer.commands.train", "run the trainer alone"),
-    "check-model": (
-        "trainer.commands.check_model",
-        "check whether a base model trains correctly on this machine",
-    ),
-    "policy": (
-        "rollout_gateway.serving.command",
-        "decide which version a model's name stands for, or list it",
-    ),
+    "check-model": ("trainer.commands.check_model", "check whether a base model trains correctly on this machine"),
+    "policy": ("rollout_gateway.serving.command", "decide which version a model's name stands for, or list it"),
     "sampler": ("rollout_gateway.sampler", "load adapters into the inference servers beside it"),
     "keys": ("rollout_gateway.access.command", "add, revoke and list the gateway's API keys"),
     "export": ("trainer.commands.export", "write an adapter or merged weights"),
@@ -102,9 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args[0].startswith("-") and args[0] not in (*OWN, *SUBCOMMANDS):
         near = difflib.get_close_matches(args[0], (*OWN, *SUBCOMMANDS), n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
-        parser.exit(
-            2, f"journeywork: there is no command {args[0]!r}{hint} `journeywork --help` lists all commands\n"
-        )
+        parser.exit(2, f"journeywork: there is no command {args[0]!r}{hint} `journeywork --help` lists all commands\n")
     parsed = parser.parse_args(args)
     try:
         parsed.run(parsed)
@@ -126,13 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     up.add_argument("--run-dir", help="where logs, state, checkpoints and history go")
     up.add_argument("--nats-url", help="a NATS server that runs already")
-    up.add_argument(
-        "--vllm-url", action="append", default=[], help="a vLLM server that runs already; may be repeated"
-    )
+    up.add_argument("--vllm-url", action="append", default=[], help="a vLLM server that runs already; may be repeated")
     up.add_argument("--services", default=",".join(SERVICES), help="comma-separated; default: all")
-    up.add_argument(
-        "--dry-run", action="store_true", help="print the resolved settings and commands, start nothing"
-    )
+    up.add_argument("--dry-run", action="store_true", help="print the resolved settings and commands, start nothing")
     up.set_defaults(run=_up)
 
     asked = commands.add_parser("status", help="processes, stream lag, policy versions, alarms")
@@ -145,9 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     provision.set_defaults(run=_provision)
 
-    become = commands.add_parser(
-        "exec", help="run the NATS or vLLM server that `up` would start, for containers"
-    )
+    become = commands.add_parser("exec", help="run the NATS or vLLM server that `up` would start, for containers")
     become.add_argument("server", choices=("nats", "vllm"))
     become.add_argument("--config", required=True)
     become.add_argument("--host", default="0.0.0.0")  # noqa: S104 - inside a container's own network
@@ -197,9 +176,7 @@ def _up(args: argparse.Namespace) -> None:
             supervisor = Supervisor(planned, specs, on_change=_report, inherit=(lock,))
             _hold_up(planned, services, supervisor, sink)
         finally:
-            with suppress(
-                OSError
-            ):  # the disk may be full: the last lines are lost, the order of the stop is not
+            with suppress(OSError):  # the disk may be full: the last lines are lost, the order of the stop is not
                 sink.close()
 
 
@@ -209,9 +186,7 @@ def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> Non
     check = planned.signing.check
     before = planned.replace(
         vllm=planned.vllm.replace(api_key_file=config.vllm.api_key_file),
-        signing=planned.signing.replace(
-            check="auto" if check == "require" and planned.signing.seed else check
-        ),
+        signing=planned.signing.replace(check="auto" if check == "require" and planned.signing.seed else check),
     )
     with TemporaryDirectory() as folder, ExitStack() as running:
         file = Path(folder, "config.toml")
@@ -223,9 +198,7 @@ def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> Non
                 continue  # `load` checked all that can be checked without loading a model
             argv = [sys.executable, "-m", module, "--config", str(file), "--check"]
             env = environment.environment_of(config, spec.name, os.environ)
-            process = subprocess.Popen(
-                argv, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-            )
+            process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
             checks[spec.name] = running.enter_context(process)
         told = {name: process.communicate()[1].strip() for name, process in checks.items()}
     refused = [f"{name}: {told[name]}" for name, process in checks.items() if process.returncode]
@@ -269,9 +242,7 @@ def _exec(args: argparse.Namespace) -> None:
 def _provision(args: argparse.Namespace) -> None:
     config = load(args.config, args.overrides)
     if not config.nats.url:
-        raise ConfigError(
-            "nats.url is not set: name the server. `journeywork up` provisions the server that it starts"
-        )
+        raise ConfigError("nats.url is not set: name the server. `journeywork up` provisions the server that it starts")
     logs.configure("provision", "ERROR")  # an error is printed as one line
     nats = config.nats.replace(provision=True)
 

@@ -41,9 +41,7 @@ def restore(folder: Path, run_dir: Path) -> Manifest:
             source = folder.resolve() / name
             plain = source.resolve() == source and source.is_relative_to(folder.resolve())
             if not plain or not source.is_file() or copy(source, partial / name) != file:
-                raise ConfigError(
-                    f"{folder / name} is not what was copied: the backup is damaged, use another"
-                )
+                raise ConfigError(f"{folder / name} is not what was copied: the backup is damaged, use another")
         os.sync()
         if run_dir.exists():
             run_dir.rmdir()

@@ -89,9 +89,7 @@ async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, An
         decisions: dict[str, list[PolicyPromoted]] = {}
         for decision in (r.event for r in await broker.read(PolicyPromoted, project=project)):
             decisions.setdefault(decision.model, []).append(decision)
-        decided = {
-            model: standing[-1] for model, made in decisions.items() if (standing := standing_decisions(made))
-        }
+        decided = {model: standing[-1] for model, made in decisions.items() if (standing := standing_decisions(made))}
         raised: dict[tuple[str, ...], AlarmChanged] = {}
         for change in await broker.read(AlarmChanged):
             event = change.event
@@ -163,12 +161,11 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
         console.print(
             f"run directory {run_dir}: stopped. `journeywork up` with the same settings goes on with it; "
             "`journeywork ui` and `journeywork sql` show its history",
-            soft_wrap=True, markup=False,
-        )  # fmt: skip
-    else:
-        console.print(
-            f"run directory {run_dir}, gateway {state['urls']['gateway']}", soft_wrap=True, markup=False
+            soft_wrap=True,
+            markup=False,
         )
+    else:
+        console.print(f"run directory {run_dir}, gateway {state['urls']['gateway']}", soft_wrap=True, markup=False)
         if ui := state["urls"].get("ui"):
             console.print(f"dashboard {ui}", markup=False)
     table = Table("service", "state", "pid", "restarts", box=None)
@@ -208,8 +205,6 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
         if decision := state.get("decided", {}).get(model):
             line += f" is the newest, {decision['version']} is served ({decision['action']}"
             line += (
-                f", {decision['percent']:g} % of runs; {decision['other']} the others)"
-                if decision["other"]
-                else ")"
+                f", {decision['percent']:g} % of runs; {decision['other']} the others)" if decision["other"] else ")"
             )
         console.print(line, soft_wrap=True, markup=False)

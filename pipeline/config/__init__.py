@@ -20,14 +20,7 @@
 from pipeline.config.alarms import AlarmsConfig
 from pipeline.config.batch_settings import with_batch_settings
 from pipeline.config.files import config_hash, load, save
-from pipeline.config.gateway import (
-    DetectionConfig,
-    GatewayConfig,
-    HttpConfig,
-    KeyConfig,
-    MaskConfig,
-    ReplicasConfig,
-)
+from pipeline.config.gateway import DetectionConfig, GatewayConfig, HttpConfig, KeyConfig, MaskConfig, ReplicasConfig
 from pipeline.config.judge import (
     AnchorConfig,
     FeedbackConfig,

@@ -7,18 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from pipeline.config.types import (
-    Copies,
-    Count,
-    Natural,
-    NotNegative,
-    Payload,
-    Port,
-    Positive,
-    Section,
-    Several,
-    Share,
-)
+from pipeline.config.types import Copies, Count, Natural, NotNegative, Payload, Port, Positive, Section, Several, Share
 
 
 class NatsConfig(Section, frozen=True, kw_only=True):

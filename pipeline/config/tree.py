@@ -94,6 +94,4 @@ class Config(Section, frozen=True, kw_only=True):
         for model in self.models:
             if model.name == name:
                 return model
-        raise ConfigError(
-            f"no model {name!r} is configured; there are: {', '.join(m.name for m in self.models)}"
-        )
+        raise ConfigError(f"no model {name!r} is configured; there are: {', '.join(m.name for m in self.models)}")

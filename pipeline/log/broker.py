@@ -76,10 +76,7 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
         if access.is_permission_error(error):
             # The server dropped the message: its sender waits for an answer in vain.
             logger.error(
-                "the NATS user lacks a right",
-                error=retry.reason(error),
-                connection=name,
-                see="docs/streams.md",
+                "the NATS user lacks a right", error=retry.reason(error), connection=name, see="docs/streams.md"
             )
         else:
             logger.warning("nats", error=retry.reason(error))
@@ -152,9 +149,7 @@ class Broker(Reader):
         try:
             await client.start_publishing()
             await retry.retry_while_unavailable(
-                client.flush_subscriptions,
-                "the first subscription was not confirmed",
-                config.connect_timeout_s,
+                client.flush_subscriptions, "the first subscription was not confirmed", config.connect_timeout_s
             )
             if provision and config.provision:
                 await broker.provision()
@@ -225,9 +220,7 @@ class Broker(Reader):
         while (left := deadline - time.monotonic()) > 0:
             try:
                 crash.point("broker.before_publish")
-                ack = await self.client.publish_acked(
-                    subject, payload, headers, min(left, self.config.ack_timeout_s)
-                )
+                ack = await self.client.publish_acked(subject, payload, headers, min(left, self.config.ack_timeout_s))
                 crash.point("broker.after_publish")
                 return ack
             except nats.errors.Error as error:
@@ -309,10 +302,17 @@ class Broker(Reader):
             return
         token = hashlib.sha256("/".join(map(str, key)).encode()).hexdigest()[:16]
         letter = DeadLettered(
-            project="", stream=stream, stream_seq=message.seq, stream_at=message.place.at,
-            original_subject=message.subject, consumer=READER, reason="undecodable", detail=reason[:2000],
-            payload=await self.resolve(message.payload), headers=message.headers,
-        )  # fmt: skip
+            project="",
+            stream=stream,
+            stream_seq=message.seq,
+            stream_at=message.place.at,
+            original_subject=message.subject,
+            consumer=READER,
+            reason="undecodable",
+            detail=reason[:2000],
+            payload=await self.resolve(message.payload),
+            headers=message.headers,
+        )
         subject = f"{letter.subject()}.{message.seq}-{token}"
         await self.publish_raw(subject, encode(letter), {})
         self._skipped[key] = None
@@ -320,16 +320,22 @@ class Broker(Reader):
             self._skipped.popitem(last=False)
         logger.error("dead letter", stream=stream, seq=message.seq, reason="undecodable", detail=reason[:300])
 
-    async def dead_letter(
-        self, message: Pulled, spec: streams.ConsumerSpec, reason: str, detail: str
-    ) -> None:
+    async def dead_letter(self, message: Pulled, spec: streams.ConsumerSpec, reason: str, detail: str) -> None:
         """Copy a delivery that a consumer cannot use to the dead letters, then acknowledge it."""
         deliveries, place = parse_ack_subject(message.reply)
         letter = DeadLettered(
-            project="", stream=spec.stream, stream_seq=place.seq, stream_at=place.at, original_subject=message.subject,
-            consumer=spec.name, reason=reason, detail=detail[:2000], deliveries=deliveries,
-            payload=await self.resolve(message.data), headers=message.headers,
-        )  # fmt: skip
+            project="",
+            stream=spec.stream,
+            stream_seq=place.seq,
+            stream_at=place.at,
+            original_subject=message.subject,
+            consumer=spec.name,
+            reason=reason,
+            detail=detail[:2000],
+            deliveries=deliveries,
+            payload=await self.resolve(message.data),
+            headers=message.headers,
+        )
         await self.publish(letter)
         await self.client.publish(message.reply)
         logger.error("dead letter", stream=spec.stream, seq=place.seq, reason=reason, detail=detail[:300])
@@ -362,9 +368,7 @@ class Broker(Reader):
                         await consumption.close(failure)
                     except (nats.errors.Error, BrokerError) as error:
                         # The server redelivers them after `ack_wait_s`.
-                        logger.warning(
-                            "deliveries not given back", consumer=spec.name, error=retry.reason(error)
-                        )
+                        logger.warning("deliveries not given back", consumer=spec.name, error=retry.reason(error))
 
     async def admit(self, message: Pulled, spec: streams.ConsumerSpec) -> AnyEvent | None:
         """Return the event of a delivery. A message for another consumer is acknowledged, one that cannot be used

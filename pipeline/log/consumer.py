@@ -49,9 +49,7 @@ _TOGETHER_S = 0.01
 """A batch ends when no message came for this long. The server sends what it has at once."""
 
 
-async def keep_alive(
-    client: FastClient, spec: streams.ConsumerSpec, replies: Callable[[], Iterable[str]]
-) -> None:
+async def keep_alive(client: FastClient, spec: streams.ConsumerSpec, replies: Callable[[], Iterable[str]]) -> None:
     """Tell the server regularly, until cancelled, that deliveries are in work, so that it does not redeliver them.
     `replies` returns their reply subjects."""
     while True:
@@ -274,9 +272,8 @@ class Consumption:
     def _hold(self, event: AnyEvent, message: Pulled, reconnects: int) -> Delivery:
         deliveries, place = parse_ack_subject(message.reply)
         delivery = Delivery(
-            event, self.spec.stream, place.seq, message.subject, message.headers, deliveries, message, self,
-            reconnects,
-        )  # fmt: skip
+            event, self.spec.stream, place.seq, message.subject, message.headers, deliveries, message, self, reconnects
+        )
         self.unsettled.add(delivery)
         return delivery
 

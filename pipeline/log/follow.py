@@ -67,11 +67,7 @@ def follow_messages(
 
 
 async def follow_subjects(
-    reader: StreamReader,
-    stream: str,
-    subjects: Sequence[str],
-    next_seq: Callable[[], int],
-    after: Place | None = None,
+    reader: StreamReader, stream: str, subjects: Sequence[str], next_seq: Callable[[], int], after: Place | None = None
 ) -> AsyncGenerator[StoredMessage, None]:
     """`follow_messages` by stream and subjects, which may hold wildcards.
 
@@ -111,9 +107,7 @@ async def follow_subjects(
             await backoff.wait()
 
 
-async def _create_consumer(
-    reader: StreamReader, stream: str, subjects: Sequence[str], position: Place
-) -> str:
+async def _create_consumer(reader: StreamReader, stream: str, subjects: Sequence[str], position: Place) -> str:
     """Create an ephemeral consumer of what comes after `position`; return its name."""
     if not reader.client.is_connected:
         # Between two servers nats-py knows no server's version, and would send a request without the consumer's name,

@@ -47,9 +47,7 @@ class Reader(StreamReader):
 
     # -- many events ---------------------------------------------------------------------------------------------
 
-    async def read(
-        self, event: type[E], *, start_seq: int = 1, at_least: int = 0, **keys: Any
-    ) -> list[LogEntry[E]]:
+    async def read(self, event: type[E], *, start_seq: int = 1, at_least: int = 0, **keys: Any) -> list[LogEntry[E]]:
         """Return every event of a class from sequence `start_seq` on, in stream order.
 
         The result holds everything that was acknowledged before the call. If the caller knows the number of
@@ -67,13 +65,9 @@ class Reader(StreamReader):
         `_WHOLE_BYTES` of whole exchanges (or one more).
 
         Other tasks run between the events of a page. The leader's answer ends a subject, as with `read`."""
-        return await self._page(
-            event, stream_of(event), subject_filter(event, **keys), start_seq, 0, _WHOLE_BYTES
-        )
+        return await self._page(event, stream_of(event), subject_filter(event, **keys), start_seq, 0, _WHOLE_BYTES)
 
-    async def read_all(
-        self, events: Sequence[type[E]], *, start_seq: int = 1, **keys: Any
-    ) -> list[LogEntry[E]]:
+    async def read_all(self, events: Sequence[type[E]], *, start_seq: int = 1, **keys: Any) -> list[LogEntry[E]]:
         """Return the events of several classes of one stream, in stream order: all up to the newest at the time of
         the call.
 

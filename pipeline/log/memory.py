@@ -59,8 +59,10 @@ async def trim(broker: Broker, max_memory: int) -> dict[str, float]:
         if first < wanted:
             logger.error(
                 "the NATS server needs more memory than nats.max_memory: a consumer is behind, and keeps events",
-                stream=name, subjects=subjects, most=most,
-            )  # fmt: skip
+                stream=name,
+                subjects=subjects,
+                most=most,
+            )
         if first <= state.first_seq:
             continue
         await broker.js.purge_stream(name, seq=first)
@@ -68,8 +70,11 @@ async def trim(broker: Broker, max_memory: int) -> dict[str, float]:
         ages[name] = time.time() - oldest[0].place.at / 1e6 if oldest else 0.0
         logger.warning(
             "the oldest events were deleted to bound the NATS server's memory (nats.max_memory)",
-            stream=name, subjects=subjects, most=most, kept_h=round(ages[name] / 3600, 3),
-        )  # fmt: skip
+            stream=name,
+            subjects=subjects,
+            most=most,
+            kept_h=round(ages[name] / 3600, 3),
+        )
     return ages
 
 

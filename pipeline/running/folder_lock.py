@@ -68,9 +68,7 @@ def _lock(run_dir: Path, name: str, how: int, command: str = "") -> int:
         raise ConfigError(f"run_dir: {path} can't be written: {error.strerror}") from error
     if not try_lock(fd, how):
         shared = try_lock(fd, fcntl.LOCK_SH)
-        holder = (
-            "journeywork prepare or a server of journeywork exec" if shared else os.pread(fd, 100, 0).decode()
-        )
+        holder = "journeywork prepare or a server of journeywork exec" if shared else os.pread(fd, 100, 0).decode()
         os.close(fd)
         raise InstallationInUseError(
             f"{run_dir} is in use: {holder or 'journeywork up'} runs there; stop it first or choose another run_dir"

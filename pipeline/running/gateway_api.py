@@ -34,8 +34,7 @@ class GatewayError(Exception):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--url`, `--run-dir` and `--key`, which `connect` reads."""
     parser.add_argument(
-        "--run-dir",
-        help="the run whose gateway is asked; default: the running one under runs/, else the newest",
+        "--run-dir", help="the run whose gateway is asked; default: the running one under runs/, else the newest"
     )
     parser.add_argument("--url", help=f"the gateway; default: {URL_VARIABLE}, else that of the installation")
     parser.add_argument(
@@ -53,9 +52,7 @@ def connect(args: argparse.Namespace) -> GatewayApi:
         folder = find_installation(args.run_dir)
         state = read_state(folder)
         if state is None:
-            raise ConfigError(
-                f"{folder} has no {STATE}: start it with `journeywork up`, or name a gateway with --url"
-            )
+            raise ConfigError(f"{folder} has no {STATE}: start it with `journeywork up`, or name a gateway with --url")
         url = state.url("gateway")
         if not url:
             raise ConfigError(

@@ -26,9 +26,7 @@ def find_installation(run_dir: str | Path | None = None, root: Path = Path("runs
         return Path(run_dir)
     installations = installations_under(root)
     if not installations:
-        raise ConfigError(
-            f"no installation under {root}/: name one with --run-dir, or start one with `journeywork up`"
-        )
+        raise ConfigError(f"no installation under {root}/: name one with --run-dir, or start one with `journeywork up`")
     states = ((folder, read_state(folder)) for folder in installations)
     running = [folder for folder, state in states if state is not None and state.running]
     return (running or installations)[-1]

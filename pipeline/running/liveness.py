@@ -119,9 +119,7 @@ class LogProbe:
                         folder=str(self._folder),
                     )
                 was_full = True
-            elif was_full or (
-                since is not None and anyio.current_time() - since >= self._settings.deadline_s
-            ):
+            elif was_full or (since is not None and anyio.current_time() - since >= self._settings.deadline_s):
                 # After a full disk any stream or bucket may be frozen, also one that is not probed.
                 await lost(reason or "its disk was full, and what met that takes no writes")
                 since, was_full = None, False

@@ -36,11 +36,7 @@ SERVICES = {
 }
 """Services of Journeywork and the modules that run them."""
 
-TELEMETRY_VARIABLES = (
-    "OTEL_EXPORTER_OTLP_ENDPOINT",
-    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-    "LANGFUSE_SECRET_KEY",
-)
+TELEMETRY_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "LANGFUSE_SECRET_KEY")
 
 
 @dataclass(frozen=True)
@@ -97,12 +93,8 @@ def _experts_flags(config: Config) -> list[str]:
     """Return what a mixture of experts needs of vLLM. Raises `ConfigError` if its CPU build lacks it."""
     trainers = [config.trainer_of(model) for model in config.models]
     flags = {
-        "trainer.lora.experts": "--enable-mixed-moe-lora-format"
-        if any(t.lora.experts for t in trainers)
-        else "",
-        "trainer.router_replay": "--enable-return-routed-experts"
-        if any(t.router_replay for t in trainers)
-        else "",
+        "trainer.lora.experts": "--enable-mixed-moe-lora-format" if any(t.lora.experts for t in trainers) else "",
+        "trainer.router_replay": "--enable-return-routed-experts" if any(t.router_replay for t in trainers) else "",
     }
     needed = {setting: flag for setting, flag in flags.items() if flag}
     if needed and vllm_device(config) == "cpu":
@@ -129,21 +121,33 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
     time."""
     bases = {m.base for m in config.models}
     if len(bases) != 1:
-        raise ConfigError(
-            "models: every model of one inference server needs the same `base`; set models.0.base"
-        )
+        raise ConfigError("models: every model of one inference server needs the same `base`; set models.0.base")
     settings = config.vllm
     (base,) = bases
     argv = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-        "--host", host, "--port", str(port),
-        "--model", base, "--served-model-name", *(version_name(m.name, 0) for m in config.models),
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--model",
+        base,
+        "--served-model-name",
+        *(version_name(m.name, 0) for m in config.models),
         # The recorded logprobs must be those of the distribution that was sampled from.
-        "--logprobs-mode", "processed_logprobs",
+        "--logprobs-mode",
+        "processed_logprobs",
         # Without domains vLLM would fetch from anywhere.
-        "--allowed-media-domains", *(settings.allowed_media_domains or ("none.invalid",)),
-        "--enable-lora", "--max-loras", str(lora_slots(config)), "--max-lora-rank", str(settings.max_lora_rank),
-    ]  # fmt: skip
+        "--allowed-media-domains",
+        *(settings.allowed_media_domains or ("none.invalid",)),
+        "--enable-lora",
+        "--max-loras",
+        str(lora_slots(config)),
+        "--max-lora-rank",
+        str(settings.max_lora_rank),
+    ]
     argv += _experts_flags(config)
     parser = families.tool_parser(base) if settings.tool_parser == "auto" else settings.tool_parser
     if parser and "--tool-call-parser" not in settings.flags:
@@ -172,9 +176,15 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
             argv += ONE_PROCESS
             env |= one_process_environment()
     return ProcessSpec(
-        "vllm", (*argv, *settings.args), env | settings.env, probe=f"http://127.0.0.1:{port}/health", stop_grace_s=10,
-        start_timeout_s=settings.start_timeout_s, secret_env=secret, prepare=prepare,
-    )  # fmt: skip
+        "vllm",
+        (*argv, *settings.args),
+        env | settings.env,
+        probe=f"http://127.0.0.1:{port}/health",
+        stop_grace_s=10,
+        start_timeout_s=settings.start_timeout_s,
+        secret_env=secret,
+        prepare=prepare,
+    )
 
 
 def _server_binary() -> str:

@@ -14,15 +14,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pipeline.config import (
-    Config,
-    ConfigError,
-    NatsConfig,
-    SigningConfig,
-    TrainerConfig,
-    UiConfig,
-    VllmConfig,
-)
+from pipeline.config import Config, ConfigError, NatsConfig, SigningConfig, TrainerConfig, UiConfig, VllmConfig
 from pipeline.config.checks import check
 from pipeline.running.ports import free_port
 from pipeline.running.state import read_state
@@ -133,9 +125,7 @@ def _with_gpu_shared(config: Config) -> tuple[VllmConfig, TrainerConfig]:
         trainer = memory.gpu_share or round(max(_SHARED_GPU - inference, 0.05), 6)
         inference = round(_SHARED_GPU - trainer, 6)
     if not given and inference <= 0:
-        raise ConfigError(
-            f"trainer.memory.gpu_share: {trainer} leaves no memory of the GPU to the inference server"
-        )
+        raise ConfigError(f"trainer.memory.gpu_share: {trainer} leaves no memory of the GPU to the inference server")
     flag = () if given else (_MEMORY_FLAG, f"{inference:g}")
     return (
         config.vllm.replace(args=(*config.vllm.args, *flag)),

@@ -101,11 +101,7 @@ def _unusable_settings(error: BaseException) -> list[str]:
     return [str(error)] if isinstance(error, ConfigError) else []
 
 
-def main(
-    name: str,
-    serve: Serve,
-    check: Callable[[Config], None] = lambda config: None,
-) -> None:
+def main(name: str, serve: Serve, check: Callable[[Config], None] = lambda config: None) -> None:
     """Run `check`, which raises `ConfigError` for settings with which the service can't work, then, unless `--check` is
     given, `serve` in this process. Exits 0 when stopped, 2 if settings can't be used, 1 on a crash."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}")

@@ -335,11 +335,7 @@ class Supervisor:
         if state in ("ready", "backoff"):
             file = self._logs / f"{watched.spec.name}.log"
             watched.errors = logs.errors(file, watched.log_begin)
-            if (
-                state == "backoff"
-                and not watched.errors
-                and (words := logs.last_words(file, watched.log_begin))
-            ):
+            if state == "backoff" and not watched.errors and (words := logs.last_words(file, watched.log_begin)):
                 watched.errors = (words,)
         logger.info("process", process=watched.spec.name, state=state, pid=watched.pid)
         self._write_state()
@@ -360,9 +356,14 @@ class Supervisor:
             for name, w in self.watched.items()
         }
         state = RunState(
-            pid=os.getpid(), since=process_start(os.getpid()), ready=self.ready, project=config.project, urls=urls,
-            alarms=self.alarms, services=processes,
-        )  # fmt: skip
+            pid=os.getpid(),
+            since=process_start(os.getpid()),
+            ready=self.ready,
+            project=config.project,
+            urls=urls,
+            alarms=self.alarms,
+            services=processes,
+        )
         try:
             write_state(self._run_dir, state)
             self._state_is_old = False

@@ -79,9 +79,7 @@ class Trust:
                 raise ConfigError(f"signing.keys: {error}; put no seed there") from error
         self._keys = frozenset(config.keys)
         if config.check == "require" and not self._keys:
-            raise ConfigError(
-                'signing.check is "require", but signing.keys is empty: name the trainer\'s public key'
-            )
+            raise ConfigError('signing.check is "require", but signing.keys is empty: name the trainer\'s public key')
         self.checks = bool(self._keys) and config.check != "off"
 
     def objection(self, event: CheckpointPublished) -> str:

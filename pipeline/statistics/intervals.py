@@ -13,9 +13,19 @@ from dataclasses import dataclass
 
 _Z95 = 1.959964
 _T95 = (
-    12.706205, 4.302653, 3.182446, 2.776445, 2.570582,
-    2.446912, 2.364624, 2.306004, 2.262157, 2.228139, 2.200985, 2.178813,
-)  # fmt: skip
+    12.706205,
+    4.302653,
+    3.182446,
+    2.776445,
+    2.570582,
+    2.446912,
+    2.364624,
+    2.306004,
+    2.262157,
+    2.228139,
+    2.200985,
+    2.178813,
+)
 
 
 @dataclass(frozen=True)
@@ -44,11 +54,7 @@ class Sample:
         """Return the ends of the interval of this mean less the one of other, independent values."""
         (centre, half), (other_centre, other_half) = self._centre_and_half(), other._centre_and_half()
         (low, high), (other_low, other_high) = self._bounds(), other._bounds()
-        mean, of_centres, of_halves = (
-            self.mean - other.mean,
-            centre - other_centre,
-            math.hypot(half, other_half),
-        )
+        mean, of_centres, of_halves = (self.mean - other.mean, centre - other_centre, math.hypot(half, other_half))
         return (
             min(max(of_centres - of_halves, low - other_high), mean),
             max(min(of_centres + of_halves, high - other_low), mean),
@@ -86,6 +92,8 @@ def t95(freedom: int) -> float:
         return _T95[freedom - 1]
     z, v = _Z95, freedom
     return (
-        z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+        z
+        + (z**3 + z) / (4 * v)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-    )  # fmt: skip
+    )

@@ -28,9 +28,7 @@ def reward_text(steps: int, first: Sample, last: Sample) -> str:
     """Return "Training reward 0.410 to 0.800 over 39 steps (…)", with the 95 % interval of the difference."""
     if not steps:
         return f"Training reward {last.mean:.3f} in {last.count:,} groups; no later version has played."
-    text = (
-        f"Training reward {first.mean:.3f} to {last.mean:.3f} over {steps:,} step{'s' if steps > 1 else ''}"
-    )
+    text = f"Training reward {first.mean:.3f} to {last.mean:.3f} over {steps:,} step{'s' if steps > 1 else ''}"
     low, high = last.difference(first)
     if not math.isfinite(low) or not math.isfinite(high):
         return f"{text} (too few groups for an interval)."

@@ -53,13 +53,9 @@ class TraceBackend:
         for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
             if (protocol := os.environ.get(name, "http/protobuf")) != "http/protobuf":
                 raise ConfigError(f"{name} is {protocol!r}: spans are sent as http/protobuf only")
-        if os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get(
-            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
-        ):
+        if os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
             return cls()
-        raise ConfigError(
-            "telemetry is on, but neither OTEL_EXPORTER_OTLP_ENDPOINT nor LANGFUSE_SECRET_KEY is set"
-        )
+        raise ConfigError("telemetry is on, but neither OTEL_EXPORTER_OTLP_ENDPOINT nor LANGFUSE_SECRET_KEY is set")
 
     def export(self, spans: list[ReadableSpan]) -> int:
         """Send one request. Blocks. Returns its HTTP status; 0 if no answer came."""
@@ -103,10 +99,7 @@ async def send(backend: TraceBackend, spans: list[ReadableSpan]) -> None:
             continue
         if status not in _REFUSED:
             logger.warning(
-                "the trace backend took no spans; retrying",
-                spans=len(request),
-                status=status,
-                after_s=RETRY_S,
+                "the trace backend took no spans; retrying", spans=len(request), status=status, after_s=RETRY_S
             )
             await anyio.sleep(RETRY_S)
             pending.append(request)

@@ -28,9 +28,7 @@ class Content:
             try:
                 self._masks.append(re.compile(pattern))
             except re.error as error:
-                raise ConfigError(
-                    f"telemetry.masks: {pattern!r} is no regular expression: {error}"
-                ) from error
+                raise ConfigError(f"telemetry.masks: {pattern!r} is no regular expression: {error}") from error
 
     def text(self, text: str) -> str:
         """Return a text with every match of a pattern replaced; empty if no content is shown."""

@@ -58,30 +58,21 @@ class SpanMaker:
                 return [], []
 
     async def _run(
-        self,
-        project: str,
-        trajectory: str,
-        group: str,
-        model: str,
-        call: LogEntry[AnyEvent] | None = None,
+        self, project: str, trajectory: str, group: str, model: str, call: LogEntry[AnyEvent] | None = None
     ) -> Run:
         """Return a trajectory as its spans show it. `call` is one of its calls."""
         key = (project, trajectory)
         if key not in self._runs:
             opened = await self._broker.read_last(TrajectoryOpened, project=project, trajectory=trajectory)
             context = caller(project, trajectory, opened.headers) if opened else None
-            context = context or caller(
-                project, trajectory, await self._first_headers(project, trajectory, call)
-            )
+            context = context or caller(project, trajectory, await self._first_headers(project, trajectory, call))
             event = opened.event if opened else None
             self._runs[key] = make_run(project, trajectory, group, model, event, context, self._content)
             if len(self._runs) > _REMEMBERED:
                 self._runs.popitem(last=False)
         return self._runs[key]
 
-    async def _first_headers(
-        self, project: str, trajectory: str, call: LogEntry[AnyEvent] | None
-    ) -> Mapping[str, str]:
+    async def _first_headers(self, project: str, trajectory: str, call: LogEntry[AnyEvent] | None) -> Mapping[str, str]:
         """Return the headers of a trajectory's first call: all its spans are in the trace that this call brought."""
         if call is not None and isinstance(call.event, ExchangeRecorded) and not call.event.seq:
             return call.headers
@@ -112,8 +103,7 @@ async def serve(config: Config, ready: Ready) -> None:
         broker = await stack.enter_async_context(Broker.connect(config.nats, name="telemetry"))
         maker = SpanMaker(broker, content)
         consumed = [
-            await stack.enter_async_context(broker.consume(f"telemetry-{name}"))
-            for name in ("rollouts", "groups")
+            await stack.enter_async_context(broker.consume(f"telemetry-{name}")) for name in ("rollouts", "groups")
         ]
         async with anyio.create_task_group() as tg:
             for messages in consumed:

@@ -77,11 +77,17 @@ def scores(event: GroupScored, member: Member, run: Run, content: Content) -> li
     def score(name: str, value: float, about: int, number: str = "", comment: str = "", **more: Any) -> Score:
         identity = hashed("score", event.message_id(), number, run.trajectory, name, size=16)
         return Score(
-            id=f"{identity:032x}", trace_id=f"{run.trace:032x}", name=f"{branch}{name}", value=value,
-            data_type="NUMERIC", timestamp=at, observation_id=f"{about:016x}", comment=comment,
+            id=f"{identity:032x}",
+            trace_id=f"{run.trace:032x}",
+            name=f"{branch}{name}",
+            value=value,
+            data_type="NUMERIC",
+            timestamp=at,
+            observation_id=f"{about:016x}",
+            comment=comment,
             metadata={"judge": event.judge, "group": event.group, "branch": event.branch, **more},
             environment=os.environ.get("LANGFUSE_TRACING_ENVIRONMENT", ""),
-        )  # fmt: skip
+        )
 
     out = [score("reward", member.reward, run.root)]
     out += [score(f"reward.{name}", value, run.root) for name, value in member.components.items()]
@@ -89,13 +95,17 @@ def scores(event: GroupScored, member: Member, run: Run, content: Content) -> li
         about = {"judge_model": verdict.judge_model, "rubric_hash": verdict.rubric_hash, "pass": number}
         out += [
             score(
-                f"judge.{verdict.rubric or 'default'}", said.score, verdict_span_id(event, member.trajectory),
-                f"{number}/{said.call}" if said.call >= 0 else str(number), content.text(said.explanation),
-                **about, **({"call": said.call} if said.call >= 0 else {}),
+                f"judge.{verdict.rubric or 'default'}",
+                said.score,
+                verdict_span_id(event, member.trajectory),
+                f"{number}/{said.call}" if said.call >= 0 else str(number),
+                content.text(said.explanation),
+                **about,
+                **({"call": said.call} if said.call >= 0 else {}),
             )
             for said in verdict.scores
             if said.trajectory == member.trajectory and verdict.judge_model != "agent"
-        ]  # fmt: skip
+        ]
     return out
 
 

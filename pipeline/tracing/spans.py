@@ -25,9 +25,7 @@ _NUMBERS = ("temperature", "top_p", "top_k", "max_tokens", "seed", "frequency_pe
 _METADATA = "langfuse.observation.metadata."
 
 
-def run_span(
-    event: TrajectoryCompleted, run: Run, last: ExchangeRecorded | None, content: Content
-) -> ReadableSpan:
+def run_span(event: TrajectoryCompleted, run: Run, last: ExchangeRecorded | None, content: Content) -> ReadableSpan:
     """Return the span of the whole run. `last` is its last call, whose reply is the run's output."""
     attributes = run.attributes("agent", version_name(event.model, event.last_step)) | {
         "gen_ai.operation.name": "invoke_agent",
@@ -45,14 +43,18 @@ def run_span(
     if content.shown and last is not None:
         attributes["langfuse.observation.output"] = content.json(reply(document(last.response)))
     return span(
-        f"invoke_agent {event.model}", run.trace, run.above, run.root, event.opened_at, event.at, attributes,
+        f"invoke_agent {event.model}",
+        run.trace,
+        run.above,
+        run.root,
+        event.opened_at,
+        event.at,
+        attributes,
         failed="infrastructure failed" if event.outcome == "no_result" else "",
-    )  # fmt: skip
+    )
 
 
-def call_span(
-    event: ExchangeRecorded, run: Run, content: Content, called_by: tuple[int, int] | None
-) -> ReadableSpan:
+def call_span(event: ExchangeRecorded, run: Run, content: Content, called_by: tuple[int, int] | None) -> ReadableSpan:
     """Return the span of one model call. `called_by`: trace and span of the agent's own span of this call."""
     request, response = document(event.request), document(event.response)
     prompt, sampled = len(event.prompt_ids) // 4, len(event.sampled_ids) // 4
@@ -83,11 +85,17 @@ def call_span(
         if isinstance(request.get("tools"), list):
             attributes["gen_ai.tool.definitions"] = content.json(request["tools"])
     return span(
-        f"{operation} {event.model}", run.trace, run.root, hashed("chat", event.message_id(), size=8),
-        event.started_at, event.at, attributes, kind=SpanKind.CLIENT,
+        f"{operation} {event.model}",
+        run.trace,
+        run.root,
+        hashed("chat", event.message_id(), size=8),
+        event.started_at,
+        event.at,
+        attributes,
+        kind=SpanKind.CLIENT,
         links=[link(*called_by)] if called_by and called_by != (run.trace, run.above) else (),
         failed="" if event.status == "complete" else event.status,
-    )  # fmt: skip
+    )
 
 
 def _parameters(request: Json) -> Attributes:
@@ -127,6 +135,12 @@ def verdict_span(event: GroupScored, member: Member, run: Run, content: Content)
     }
     took_us = round(sum(v.latency_s for v in event.verdicts) * 1e6)
     return span(
-        "evaluate", run.trace, run.root, verdict_span_id(event, member.trajectory), event.at - took_us, event.at,
-        attributes, events=results,
-    )  # fmt: skip
+        "evaluate",
+        run.trace,
+        run.root,
+        verdict_span_id(event, member.trajectory),
+        event.at - took_us,
+        event.at,
+        attributes,
+        events=results,
+    )

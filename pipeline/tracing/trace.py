@@ -86,9 +86,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     def attributes(self, kind: str, version: str) -> Attributes:
         """What every span carries: Langfuse filters by the attributes of each span, not of the trace."""
-        attributes: Attributes = {
-            f"langfuse.trace.metadata.{key}": value for key, value in self.metadata.items()
-        }
+        attributes: Attributes = {f"langfuse.trace.metadata.{key}": value for key, value in self.metadata.items()}
         attributes |= {
             "session.id": self.session,
             "gen_ai.conversation.id": self.trajectory,
@@ -108,10 +106,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 def deployment() -> Attributes:
     """Return the attributes of the deployment, by the variables that Langfuse's own SDKs read."""
-    names = {
-        "LANGFUSE_RELEASE": "langfuse.release",
-        "LANGFUSE_TRACING_ENVIRONMENT": "langfuse.environment",
-    }
+    names = {"LANGFUSE_RELEASE": "langfuse.release", "LANGFUSE_TRACING_ENVIRONMENT": "langfuse.environment"}
     return {attribute: os.environ[name] for name, attribute in names.items() if os.environ.get(name)}
 
 
@@ -132,14 +127,19 @@ def make_run(
     tags = metadata.get("tags", metadata.get("langfuse_tags", []))
     group = opened.group if opened else group
     return Run(
-        project=project, trajectory=trajectory, group=group, trace=trace, above=above, name=task or model,
+        project=project,
+        trajectory=trajectory,
+        group=group,
+        trace=trace,
+        above=above,
+        name=task or model,
         session=_text(metadata, "session_id", "langfuse_session_id") or group or trajectory,
         user=_text(metadata, "user_id", "langfuse_user_id"),
         tags=(model, opened.split if opened else "train", *(str(t)[:_NAME_CHARS] for t in _list(tags))),
         metadata={
             key: str(value)[:_NAME_CHARS] for key, value in shown.items() if isinstance(value, str | int | float)
         },
-    )  # fmt: skip
+    )
 
 
 def _text(metadata: dict[str, Any], *names: str) -> str:

@@ -18,10 +18,7 @@ class LoadedVersions:
         if isinstance(event, PolicyLoaded):
             if process != event.server_start:
                 loaded = {}  # a restarted server has nothing loaded
-            self._by_server[event.replica] = (
-                event.server_start,
-                {**loaded, event.version: event.adapter_sha256},
-            )
+            self._by_server[event.replica] = (event.server_start, {**loaded, event.version: event.adapter_sha256})
         elif process == event.server_start:
             loaded.pop(event.version, None)
 

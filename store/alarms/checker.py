@@ -47,12 +47,7 @@ Key = tuple[str, str, str, str]
 class Checker:
     """Checks the alarms of one installation."""
 
-    def __init__(
-        self,
-        config: Config,
-        broker: Broker,
-        unmerged: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, config: Config, broker: Broker, unmerged: Mapping[str, str] = MappingProxyType({})) -> None:
         """`unmerged` has the damaged files that maintenance finds (`Maintenance.damaged`)."""
         self._unmerged = unmerged
         self._config, self._broker = config, broker
@@ -106,11 +101,7 @@ class Checker:
             if self._sent.get(key) == event:
                 del self._sent[key]
                 write = logger.error if event.state == "raised" else logger.info
-                write(
-                    "alarm" if event.state == "raised" else "alarm over",
-                    alarm=event.alarm,
-                    detail=event.detail,
-                )
+                write("alarm" if event.state == "raised" else "alarm over", alarm=event.alarm, detail=event.detail)
 
     async def _check(self, connection: duckdb.DuckDBPyConnection) -> tuple[list[Condition], set[str]]:
         """Run all queries. Return the conditions that are met, and the names of the alarms that could not be
@@ -165,10 +156,18 @@ class Checker:
             if key not in self._raised and not await self._may_be_starting(met):
                 at = now_us()
                 event = AlarmChanged(
-                    project=met.project, alarm=met.alarm, state="raised", model=met.model, about=met.about,
-                    value=met.value, threshold=met.threshold, detail=met.detail,
-                    action=BY_NAME[met.alarm].action, since=at, at=at,
-                )  # fmt: skip
+                    project=met.project,
+                    alarm=met.alarm,
+                    state="raised",
+                    model=met.model,
+                    about=met.about,
+                    value=met.value,
+                    threshold=met.threshold,
+                    detail=met.detail,
+                    action=BY_NAME[met.alarm].action,
+                    since=at,
+                    at=at,
+                )
                 await self._publish(event)
         behind = {met.about for met in present.values() if met.alarm == "replica_behind"}
         self._starting = {replica: at for replica, at in self._starting.items() if replica in behind}
@@ -187,9 +186,7 @@ class Checker:
             return False
         key = streams.key_subject(streams.FLEET.name, streams.sampler_key(met.project, met.about))
         try:
-            record = await self._broker.leader_get(
-                streams.key_value_stream(streams.FLEET.name), {"last_by_subj": key}
-            )
+            record = await self._broker.leader_get(streams.key_value_stream(streams.FLEET.name), {"last_by_subj": key})
         except BrokerError as error:
             logger.warning("the inference servers could not be read from the log", why=str(error))
             return True  # the next check asks again

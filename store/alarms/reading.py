@@ -57,13 +57,19 @@ def measured_tables(
     consumer), `damaged` (paths of files of the lake) and `replicas` (inference servers)."""
     urls = config.sampler.advertise or config.vllm.urls
     for name, columns, rows in (
-        ("fills", 'name VARCHAR, kind VARCHAR, bytes BIGINT, "limit" BIGINT',
-         [(fill.name, fill.kind, fill.bytes, fill.limit) for fill in fills if fill.limit]),
-        ("unwritten", "consumer VARCHAR, share DOUBLE, detail VARCHAR",
-         [(waiting.consumer, waiting.share, waiting.detail) for waiting in unwritten]),
+        (
+            "fills",
+            'name VARCHAR, kind VARCHAR, bytes BIGINT, "limit" BIGINT',
+            [(fill.name, fill.kind, fill.bytes, fill.limit) for fill in fills if fill.limit],
+        ),
+        (
+            "unwritten",
+            "consumer VARCHAR, share DOUBLE, detail VARCHAR",
+            [(waiting.consumer, waiting.share, waiting.detail) for waiting in unwritten],
+        ),
         ("damaged", "path VARCHAR", [(path,) for path in damaged]),
         ("replicas", "replica VARCHAR", [(replica_name(url),) for url in urls]),
-    ):  # fmt: skip
+    ):
         connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} ({columns})")
         if rows:
             places = ", ".join("?" * len(rows[0]))
@@ -94,7 +100,7 @@ def evaluate(
         else:
             logger.warning(
                 "a condition says nothing", alarm=alarm.name, project=project, model=model, about=about, value=value
-            )  # fmt: skip
+            )
     return conditions
 
 

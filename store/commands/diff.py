@@ -104,9 +104,7 @@ def rewards(connection: duckdb.DuckDBPyConnection, side: dict[str, str], *, call
         conditions += " AND outcome = 'scored'"
         query = f"SELECT project, model, group_id, {source} WHERE {conditions} ORDER BY scored_at"
     out: Rewards = {}
-    for project, model, group, trajectory, value, *rubrics in connection.execute(
-        query, list(side.values())
-    ).fetchall():
+    for project, model, group, trajectory, value, *rubrics in connection.execute(query, list(side.values())).fetchall():
         if rubrics and len(by_hash := dict(rubrics[0])) > 1:
             listed = " or ".join(f"rubric={digest} ({name})" for digest, name in sorted(by_hash.items()))
             raise ConfigError(
@@ -179,9 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("diff", "Compare two sets of verdicts over the same groups.")
     parser.add_argument("--a", required=True, help="such as branch=main")
     parser.add_argument("--b", required=True, help="such as branch=replayed or judge_model=openai/gpt-5-mini")
-    parser.add_argument(
-        "--calls", action="store_true", help="compare the rewards of calls instead of those of runs"
-    )
+    parser.add_argument("--calls", action="store_true", help="compare the rewards of calls instead of those of runs")
     add_installation(parser)
     parser.add_argument("--format", default="table", choices=("table", "json"))
     return parser
@@ -199,9 +195,7 @@ def _run(args: argparse.Namespace) -> int:
         first, second = parse_side(args.a), parse_side(args.b)
         a, b = (rewards(connection, side, calls=args.calls) for side in (first, second))
         result, flipped = compare(a, b)
-        checkpoints = (
-            [] if args.calls else checkpoints_trained_on(connection, flipped, first.get("branch", "main"))
-        )
+        checkpoints = [] if args.calls else checkpoints_trained_on(connection, flipped, first.get("branch", "main"))
     if args.format == "json":
         result |= {
             "flipped": [

@@ -59,22 +59,25 @@ def select_groups(
     return [StoredGroup(group, seq) for group, seq in rows]
 
 
-def on_branch(
-    stored: StoredGroup, branch: str, ends: Mapping[str, int], others: Collection[str] = ()
-) -> GroupScored:
+def on_branch(stored: StoredGroup, branch: str, ends: Mapping[str, int], others: Collection[str] = ()) -> GroupScored:
     """Return the group as an event of `branch`, whose verdicts cost nothing: they were paid for once. `ends`: by
     trajectory, the present sequence of its `rollout.completed`. `others`: groups that are published with it."""
     group = stored.group
     origin = group.origin or f"{group.branch}/{stored.seq}"
     members = tuple(
-        msgspec.structs.replace(m, completed_seq=ends.get(m.trajectory, m.completed_seq))
-        for m in group.members
+        msgspec.structs.replace(m, completed_seq=ends.get(m.trajectory, m.completed_seq)) for m in group.members
     )
     verdicts = tuple(msgspec.structs.replace(v, cost_usd=0.0) for v in group.verdicts)
     return msgspec.structs.replace(
-        group, branch=branch, origin=origin, offline=True, closed_by="replay", members=members, verdicts=verdicts,
+        group,
+        branch=branch,
+        origin=origin,
+        offline=True,
+        closed_by="replay",
+        members=members,
+        verdicts=verdicts,
         batch=group.batch and group.batch.on_branch({group.group, *others}),
-    )  # fmt: skip
+    )
 
 
 async def republish_events(
@@ -89,9 +92,7 @@ async def republish_events(
     for member in group.members:
         stored = rebuild.trajectory(connection, group.project, member.trajectory)
         for events in _by_subject(stored):
-            on_log = {
-                r.event.message_id(): r.seq for r in await broker.read(type(events[0]), **keys_of(events[0]))
-            }
+            on_log = {r.event.message_id(): r.seq for r in await broker.read(type(events[0]), **keys_of(events[0]))}
             for event in events:
                 seq = on_log.get(event.message_id())
                 if seq is None:
@@ -154,19 +155,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if check_name(args.branch) == args.from_branch or args.branch == "main":
-        raise ConfigError(
-            f"--branch {args.branch}: name a branch other than main and the one that is replayed"
-        )
-    config = installation_settings(
-        args.run_dir, args.config, nats_url=args.nats_url, sections=("nats", "store")
-    )
+        raise ConfigError(f"--branch {args.branch}: name a branch other than main and the one that is replayed")
+    config = installation_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats", "store"))
     with sql.connect(config) as connection:
         groups = select_groups(connection, args.where, args.from_branch)
         counts: dict[str, Any] = {"groups": len(groups), "ids": [stored.group.group for stored in groups]}
         if not args.dry_run:
-            counts = anyio.run(replay, log_of(config), connection, groups, args.branch) | {
-                "branch": args.branch
-            }
+            counts = anyio.run(replay, log_of(config), connection, groups, args.branch) | {"branch": args.branch}
     sys.stdout.write(msgspec.json.encode(counts).decode() + "\n")
     return 0
 

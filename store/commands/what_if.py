@@ -123,12 +123,7 @@ def _train(commands: Commands, question: Question, plan: Plan) -> None:
 
 
 def _compare(
-    args: argparse.Namespace,
-    config: Config,
-    question: Question,
-    groups: int,
-    commands: Commands,
-    gateway: GatewayApi,
+    args: argparse.Namespace, config: Config, question: Question, groups: int, commands: Commands, gateway: GatewayApi
 ) -> WhatIfAnswered:
     """Evaluate the branches' last versions beside `main`'s, and publish the answer."""
     published = anyio.run(_checkpoints, config, question.model)
@@ -142,9 +137,16 @@ def _compare(
         commands.call("eval", baseline, *(v.version for v in variants), "--json", *flags, key=gateway.key)
     )
     answered = WhatIfAnswered(
-        project=config.project, model=question.model, question=question.id, selection=question.selection,
-        groups=groups, start=question.start, baseline=baseline, variants=variants, evaluation=played["evaluation"],
-    )  # fmt: skip
+        project=config.project,
+        model=question.model,
+        question=question.id,
+        selection=question.selection,
+        groups=groups,
+        start=question.start,
+        baseline=baseline,
+        variants=variants,
+        evaluation=played["evaluation"],
+    )
     anyio.run(_publish, config, answered)
     for entrant in played["entrants"]:
         for measure in entrant["measures"]:
@@ -178,9 +180,11 @@ def _variant(question: Question, plan: Plan, published: Sequence[CheckpointPubli
         )
     step = max(c.step for c in trained)
     return Variant(
-        branch=plan.branch, version=version_name(branch_model(question.model, plan.branch), step),
-        settings=json.dumps(plan.settings), groups=sum(len(c.groups) for c in trained),
-    )  # fmt: skip
+        branch=plan.branch,
+        version=version_name(branch_model(question.model, plan.branch), step),
+        settings=json.dumps(plan.settings),
+        groups=sum(len(c.groups) for c in trained),
+    )
 
 
 def _until_known(gateway: GatewayApi, version: str) -> None:
@@ -221,9 +225,14 @@ class Commands:
         with self.log.open("a") as log:
             self._began = log.tell()
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, check=False,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                check=False,
                 env={**os.environ, **({KEY_VARIABLE: key} if key else {})},
-            )  # fmt: skip
+            )
             log.write(done.stdout)
         if done.returncode:
             raise self.failure(f"`journeywork {name}` ended with status {done.returncode}")
@@ -272,14 +281,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="judge by this rubric, a file or its text; may be repeated",
     )
-    add(
-        "--with",
-        action="append",
-        default=[],
-        dest="settings",
-        metavar="FILE",
-        help="settings that differ, TOML",
-    )
+    add("--with", action="append", default=[], dest="settings", metavar="FILE", help="settings that differ, TOML")
     add_overrides(
         parser,
         "a setting that differs, in every variant that does not set it; without --rubric and --with: the only one",
@@ -287,14 +289,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--since", type=_utc, help="only groups scored then or later, ISO 8601")
     add("--until", type=_utc, help="only groups scored before that")
     add("--where", default="true", help="SQL over the view `groups`")
-    add("--from", default="", dest="start", metavar="VERSION",
-        help="begin with this version, as models.start; of this run if it names no lake; default: none")  # fmt: skip
     add(
-        "--against",
+        "--from",
         default="",
+        dest="start",
         metavar="VERSION",
-        help="compare with this version; default: the newest of main",
+        help="begin with this version, as models.start; of this run if it names no lake; default: none",
     )
+    add("--against", default="", metavar="VERSION", help="compare with this version; default: the newest of main")
     add("--rollout", required=True, metavar="MODULE:FUNCTION", help="plays one held-out task, as by eval")
     add("--scenarios", required=True, metavar="MODULE:NAME|FILE", help="the held-out tasks, as of eval")
     for name in _EVALUATION[2:]:

@@ -39,18 +39,12 @@ def _share(text: str) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("dataset", "Write runs of the history as files for TRL's trainers.")
-    parser.add_argument(
-        "query", help="returns ids of runs in a column `trajectory`, perhaps a column `reward`"
-    )
+    parser.add_argument("query", help="returns ids of runs in a column `trajectory`, perhaps a column `reward`")
     parser.add_argument("--as", required=True, choices=tuple(FORMATS), dest="kind", help="format")
     parser.add_argument("--out", required=True, help="folder, or hf://datasets/OWNER/NAME")
+    parser.add_argument("--test-share", type=_share, default=0.0, help="share of tasks in the split `test`; default 0")
     parser.add_argument(
-        "--test-share", type=_share, default=0.0, help="share of tasks in the split `test`; default 0"
-    )
-    parser.add_argument(
-        "--held-out",
-        action="store_true",
-        help="include held-out runs (split val), which are left out otherwise",
+        "--held-out", action="store_true", help="include held-out runs (split val), which are left out otherwise"
     )
     add_installation(parser)
     return parser
@@ -80,9 +74,7 @@ def _run(args: argparse.Namespace) -> int:
     else:
         write(files, Path(args.out))
     unusable = sum(left_out.values())
-    sys.stdout.write(
-        visible(f"{len(rows)} rows of {len(runs)} runs in {args.out}; left out: {unusable} (README.md)\n")
-    )
+    sys.stdout.write(visible(f"{len(rows)} rows of {len(runs)} runs in {args.out}; left out: {unusable} (README.md)\n"))
     return 0
 
 

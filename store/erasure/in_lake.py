@@ -115,11 +115,7 @@ class Rewriter:
         if "trajectory" not in columns.arrow_schema(tag).names:
             return []
         rows = table.storage.read(tag, name, ["project", "trajectory"]).to_pylist()
-        return [
-            i
-            for i, row in enumerate(rows)
-            if row["project"] == self._project and row["trajectory"] in self._runs
-        ]
+        return [i for i, row in enumerate(rows) if row["project"] == self._project and row["trajectory"] in self._runs]
 
     def _without(self, tag: str, rows: pa.Table, reached: list[int]) -> pa.Table:
         if tag == _SCORED:
@@ -134,8 +130,7 @@ class Rewriter:
         return row | {
             "task": "" if all(erased) else row["task"],
             "members": [
-                member | {"hints": []} if gone else member
-                for member, gone in zip(row["members"], erased, strict=True)
+                member | {"hints": []} if gone else member for member, gone in zip(row["members"], erased, strict=True)
             ],
             "verdicts": [
                 verdict | {"scores": [score | {"explanation": "", "hint": ""} for score in verdict["scores"]]}

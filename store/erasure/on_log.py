@@ -13,15 +13,7 @@ import msgspec
 
 from pipeline import crash
 from pipeline.errors import HistoryGoneError
-from pipeline.events import (
-    EVENTS,
-    ClaimCheck,
-    DeadLettered,
-    Event,
-    GroupDiscarded,
-    GroupScored,
-    decode,
-)
+from pipeline.events import EVENTS, ClaimCheck, DeadLettered, Event, GroupDiscarded, GroupScored, decode
 from pipeline.log import objects
 from pipeline.log.broker import Broker
 from pipeline.log.messages import StoredMessage
@@ -30,9 +22,7 @@ from pipeline.names import subject_token
 from store.erasure.plan import Plan
 
 
-async def reached(
-    broker: Broker, project: str, plan: Plan
-) -> AsyncGenerator[tuple[str, StoredMessage], None]:
+async def reached(broker: Broker, project: str, plan: Plan) -> AsyncGenerator[tuple[str, StoredMessage], None]:
     """Yield stream and message of all that the log holds of the plan's runs: their own events, the scored groups that
     they are in, and dead letters of either."""
     for event, names in _names(plan):
@@ -91,7 +81,7 @@ async def erase(broker: Broker, project: str, plan: Plan) -> None:
     for model, group, runs in plan.untrained:
         discarded = GroupDiscarded(
             project=project, group=group, model=model, trajectories=tuple(runs), reason="history_gone", by="erase"
-        )  # fmt: skip
+        )
         await broker.publish(discarded)
     async with aclosing(reached(broker, project, plan)) as found:
         async for stream, message in found:

@@ -131,12 +131,7 @@ def journal_of(config: Config, digest: str) -> Path:
 
 
 def make_plan(
-    connection: duckdb.DuckDBPyConnection,
-    config: Config,
-    subject: str,
-    *,
-    untrained: bool,
-    finished: bool = False,
+    connection: duckdb.DuckDBPyConnection, config: Config, subject: str, *, untrained: bool, finished: bool = False
 ) -> Plan:
     """Return what the person's erasure reaches, with what an unfinished one had found. `untrained` says to discard the
     groups that wait for the trainer, which otherwise hold it up; `finished` to leave out whatever holds it up."""
@@ -159,20 +154,12 @@ def make_plan(
     values["runs"] = plan.runs
     holding = [
         ("runs that are open", _column(connection, _OPEN, values), "complete them first"),
-        (
-            "runs that wait for a judge",
-            _column(connection, _UNJUDGED, values),
-            "erase them when they are scored",
-        ),
+        ("runs that wait for a judge", _column(connection, _UNJUDGED, values), "erase them when they are scored"),
     ]
     plan.untrained = [(m, g, t) for m, g, t in connection.execute(_UNTRAINED, values).fetchall()]
     if not untrained:
-        way_out = (
-            "erase them when they are trained, or stop the trainer and add --untrained, which discards them"
-        )
-        holding.append(
-            ("groups that wait for the trainer", [group for _, group, _ in plan.untrained], way_out)
-        )
+        way_out = "erase them when they are trained, or stop the trainer and add --untrained, which discards them"
+        holding.append(("groups that wait for the trainer", [group for _, group, _ in plan.untrained], way_out))
     plan.held_up = [_reason(what, names, way_out) for what, names, way_out in holding if names]
     groups = {Group(m, g) for m, g in connection.execute(_GROUPS, values).fetchall()}
     plan.groups = sorted({*plan.groups, *groups}, key=lambda g: (g.model, g.group))
@@ -183,9 +170,7 @@ def make_plan(
     return plan
 
 
-def _unfinished(
-    connection: duckdb.DuckDBPyConnection, config: Config, runs: set[str], *, untrained: bool
-) -> set[str]:
+def _unfinished(connection: duckdb.DuckDBPyConnection, config: Config, runs: set[str], *, untrained: bool) -> set[str]:
     """Return those of the runs that are open or wait for a judge, or for the trainer unless `untrained`, and the runs
     whose calls they are made of: these tell that they are the person's."""
     values: dict[str, Any] = {"project": config.project, "runs": sorted(runs)}
@@ -197,9 +182,7 @@ def _unfinished(
     return unfinished & runs
 
 
-def _add_versions(
-    connection: duckdb.DuckDBPyConnection, config: Config, plan: Plan, data_sets: list[_DataSet]
-) -> None:
+def _add_versions(connection: duckdb.DuckDBPyConnection, config: Config, plan: Plan, data_sets: list[_DataSet]) -> None:
     """Set the versions that learned from the runs, the newest ones that did not, and what came from outside."""
     rows = connection.execute(_VERSIONS, {"project": config.project}).fetchall()
     groups, known = {(g.model, g.group) for g in plan.groups}, {d.sha256: d.trains for d in data_sets}
@@ -265,9 +248,7 @@ def _data_sets(folder: Path, runs: set[str]) -> Iterator[_DataSet]:
         yield _DataSet(
             card.parent,
             any(reached.values()),
-            hashlib.sha256((card.parent / "train.parquet").read_bytes()).hexdigest()
-            if "train" in reached
-            else "",
+            hashlib.sha256((card.parent / "train.parquet").read_bytes()).hexdigest() if "train" in reached else "",
             reached.get("train", False),
         )
 

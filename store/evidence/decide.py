@@ -25,13 +25,7 @@ import msgspec
 
 from pipeline.config import Config, ConfigError
 from pipeline.names import new_id, parse_version
-from pipeline.running.gateway_api import (
-    GatewayApi,
-    GatewayError,
-    add_arguments,
-    connect,
-    say_what_is_awaited,
-)
+from pipeline.running.gateway_api import GatewayApi, GatewayError, add_arguments, connect, say_what_is_awaited
 from pipeline.running.installations import installation_settings
 from pipeline.terminal.parsers import command_parser
 from pipeline.terminal.printing import visible
@@ -72,23 +66,29 @@ def _parser() -> argparse.ArgumentParser:
     begin.add_argument("candidate", help="exact version that may be promoted, such as support@12")
     begin.add_argument("control", help="exact version that stays if nothing is shown")
     begin.add_argument("--percent", type=float, required=True, help="of the runs, for the candidate: 5 to 95")
-    begin.add_argument(
-        "--metric", required=True, help="SQL expression over a run: reward, feedback['stars'], …"
-    )
+    begin.add_argument("--metric", required=True, help="SQL expression over a run: reward, feedback['stars'], …")
     begin.add_argument("--range", type=float, nargs=2, default=(0.0, 1.0), metavar=("LOW", "HIGH"))
     begin.add_argument("--lower-is-better", action="store_true", help="of the metric")
     begin.add_argument(
-        "--guard", action="append", default=[], metavar="SQL:LOW:HIGH:higher|lower:MARGIN",
+        "--guard",
+        action="append",
+        default=[],
+        metavar="SQL:LOW:HIGH:higher|lower:MARGIN",
         help="a number that may not become worse (higher or lower) by more than MARGIN",
-    )  # fmt: skip
+    )
     begin.add_argument(
-        "--deadline", type=float, default=3600.0, metavar="SECONDS",
+        "--deadline",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
         help="a run without a value so long after its opening is late; default: 3600",
-    )  # fmt: skip
+    )
     begin.add_argument(
-        "--late", type=float, metavar="VALUE",
+        "--late",
+        type=float,
+        metavar="VALUE",
         help="of the metric, for late runs; default: the worse end of the range for what would be decided",
-    )  # fmt: skip
+    )
     begin.add_argument("--alpha", type=float, default=0.05, help="default: 0.05")
     begin.add_argument("--max-pairs", type=int, default=5000, help="default: 5000")
     begin.add_argument("--approval", action="store_true", help="a person has to agree to a promotion")
@@ -114,9 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 def _parse_guard(text: str) -> Guard:
     """Read a guard of the command line. It is cut at its last four colons, since SQL may hold colons. Raises
     `ConfigError`."""
-    form = (
-        f"--guard {text!r} is not SQL:LOW:HIGH:higher|lower:MARGIN, such as sampled_tokens:0:2000:higher:100"
-    )
+    form = f"--guard {text!r} is not SQL:LOW:HIGH:higher|lower:MARGIN, such as sampled_tokens:0:2000:higher:100"
     names, parts = ("sql", "low", "high", "worse", "margin"), text.rsplit(":", 4)
     if len(parts) < len(names):
         raise ConfigError(form)
@@ -135,12 +133,13 @@ def _begin(args: argparse.Namespace) -> int:
         expression, late = f"{low + high} - ({expression})", None if late is None else low + high - late
     plan = Plan(
         metric=Metric(sql=expression, low=low, high=high, late=late),
-        guards=tuple(map(_parse_guard, args.guard)), alpha=args.alpha, deadline_s=args.deadline,
-        max_pairs=args.max_pairs, approval=args.approval,
-    )  # fmt: skip
-    begun = Evidence(
-        plan=plan, candidate=args.candidate, control=args.control, percent=args.percent, since=0, until=0
+        guards=tuple(map(_parse_guard, args.guard)),
+        alpha=args.alpha,
+        deadline_s=args.deadline,
+        max_pairs=args.max_pairs,
+        approval=args.approval,
     )
+    begun = Evidence(plan=plan, candidate=args.candidate, control=args.control, percent=args.percent, since=0, until=0)
     try:
         msgspec.json.decode(msgspec.json.encode(begun), type=Evidence)
     except msgspec.ValidationError as error:
@@ -152,9 +151,13 @@ def _begin(args: argparse.Namespace) -> int:
     # An expression that DuckDB refuses begins nothing.
     read_evidence(sql.connect(config), config.project, begun, 0)
     body = {
-        "version": args.candidate, "other": args.control, "percent": args.percent, "request": new_id("compare"),
-        "evidence": msgspec.json.encode(begun).decode(), "reason": f"compared by {args.metric}",
-    }  # fmt: skip
+        "version": args.candidate,
+        "other": args.control,
+        "percent": args.percent,
+        "request": new_id("compare"),
+        "evidence": msgspec.json.encode(begun).decode(),
+        "reason": f"compared by {args.metric}",
+    }
     gateway = connect(args)
     say_what_is_awaited(args.candidate, args.control)
     gateway.ask("POST", _path(model, "split"), body)
@@ -188,9 +191,7 @@ def _approve(args: argparse.Namespace) -> int:
     evidence = _look(config, begun)
     _say(evidence)
     if evidence.verdict != "promote":
-        raise ConfigError(
-            f"{evidence.candidate} is not shown to be better: the verdict is {evidence.verdict}"
-        )
+        raise ConfigError(f"{evidence.candidate} is not shown to be better: the verdict is {evidence.verdict}")
     _publish(gateway, begun, evidence, args.by)
     return 0
 
@@ -237,9 +238,12 @@ def _publish(gateway: GatewayApi, begun: _Begun, evidence: Evidence, by: str = "
     """Decide, once: whoever comes second, also after a kill, finds that it is decided."""
     version = evidence.candidate if evidence.verdict == "promote" else evidence.control
     body = {
-        "version": version, "by": by, "reason": _line(evidence.plan.metric.sql, evidence.findings[0]),
-        "evidence": msgspec.json.encode(evidence).decode(), "request": f"{begun.request}-decided",
-    }  # fmt: skip
+        "version": version,
+        "by": by,
+        "reason": _line(evidence.plan.metric.sql, evidence.findings[0]),
+        "evidence": msgspec.json.encode(evidence).decode(),
+        "request": f"{begun.request}-decided",
+    }
     say_what_is_awaited(version)
     try:
         gateway.ask("POST", _path(parse_version(version)[0], "promote"), body)

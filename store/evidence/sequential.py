@@ -42,9 +42,7 @@ def interval(values: Sequence[float], low: float, high: float, alpha: float = 0.
     1 - `alpha`; each lies within the one before it. Raises `ValueError` for a value beyond the range, or for a range or
     an `alpha` that makes no sense."""
     if not low < high or not 0 < alpha < 1:
-        raise ValueError(
-            f"from {low:g} to {high:g} at alpha {alpha:g} is no interval: low < high, 0 < alpha < 1"
-        )
+        raise ValueError(f"from {low:g} to {high:g} at alpha {alpha:g} is no interval: low < high, 0 < alpha < 1")
     if not values:
         return Interval(math.nan, low, high, 0)
     given = np.asarray(values, dtype=np.float64)

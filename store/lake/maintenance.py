@@ -25,14 +25,7 @@ from pipeline import crash
 from pipeline.config import StoreConfig
 from pipeline.telemetry.logs import get_logger
 from store.lake import columns
-from store.lake.commits import (
-    NO_HOOKS,
-    add_action,
-    file_name,
-    last_checkpoint,
-    remove_action,
-    table_properties,
-)
+from store.lake.commits import NO_HOOKS, add_action, file_name, last_checkpoint, remove_action, table_properties
 from store.lake.lake import Lake
 from store.lake.storage import LOG, DamagedFileError, Storage
 from store.lake.table import LAKE_ERRORS, EventTable, Files, covers
@@ -81,9 +74,7 @@ class Maintenance:
             except CommitFailedError as error:
                 logger.info("another process maintained this table first", tag=table.tag, why=str(error))
             except LAKE_ERRORS as error:
-                logger.warning(
-                    "table not maintained; trying again in the next round", tag=table.tag, why=str(error)
-                )
+                logger.warning("table not maintained; trying again in the next round", tag=table.tag, why=str(error))
 
     def _maintain(self, table: EventTable) -> None:
         own = self._own(table.tag)
@@ -161,9 +152,7 @@ class Maintenance:
         if not names:
             return False
         table.commit([remove_action(name) for name in names])
-        logger.info(
-            "files removed from the table", tag=table.tag, files=names, keep_days=self._config.keep_days
-        )
+        logger.info("files removed from the table", tag=table.tag, files=names, keep_days=self._config.keep_days)
         return True
 
     def _vacuum(self, table: EventTable, delta: DeltaTable) -> None:
@@ -171,9 +160,12 @@ class Maintenance:
         if now - self._searched.setdefault(tag, now - _DAY_S) >= _DAY_S:
             delta.update_incremental()
             delta.vacuum(
-                _ORPHAN_HOURS, dry_run=False, enforce_retention_duration=False, full=True,
+                _ORPHAN_HOURS,
+                dry_run=False,
+                enforce_retention_duration=False,
+                full=True,
                 post_commithook_properties=NO_HOOKS,
-            )  # fmt: skip
+            )
             self._searched[tag] = now
         waiting = [at for at in self._unvacuumed[tag] if now - at < self._config.compact_grace_s]
         if len(waiting) < len(self._unvacuumed[tag]):

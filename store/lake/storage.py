@@ -198,9 +198,7 @@ class S3Storage(Storage):
     def __init__(self, config: Config) -> None:
         root = config.store.dir.removeprefix(S3).strip("/")
         if not root:
-            raise ConfigError(
-                f"store.dir: {config.store.dir!r} names no bucket; write s3://<bucket>/<prefix>"
-            )
+            raise ConfigError(f"store.dir: {config.store.dir!r} names no bucket; write s3://<bucket>/<prefix>")
         self.options = {"timeout": f"{REQUEST_S:g}s", "aws_conditional_put": "etag"}
         if endpoint := config.store.s3_endpoint:
             scheme = endpoint.partition("://")[0]

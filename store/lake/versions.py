@@ -35,9 +35,7 @@ class Versions:
                 await self._copy(event)
                 return
             except HistoryGoneError as error:
-                logger.warning(
-                    "version not copied: it can't be forked", version=event.version, reason=str(error)
-                )
+                logger.warning("version not copied: it can't be forked", version=event.version, reason=str(error))
                 return
             except OSError as error:
                 if not self._storage.is_retryable(error):
@@ -58,9 +56,7 @@ class Versions:
             except HistoryGoneError:
                 if name == ADAPTER:
                     raise
-                logger.warning(
-                    "training state not copied: a fork begins a fresh optimizer", version=event.version
-                )
+                logger.warning("training state not copied: a fork begins a fresh optimizer", version=event.version)
             else:
                 await anyio.to_thread.run_sync(self._storage.put, folder, name, content)
         await anyio.to_thread.run_sync(self._storage.put, folder, EVENT, encode(event))

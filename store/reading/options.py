@@ -14,13 +14,7 @@ from pipeline.names import InvalidNameError
 from pipeline.terminal.printing import visible
 from store.lake.storage import StoreError
 
-_WRONG = (
-    ConfigError,
-    InvalidNameError,
-    duckdb.ParserException,
-    duckdb.BinderException,
-    duckdb.CatalogException,
-)
+_WRONG = (ConfigError, InvalidNameError, duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
 """An argument, a setting or a query is wrong."""
 _FAILED = (StoreError, BrokerError, duckdb.Error, OSError)
 

@@ -53,9 +53,7 @@ def connect(run_dir: str | Path | Config, query: str | None = None) -> duckdb.Du
     return connection
 
 
-def refresh(
-    connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config, query: str | None = None
-) -> None:
+def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config, query: str | None = None) -> None:
     """Let `connection` see the files that are there now. Arguments and errors as `connect` has them."""
     config = run_dir if isinstance(run_dir, Config) else installation_settings(run_dir, sections=("store",))
     lake = open_lake(config)
@@ -118,11 +116,7 @@ def define_views(
 
 
 def _define(
-    connection: duckdb.DuckDBPyConnection,
-    lake: Lake,
-    tag: str,
-    names: list[str],
-    left_out: set[str] | None = None,
+    connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: list[str], left_out: set[str] | None = None
 ) -> list[str]:
     """Let the view of a tag read the files `names`, or those of the newest version if a merge has replaced them. Return
     the names. Raises `DamagedFileError`, unless such a file can be added to `left_out`."""
@@ -169,9 +163,18 @@ def _schema() -> dict[str, dict[str, str]]:
 
 
 _SCALARS = {
-    "string": "VARCHAR", "json": "VARCHAR", "int64": "BIGINT", "float64": "DOUBLE", "bool": "BOOLEAN", "binary": "BLOB",
-    "timestamp_us": "TIMESTAMP", "<i4": "INTEGER", "<f4": "FLOAT", "u1": "TINYINT", "<i8": "BIGINT",
-}  # fmt: skip
+    "string": "VARCHAR",
+    "json": "VARCHAR",
+    "int64": "BIGINT",
+    "float64": "DOUBLE",
+    "bool": "BOOLEAN",
+    "binary": "BLOB",
+    "timestamp_us": "TIMESTAMP",
+    "<i4": "INTEGER",
+    "<f4": "FLOAT",
+    "u1": "TINYINT",
+    "<i8": "BIGINT",
+}
 
 
 def _type(column: schema.Column) -> str:
@@ -248,9 +251,7 @@ def table_text(result: duckdb.DuckDBPyRelation, cell: int | None) -> str:
     )
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        result.project(cells).show(
-            max_rows=_UNLIMITED, max_width=_UNLIMITED, max_col_width=_UNLIMITED, null_value="∅"
-        )
+        result.project(cells).show(max_rows=_UNLIMITED, max_width=_UNLIMITED, max_col_width=_UNLIMITED, null_value="∅")
     return visible(text.getvalue()).rstrip() + "\n"
 
 
@@ -279,9 +280,7 @@ def _run(args: argparse.Namespace) -> int:
         try:
             write_result(connection.sql(args.query), args.format, sys.stdout.buffer)
         except duckdb.CatalogException as error:
-            raise ConfigError(
-                f'{error}\n`journeywork sql "SHOW TABLES"` lists all tables and views'
-            ) from error
+            raise ConfigError(f'{error}\n`journeywork sql "SHOW TABLES"` lists all tables and views') from error
         except (duckdb.ParserException, duckdb.BinderException):
             raise
         except duckdb.Error as error:

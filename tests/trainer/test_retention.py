@@ -60,10 +60,20 @@ async def publish(
     name = adapter or f"p/tiny@{step}/{branch}"
     await broker.put_object("ADAPTERS", name, b"adapter" * 100)
     event = CheckpointPublished(
-        project="p", model="tiny", step=step, version=V[step], parent=V[step - 1], batch_id="b", groups=(),
-        branch=branch, config_hash="", adapter=name, adapter_sha256="", adapter_bytes=700,
+        project="p",
+        model="tiny",
+        step=step,
+        version=V[step],
+        parent=V[step - 1],
+        batch_id="b",
+        groups=(),
+        branch=branch,
+        config_hash="",
+        adapter=name,
+        adapter_sha256="",
+        adapter_bytes=700,
         files={STATE_FILE: state} if state else {},
-    )  # fmt: skip
+    )
     if state:
         await broker.put_object("ADAPTERS", event.state, b"state" * 100)
     await broker.publish(event)
@@ -77,7 +87,7 @@ async def present(broker: Broker, branch: str = "main") -> set[str]:
 def loaded(version: str, replica: str = "r", server_start: str = "1") -> PolicyLoaded:
     return PolicyLoaded(
         project="p", model="tiny", step=int(version[5:]), version=version, replica=replica, server_start=server_start
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -92,9 +102,7 @@ async def test_versions_that_are_needed_are_kept(broker: Broker, config: Config)
     await publish(broker, 1, branch="other")
     learners["tiny"].validation.best = Best(2, 0.9, 8)
     await broker.publish(
-        PolicyPromoted(
-            project="p", model="tiny", version=V[5], action="split", other=V[7], percent=50, request="1"
-        )
+        PolicyPromoted(project="p", model="tiny", version=V[5], action="split", other=V[7], percent=50, request="1")
     )
     await broker.publish(PolicyPromoted(project="p", model="tiny", version=V[6], action="pin", request="1b"))
     opened = TrajectoryOpened(project="p", trajectory="run", model="tiny", group="g", pinned=V[9])
@@ -103,9 +111,7 @@ async def test_versions_that_are_needed_are_kept(broker: Broker, config: Config)
     await broker.publish(loaded(V[10], "old life", "2"))  # it started anew and holds nothing of before
     await broker.publish(loaded(V[3], "r"))
     await broker.publish(loaded(V[8], "r"))
-    await broker.publish(
-        PolicyUnloaded(project="p", model="tiny", version=V[8], replica="r", server_start="1")
-    )
+    await broker.publish(PolicyUnloaded(project="p", model="tiny", version=V[8], replica="r", server_start="1"))
     retention = Retention(config, broker, learners)
     await retention.run_once()
     retired = {r.event.version for r in await broker.read(PolicyRetired)}
@@ -117,13 +123,9 @@ async def test_versions_that_are_needed_are_kept(broker: Broker, config: Config)
     assert await present(broker, "other") == {V[1]}  # another trainer's
 
     # The run ends, the split ends, the server lets go.
-    await broker.publish(
-        TrajectoryCompleted(project="p", trajectory="run", model="tiny", group="g", outcome="masked")
-    )
+    await broker.publish(TrajectoryCompleted(project="p", trajectory="run", model="tiny", group="g", outcome="masked"))
     await broker.publish(PolicyPromoted(project="p", model="tiny", version="", action="follow", request="2"))
-    await broker.publish(
-        PolicyUnloaded(project="p", model="tiny", version=V[3], replica="r", server_start="1")
-    )
+    await broker.publish(PolicyUnloaded(project="p", model="tiny", version=V[3], replica="r", server_start="1"))
     await retention.run_once()
     await retention.run_once()
     assert await present(broker) == {V[2], V[6], V[10], V[11], V[12]}
@@ -161,9 +163,7 @@ async def test_a_retired_version_that_is_needed_again_is_kept(broker: Broker, co
     assert V[2] not in policies.names()
 
 
-async def test_a_branch_keeps_the_states_that_another_one_resumes_from(
-    broker: Broker, config: Config
-) -> None:
+async def test_a_branch_keeps_the_states_that_another_one_resumes_from(broker: Broker, config: Config) -> None:
     """A fork publishes the version that it begins at with the same objects."""
 
     def of_branch(config: Config, branch: str) -> Retention:
@@ -203,9 +203,7 @@ async def test_old_policy_events_of_removed_versions_are_deleted(broker: Broker,
         await publish(broker, step)
         await broker.publish(loaded(V[step], server_start=str(step)))
     for request in ("1", "2"):
-        await broker.publish(
-            PolicyPromoted(project="p", model="tiny", version="", action="follow", request=request)
-        )
+        await broker.publish(PolicyPromoted(project="p", model="tiny", version="", action="follow", request=request))
     retention = Retention(config, broker, learners_of(config))
     for _ in range(2):
         await retention.run_once()
@@ -234,9 +232,7 @@ async def test_parts_of_an_interrupted_upload_or_removal_are_removed(
         await broker.js.publish("$O.ADAPTERS.C.orphan", b"x" * 1000)
     await broker.put_object("ADAPTERS", "removed", b"r" * 1000)
     store = await broker.js.object_store("ADAPTERS")
-    with (
-        monkeypatch.context() as interrupted
-    ):  # nats-py marks an object as deleted before it deletes the chunks
+    with monkeypatch.context() as interrupted:  # nats-py marks an object as deleted before it deletes the chunks
         interrupted.setattr(store._js, "purge_stream", mock.AsyncMock(side_effect=nats.errors.TimeoutError))
         with pytest.raises(nats.errors.TimeoutError):
             await store.delete("removed")
@@ -261,12 +257,7 @@ async def test_the_trainer_removes_old_versions_while_it_trains(
         with anyio.fail_after(60):
             while any([await objects.exists(broker, "ADAPTERS", e.adapter) for e in events[:2]]):
                 await anyio.sleep(0.05)
-        assert [await objects.exists(broker, "ADAPTERS", e.adapter) for e in events] == [
-            False,
-            False,
-            True,
-            True,
-        ]
+        assert [await objects.exists(broker, "ADAPTERS", e.adapter) for e in events] == [False, False, True, True]
 
 
 def test_in_random_histories_no_held_version_is_removed() -> None:
@@ -283,8 +274,9 @@ def test_in_random_histories_no_held_version_is_removed() -> None:
             version = draw.choice(versions)
             if version in holds:
                 holds.discard(version)
-                held.apply(PolicyUnloaded(
-                    project="p", model="tiny", version=version, replica=replica, server_start=life))  # fmt: skip
+                held.apply(
+                    PolicyUnloaded(project="p", model="tiny", version=version, replica=replica, server_start=life)
+                )
             else:
                 holds.add(version)
                 held.apply(loaded(version, replica, life))

@@ -20,11 +20,13 @@ def trained(sequence: TokenSequence) -> list[int]:
 call = partial(exchange, "t")
 CASES: dict[str, tuple[list[ExchangeRecorded], list[tuple[list[int], list[int]]]]] = {
     "a prompt that extends the conversation continues its sequence": (
-        [call(0, [5, 6], [7, 1]), call(1, [5, 6, 7, 1, 8, 9], [3, 1])], [([5, 6, 7, 1, 8, 9, 3, 1], [7, 1, 3, 1])]
+        [call(0, [5, 6], [7, 1]), call(1, [5, 6, 7, 1, 8, 9], [3, 1])],
+        [([5, 6, 7, 1, 8, 9, 3, 1], [7, 1, 3, 1])],
     ),
     # An agent that drops its own reasoning from the history: nothing is trained twice, nothing is lost.
     "a rewritten history begins a sequence of its own": (
-        [call(0, [5, 6], [7, 8]), call(1, [5, 6, 8, 9], [3])], [([5, 6, 7, 8], [7, 8]), ([5, 6, 8, 9, 3], [3])]
+        [call(0, [5, 6], [7, 8]), call(1, [5, 6, 8, 9], [3])],
+        [([5, 6, 7, 8], [7, 8]), ([5, 6, 8, 9, 3], [3])],
     ),
     "two conversations, turn about": (
         [call(0, [5], [7]), call(1, [6], [8]), call(2, [5, 7, 10], [11]), call(3, [6, 8, 12], [13])],
@@ -41,14 +43,13 @@ CASES: dict[str, tuple[list[ExchangeRecorded], list[tuple[list[int], list[int]]]
     "a call without a reply": ([call(0, [5], [])], []),
     # At temperature 0 nothing was sampled, so there is no probability to push.
     "greedy replies are context": (
-        [call(0, [5], [7], request=b'{"temperature":0}'), call(1, [5, 7, 6], [8])], [([5, 7, 6, 8], [8])]
+        [call(0, [5], [7], request=b'{"temperature":0}'), call(1, [5, 7, 6], [8])],
+        [([5, 7, 6, 8], [8])],
     ),
     "an exchange delivered twice counts once": ([call(0, [5], [7]), call(0, [5], [7])], [([5, 7], [7])]),
-    "the order on the log does not matter": (
-        [call(1, [5, 7, 6], [8]), call(0, [5], [7])], [([5, 7, 6, 8], [7, 8])]
-    ),
+    "the order on the log does not matter": ([call(1, [5, 7, 6], [8]), call(0, [5], [7])], [([5, 7, 6, 8], [7, 8])]),
     "a token without anything before it": ([call(0, [], [7, 8])], [([7, 8], [8])]),
-}  # fmt: skip
+}
 """Exchanges of a run, and for each of its sequences the tokens and those of them that train."""
 
 
@@ -61,9 +62,13 @@ def test_what_a_run_trains(case: str) -> None:
 def test_tool_and_user_turns_are_context() -> None:
     tool_result = [20, 21, 22]
     (sequence,) = build(
-        "t", [exchange("t", 0, [5], [7]), exchange("t", 1, [5, 7, *tool_result], [8]),
-        exchange("t", 2, [5, 7, *tool_result, 8, 30], [9])]
-    )  # fmt: skip
+        "t",
+        [
+            exchange("t", 0, [5], [7]),
+            exchange("t", 1, [5, 7, *tool_result], [8]),
+            exchange("t", 2, [5, 7, *tool_result, 8, 30], [9]),
+        ],
+    )
     assert trained(sequence) == [7, 8, 9]
     assert not np.isin(sequence.ids[sequence.loss_mask], [*tool_result, 30, 5]).any()
     assert (sequence.steps[~sequence.loss_mask] == -1).all()
@@ -91,9 +96,7 @@ def test_a_truncated_reply_stays_context_of_what_follows() -> None:
 
 
 def test_every_token_keeps_the_version_that_sampled_it() -> None:
-    (sequence,) = build(
-        "t", [exchange("t", 0, [5], [7], step=3), exchange("t", 1, [5, 7, 6], [8, 9], step=4)]
-    )
+    (sequence,) = build("t", [exchange("t", 0, [5], [7], step=3), exchange("t", 1, [5, 7, 6], [8, 9], step=4)])
     assert sequence.steps.tolist() == [-1, 3, -1, 4, 4]
 
 

@@ -81,11 +81,10 @@ def examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[
     by_role = loss.baseline != "task" and any(g.history.roles and differing[g] for g in groups)
     returns = {
         g: group_returns(
-            g.members, g.sequences, loss.turn_discount, by_call=differing[g],
-            roles=g.history.roles if by_role else None,
+            g.members, g.sequences, loss.turn_discount, by_call=differing[g], roles=g.history.roles if by_role else None
         )
         for g in groups
-    }  # fmt: skip
+    }
     batch_std = _std([r for of_group in returns.values() for r in of_group])
     baselines = _baselines(groups, loss.baseline, returns, by_role=by_role)
     out = []
@@ -99,19 +98,24 @@ def examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[
                 divisor = 1.0
         advantage_of = {
             member.trajectory: _advantages(
-                member, (of_calls - mean[: len(of_calls)]) / divisor, loss,
+                member,
+                (of_calls - mean[: len(of_calls)]) / divisor,
+                loss,
                 group.history.roles.get(member.trajectory, NO_ROLES),
             )
             for member, of_calls, mean in zip(group.members, returns[group], baselines[group], strict=True)
-        }  # fmt: skip
+        }
         out += [
             Example(
-                s, float(advantage_of[s.trajectory][0]), by_token(advantage_of[s.trajectory], s),
-                weight=weights.get(s.trajectory, 1.0), hinted_calls=group.history.hinted_calls(s),
+                s,
+                float(advantage_of[s.trajectory][0]),
+                by_token(advantage_of[s.trajectory], s),
+                weight=weights.get(s.trajectory, 1.0),
+                hinted_calls=group.history.hinted_calls(s),
                 teacher=group.history.teacher_logprobs(s),
             )
             for s in group.sequences
-        ]  # fmt: skip
+        ]
     return out if loss.advantage_normalization == "none" else _normalized(out, config)
 
 
@@ -153,29 +157,25 @@ def _advantages(member: Member, differences: Floats, loss: LossConfig, roles: Ro
     balance = loss.advantage_balance
     advantages = np.where((differences < 0) == (balance > 0), differences * (1 - abs(balance)), differences)
     if member.graded == "calls":
-        return np.append(
-            advantages * calls_with_credit(member, len(advantages), loss.turn_discount, roles), 0.0
-        )
+        return np.append(advantages * calls_with_credit(member, len(advantages), loss.turn_discount, roles), 0.0)
     return advantages
 
 
 def _normalized(out: list[Example], config: TrainerConfig) -> list[Example]:
     """The examples with advantages of the mean size 1, weighted as the loss weights them."""
     shares = np.array([e.weight * loss_terms(e.sequence, config) for e in out])
-    sizes = [
-        abs(e.advantage) if e.call_advantages is None else float(np.abs(e.call_advantages).mean())
-        for e in out
-    ]
+    sizes = [abs(e.advantage) if e.call_advantages is None else float(np.abs(e.call_advantages).mean()) for e in out]
     size = float(np.average(sizes, weights=shares)) if shares.sum() else 0.0
     if not size:
         return out
     return [
         dataclasses.replace(
-            e, advantage=e.advantage / size,
+            e,
+            advantage=e.advantage / size,
             call_advantages=None if e.call_advantages is None else e.call_advantages / size,
         )
         for e in out
-    ]  # fmt: skip
+    ]
 
 
 def _std(returns: Sequence[npt.NDArray[np.float64]]) -> float:

@@ -94,9 +94,7 @@ def _cap_hints(
     asked, taught = Counter[str](), Counter[str]()
     out = []
     for example in made:
-        own = dict.fromkeys(
-            keys_of[example.sequence.trajectory], sum(len(x.slots) for x in example.hinted_calls)
-        )
+        own = dict.fromkeys(keys_of[example.sequence.trajectory], sum(len(x.slots) for x in example.hinted_calls))
         asked.update(own)
         if all(taught[key] + n <= max_share * tokens for key, n in own.items()):
             taught.update(own)

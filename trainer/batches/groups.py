@@ -189,9 +189,7 @@ class GroupWithHistory:
 
 def trainable_members(event: GroupScored) -> list[Member]:
     """The members that are compared and trained: scored, in the training split, with a finite reward."""
-    return [
-        m for m in event.members if m.outcome == "scored" and m.split == "train" and np.isfinite(m.reward)
-    ]
+    return [m for m in event.members if m.outcome == "scored" and m.split == "train" and np.isfinite(m.reward)]
 
 
 def _refusal(
@@ -203,8 +201,7 @@ def _refusal(
     compared = _compared(config) and not _taught(members, config)
     if len(members) < 1 + compared:
         return Refusal(
-            "too_small",
-            f"{len(members)} scored member(s) in the training split; at least {1 + compared} are needed",
+            "too_small", f"{len(members)} scored member(s) in the training split; at least {1 + compared} are needed"
         )
     if compared and _alike(members, config, history):
         return _no_variance(members)

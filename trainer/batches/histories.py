@@ -38,11 +38,7 @@ class Histories:
     request names none; `prompts` renders the teacher's, `None` if no hint is distilled."""
 
     def __init__(
-        self,
-        broker: Broker,
-        settings: TrainerConfig,
-        defaults: Defaults,
-        prompts: HintedPrompts | None = None,
+        self, broker: Broker, settings: TrainerConfig, defaults: Defaults, prompts: HintedPrompts | None = None
     ) -> None:
         self._broker, self._settings, self._defaults, self._prompts = broker, settings, defaults, prompts
         self._limit = anyio.CapacityLimiter(_CONCURRENT_READS)
@@ -86,13 +82,22 @@ class Histories:
                 if others := {float(t) for s in built for t in s.temperatures[s.loss_mask]} - {1.0}:
                     logger.warning(
                         "teacher's answer not used for tokens that were not sampled at temperature 1",
-                        trajectory=member.trajectory, teacher=member.teacher, temperatures=sorted(others),
-                    )  # fmt: skip
+                        trajectory=member.trajectory,
+                        teacher=member.teacher,
+                        temperatures=sorted(others),
+                    )
         prompts = _render_hints(group.members, self._prompts, runs) if self._prompts else TeacherPrompts({})
         history = History(
-            tuple(sequences), prompts.prompts, prompts.hints, prompts.hints_unused, answers, unjudged_tokens,
-            roles, left_out, duration_s,
-        )  # fmt: skip
+            tuple(sequences),
+            prompts.prompts,
+            prompts.hints,
+            prompts.hints_unused,
+            answers,
+            unjudged_tokens,
+            roles,
+            left_out,
+            duration_s,
+        )
         return GroupWithHistory(group, history)
 
     def _with_own_versions(self, group: AdmittedGroup, sequence: TokenSequence) -> TokenSequence:
@@ -120,11 +125,7 @@ class Histories:
         tokens."""
         async with self._limit:
             recorded = await self._broker.read(
-                TeacherAnswered,
-                project=project,
-                trajectory=member.trajectory,
-                teacher=member.teacher,
-                at_least=1,
+                TeacherAnswered, project=project, trajectory=member.trajectory, teacher=member.teacher, at_least=1
             )
         answers = answers_by_call(recorded[0].event, exchanges) if recorded else []
         if not answers:
@@ -192,15 +193,11 @@ def _render_hints(members: Sequence[Member], rendered: HintedPrompts, runs: Sequ
                     refused = example if given[:1] == example else given
                     unused += len(refused)
                     given = given[len(refused) :]
-                    logger.warning(
-                        "hint not used", trajectory=member.trajectory, call=call, reason=str(error)[:500]
-                    )
+                    logger.warning("hint not used", trajectory=member.trajectory, call=call, reason=str(error)[:500])
     return TeacherPrompts(prompts, count, unused)
 
 
-def _correction(
-    members: Sequence[Member], best: Member | None, runs: Sequence[Run]
-) -> tuple[list[Hint], int]:
+def _correction(members: Sequence[Member], best: Member | None, runs: Sequence[Run]) -> tuple[list[Hint], int]:
     """The transcript of the group's best run, for its worse runs; nothing if there are none. Returns also how many
     could not be made, which count as hints that are not used."""
     shown = next((exchanges for member, exchanges in runs if member is best), [])

@@ -43,8 +43,10 @@ def replay_metrics(batch: Sequence[GroupWithHistory]) -> dict[str, float]:
     if replayed < trained:
         logger.warning(
             "tokens trained without router replay: their calls were streamed, or the inference server runs without "
-            "--enable-return-routed-experts", tokens=trained - replayed, of=trained,
-        )  # fmt: skip
+            "--enable-return-routed-experts",
+            tokens=trained - replayed,
+            of=trained,
+        )
     return {"tokens_replayed": float(replayed)}
 
 

@@ -87,9 +87,7 @@ def has_call_returns(members: Iterable[Member], discount: float) -> bool:
     return discount != 1.0 or any(m.call_rewards for m in members)
 
 
-def calls_with_credit(
-    member: Member, calls: int, discount: float, roles: Roles = NO_ROLES
-) -> npt.NDArray[np.bool_]:
+def calls_with_credit(member: Member, calls: int, discount: float, roles: Roles = NO_ROLES) -> npt.NDArray[np.bool_]:
     """Which of the first `calls` calls of a run train, [calls]: all, unless only calls of it were judged. Then those
     that have a reward or a hint, and those that a later reward of the same agent is credited to."""
     if member.graded == "run":
@@ -98,8 +96,7 @@ def calls_with_credit(
     judged = rewarded | {max(hint.call, 0) for hint in member.hints}
     last = {roles.get(call, ""): call for call in sorted(rewarded)}
     return np.array(
-        [c in judged or (discount > 0 and c <= last.get(roles.get(c, ""), -1)) for c in range(calls)],
-        np.bool_,
+        [c in judged or (discount > 0 and c <= last.get(roles.get(c, ""), -1)) for c in range(calls)], np.bool_
     )
 
 
@@ -119,10 +116,7 @@ def group_returns(
     for sequence in sequences:
         if sequence.calls is not None and sequence.trajectory in calls:
             calls[sequence.trajectory] = max(calls[sequence.trajectory], int(sequence.calls.max()) + 1)
-    return [
-        returns_of(m, calls[m.trajectory], discount, (roles or {}).get(m.trajectory, NO_ROLES))
-        for m in members
-    ]
+    return [returns_of(m, calls[m.trajectory], discount, (roles or {}).get(m.trajectory, NO_ROLES)) for m in members]
 
 
 def baseline(returns: Sequence[Floats], calls: int) -> Floats:

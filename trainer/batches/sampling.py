@@ -28,13 +28,9 @@ def defaults_of(model: Any, flags: Mapping[str, str]) -> Defaults:
     ignored = flags.get("--generation-config") == "vllm"
     defaults = generation.to_diff_dict() if generation is not None and not ignored else {}
     override: dict[str, Any] = msgspec.json.decode(flags.get(_OVERRIDE, "{}").encode())
-    override |= {
-        f.removeprefix(f"{_OVERRIDE}."): v for f, v in flags.items() if f.startswith(f"{_OVERRIDE}.")
-    }
+    override |= {f.removeprefix(f"{_OVERRIDE}."): v for f, v in flags.items() if f.startswith(f"{_OVERRIDE}.")}
     names = Defaults.__struct_fields__
-    return msgspec.convert(
-        {k: v for k, v in (defaults | override).items() if k in names}, Defaults, strict=False
-    )
+    return msgspec.convert({k: v for k, v in (defaults | override).items() if k in names}, Defaults, strict=False)
 
 
 def restrict(logits_nV: torch.Tensor, targets_n: torch.Tensor, cuts_n3: torch.Tensor) -> torch.Tensor:

@@ -61,9 +61,7 @@ class EarlierRuns:
         at = bisect_left(scored, seq, key=lambda entry: entry.seq)
         if at == len(scored) or scored[at].seq != seq:
             # Their events alone say how many calls they have.
-            returns = group_returns(
-                members, (), self._discount, by_call=has_call_returns(members, self._discount)
-            )
+            returns = group_returns(members, (), self._discount, by_call=has_call_returns(members, self._discount))
             insort(scored, _Scored(seq, event.group, _runs(returns)), key=lambda entry: entry.seq)
 
     def before(self, event: GroupScored, seq: int) -> Earlier:
@@ -75,9 +73,7 @@ class EarlierRuns:
 
     def forget(self, floor: int) -> None:
         """Drop what no group after the sequence `floor` is compared with."""
-        recent = {
-            task: [entry for entry in s if entry.seq > floor - WINDOW] for task, s in self._groups.items()
-        }
+        recent = {task: [entry for entry in s if entry.seq > floor - WINDOW] for task, s in self._groups.items()}
         self._groups = {task: scored for task, scored in recent.items() if scored}
 
 

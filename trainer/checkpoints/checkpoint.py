@@ -58,9 +58,7 @@ def passed_over_if_damaged() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        logger.warning(
-            "an earlier adapter is passed over: tokens of its version are not compared", reason=str(error)
-        )
+        logger.warning("an earlier adapter is passed over: tokens of its version are not compared", reason=str(error))
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,9 +173,7 @@ class Checkpoints:
         for name, content in files.items():
             write_whole(temporary / name, content, durable=True)
         write_whole(
-            temporary / MANIFEST_FILE,
-            msgspec.json.format(msgspec.json.encode(manifest), indent=2),
-            durable=True,
+            temporary / MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest), indent=2), durable=True
         )
         sync(temporary)
         crash.point("trainer.before_rename")
@@ -204,9 +200,7 @@ class Checkpoints:
             manifest = msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=Manifest)
             files = {name: (folder / name).read_bytes() for name in manifest.event.files}
         except (OSError, msgspec.DecodeError) as error:
-            raise CheckpointError(
-                f"{folder} is no complete checkpoint ({error}): restore or delete it"
-            ) from error
+            raise CheckpointError(f"{folder} is no complete checkpoint ({error}): restore or delete it") from error
         for name, content in files.items():
             if hashlib.sha256(content).hexdigest() != manifest.event.files[name]:
                 raise CheckpointError(

@@ -35,9 +35,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_installation_arguments(made)
     made.add_argument("--model", help="name of the policy; required if the run has several")
     made.add_argument("--step", default="latest", help="a step, `latest`, or `best` by validation reward")
-    made.add_argument(
-        "--merged", action="store_true", help="the base model's weights with the adapter merged in"
-    )
+    made.add_argument("--merged", action="store_true", help="the base model's weights with the adapter merged in")
     return made
 
 
@@ -58,9 +56,7 @@ def find_files(
     elif step == "best":
         best = checkpoints.best()
         if best is None:
-            raise CheckpointError(
-                "no validation trajectories were scored, so no checkpoint is the best: name a step"
-            )
+            raise CheckpointError("no validation trajectories were scored, so no checkpoint is the best: name a step")
         number = best.step
     elif re.fullmatch("[1-9][0-9]{0,17}", step):
         number = int(step)

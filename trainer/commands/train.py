@@ -37,9 +37,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--until-empty", action="store_true", help="end once the log holds no more groups for a full step"
     )
-    made.add_argument(
-        "--adopt", metavar="LAKE#BRANCH/MODEL@STEP", help="make this version the next one, and end"
-    )
+    made.add_argument("--adopt", metavar="LAKE#BRANCH/MODEL@STEP", help="make this version the next one, and end")
     data = made.add_argument_group("one step on a data set, by TRL's trainer, instead of groups")
     data.add_argument("--on", type=Path, help="folder that `journeywork dataset` wrote")
     data.add_argument("--as", choices=("sft", "dpo", "kto"), dest="kind", help="its format; needed with --on")
@@ -79,9 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         from trainer.checkpoints.commits import TrainerError
         from trainer.service import train
 
-        work = partial(
-            until_signalled, partial(train, until_empty=args.until_empty), config, lambda **_: None
-        )
+        work = partial(until_signalled, partial(train, until_empty=args.until_empty), config, lambda **_: None)
         if args.adopt:
             from trainer.datasets import adopt
 
@@ -90,13 +86,7 @@ def main(argv: list[str] | None = None) -> None:
             from trainer.datasets import DatasetStep, train_on
 
             step = DatasetStep(
-                args.on,
-                args.kind,
-                args.epochs,
-                args.learning_rate,
-                args.batch_size,
-                args.max_length,
-                args.seed,
+                args.on, args.kind, args.epochs, args.learning_rate, args.batch_size, args.max_length, args.seed
             )
             work = partial(train_on, config, step, lambda version: print(f"trained {version}"))  # noqa: T201
         try:

@@ -47,9 +47,7 @@ class TeacherLogprobs:
         return cls(np.full(tokens, np.nan, dtype), np.zeros((tokens, top), np.int64), unknown)
 
 
-def hinted_calls_of(
-    sequence: TokenSequence, prompts: Mapping[int, npt.NDArray[np.int32]]
-) -> tuple[HintedCall, ...]:
+def hinted_calls_of(sequence: TokenSequence, prompts: Mapping[int, npt.NDArray[np.int32]]) -> tuple[HintedCall, ...]:
     """The calls of a sequence that `prompts` has a teacher's prompt for, by call."""
     if sequence.calls is None:
         return ()
@@ -121,9 +119,7 @@ def teacher_logprobs_of(sequence: TokenSequence, answers: Sequence[TeacherAnswer
     whole.logprobs_k[sequence.temperatures != 1] = np.nan
     whole.top_logprobs_kK[sequence.temperatures != 1] = np.nan
     trained = sequence.loss_mask
-    part = TeacherLogprobs(
-        whole.logprobs_k[trained], whole.top_ids_kK[trained], whole.top_logprobs_kK[trained]
-    )
+    part = TeacherLogprobs(whole.logprobs_k[trained], whole.top_ids_kK[trained], whole.top_logprobs_kK[trained])
     return None if np.isnan(part.logprobs_k).all() else part
 
 
@@ -141,9 +137,7 @@ def joined(tokens: int, parts: Sequence[tuple[HintedCall, TeacherLogprobs]]) -> 
     return whole
 
 
-def metrics(
-    teacher_logprobs: Sequence[TeacherLogprobs | None], logprobs: Sequence[Floats]
-) -> dict[str, float]:
+def metrics(teacher_logprobs: Sequence[TeacherLogprobs | None], logprobs: Sequence[Floats]) -> dict[str, float]:
     """`tokens_taught`, and `teacher_gap`: the mean of log policy - log teacher over these tokens, which estimates the
     reverse KL divergence in nats. `logprobs[i]` are the policy's of sequence i before the step."""
     gaps = [

@@ -79,8 +79,10 @@ def run_within_memory(
         logger.error(
             "sequence dropped: it does not fit in memory even alone; lower the token limit of trajectories or the LoRA "
             "rank, or use more trainer processes on more GPUs, or a GPU with more memory",
-            trajectory=sequence.trajectory, tokens=len(sequence.ids), step=step,
-        )  # fmt: skip
+            trajectory=sequence.trajectory,
+            tokens=len(sequence.ids),
+            step=step,
+        )
         dropped.append(sequence)
         examples = [e for i, e in enumerate(examples) if i != only_index]
         groups = [g for i, g in enumerate(groups) if i != only_index]
@@ -121,9 +123,7 @@ def _handle_out_of_memory(budget: Budget, error: RuntimeError) -> int | None:
         raise error
     # Half of the tokens that the failed pass held, which may be fewer than the budget allows.
     budget.halve(error.tokens if isinstance(error, PassTooLargeError) else budget.tokens)
-    logger.warning(
-        "out of memory: halved the token budget of a pass", budget=budget.tokens, error=_first_line(error)
-    )
+    logger.warning("out of memory: halved the token budget of a pass", budget=budget.tokens, error=_first_line(error))
     return None
 
 

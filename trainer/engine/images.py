@@ -126,9 +126,7 @@ def image_inputs_of(base: str, config: Any) -> ImageInputs | None:
     try:
         processor = AutoImageProcessor.from_pretrained(base)
     except (ImportError, OSError, ValueError) as error:
-        logger.warning(
-            "runs with images are not trained: no image processor", model=base, error=str(error)[:300]
-        )
+        logger.warning("runs with images are not trained: no image processor", model=base, error=str(error)[:300])
         return None
     if not merge and not fixed:
         logger.warning("runs with images are not trained: the places of an image are not known", model=base)

@@ -64,9 +64,7 @@ def _advantages(examples: Sequence[Example], old_SK: torch.Tensor, config: Train
 
     `old_SK`: logprobs of the policy before the step."""
     dtype = torch.promote_types(old_SK.dtype, torch.float32)
-    weighted_S1 = torch.tensor(
-        [[e.advantage * e.weight] for e in examples], dtype=dtype, device=old_SK.device
-    )
+    weighted_S1 = torch.tensor([[e.advantage * e.weight] for e in examples], dtype=dtype, device=old_SK.device)
     teaches = config.distill.divergence == "sampled" and any(e.teacher for e in examples)
     of_calls = any(e.call_advantages is not None for e in examples)
     if examples[0].kl_penalty is None and not teaches and not of_calls:

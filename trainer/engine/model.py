@@ -198,9 +198,7 @@ class PolicyModel:
             "trained" if entropy and self.config.loss.entropy_coef else "measured" if entropy else "none",
             self._tops(layout, teacher_logprobs),
         )
-        logprobs_SK, entropies_SK, divergences_SK = (
-            self.forward.place(values_N, layout, shape) for values_N in scored
-        )
+        logprobs_SK, entropies_SK, divergences_SK = (self.forward.place(values_N, layout, shape) for values_N in scored)
         return logprobs_SK, entropies_SK, divergences_SK
 
     def _tops(
@@ -243,9 +241,7 @@ class PolicyModel:
 
         return {i: TeacherLogprobs(*said) for i, said in self._of_each(batches, sequences, ask)}
 
-    def logprobs_of(
-        self, batches: Sequence[MicroBatch], sequences: Sequence[TokenSequence]
-    ) -> dict[int, Logprobs]:
+    def logprobs_of(self, batches: Sequence[MicroBatch], sequences: Sequence[TokenSequence]) -> dict[int, Logprobs]:
         """The logprobs of the sequences in `batches` by their indices in `sequences`; without gradients.
 
         Raises `PassTooLargeError` where memory runs out."""
@@ -281,9 +277,7 @@ def _misfits(live: Weights, weights: Weights) -> str:
     kinds = {
         "tensors without a place in it": weights.keys() - live.keys(),
         "missing tensors": live.keys() - weights.keys(),
-        "tensors of another shape": {
-            n for n in live.keys() & weights.keys() if live[n].shape != weights[n].shape
-        },
+        "tensors of another shape": {n for n in live.keys() & weights.keys() if live[n].shape != weights[n].shape},
     }
     return "; ".join(
         f"{kind}: {len(names)} ({', '.join(sorted(names)[:3])}{', …' * (len(names) > 3)})"

@@ -65,16 +65,12 @@ class Passes:
 
     `process_group` and `number` as `Engine`'s. Raises `RefusedError` if no pass gives the model's own logprobs."""
 
-    def __init__(
-        self, model: PolicyModel, process_group: ProcessGroup | None = None, number: int = 0
-    ) -> None:
+    def __init__(self, model: PolicyModel, process_group: ProcessGroup | None = None, number: int = 0) -> None:
         check_trainer(model.config)
         self.model, self._process_group, self._number = model, process_group, number
         self.budget = Budget(model.config.memory.tokens_per_batch)
         # Layers may differ in their heads, as Gemma 4's do.
-        self.cost = Cost.of(
-            model.multiplied, sum(_attention_width(c) for c in model.forward.text.per_layer_config)
-        )
+        self.cost = Cost.of(model.multiplied, sum(_attention_width(c) for c in model.forward.text.per_layer_config))
         self.verified = verify(model)
         """How the layouts compare with the model's own forward pass."""
 
@@ -109,27 +105,21 @@ class Passes:
 
     def counted_scores(
         self, examples: Sequence[Example], groups: Sequence[int], packing: Packing | None = None, *, base: bool = False
-    ) -> tuple[Scores, int]:  # fmt: skip
+    ) -> tuple[Scores, int]:
         """Return `scores` in the layout `packing`, and how many tokens the passes computed."""
         work: Work = "base_scores" if base else "scores"
         parts: list[tuple[Scores, int]] = self._in_every_process(examples, groups, work, packing)
         computed = {index: logprobs for scores, _ in parts for index, logprobs in scores.items()}
         return computed, sum(tokens for _, tokens in parts)
 
-    def teacher_logprobs(
-        self, examples: Sequence[Example], groups: Sequence[int]
-    ) -> dict[int, TeacherLogprobs]:
+    def teacher_logprobs(self, examples: Sequence[Example], groups: Sequence[int]) -> dict[int, TeacherLogprobs]:
         """What the teacher (`trainer.distill.teacher`) says of each example, by its index. The live adapter is that of
         the policy, or the average."""
         parts: list[dict[int, TeacherLogprobs]] = self._in_every_process(examples, groups, "teacher_logprobs")
         return {index: logprobs for part in parts for index, logprobs in part.items()}
 
     def _in_every_process(
-        self,
-        examples: Sequence[Example],
-        groups: Sequence[int],
-        work: Work,
-        packing: Packing | None = None,
+        self, examples: Sequence[Example], groups: Sequence[int], work: Work, packing: Packing | None = None
     ) -> list[Any]:
         weights = {} if self._process_group is None else self.model.weights()
         packing = packing or self.packing_of(examples, groups)
@@ -213,9 +203,7 @@ class Passes:
                 self._backward(batch, examples, tokens, result)
         return result
 
-    def _backward(
-        self, batch: MicroBatch, examples: Sequence[Example], tokens: int, result: PassResult
-    ) -> None:
+    def _backward(self, batch: MicroBatch, examples: Sequence[Example], tokens: int, result: PassResult) -> None:
         """One pass; `tokens` are the trained tokens of the update that it is a part of. Adds to `result`."""
         inside = [examples[i] for i in batch.indices]
         shape = shape_of([e.sequence for e in inside])
@@ -231,12 +219,7 @@ class Passes:
             (0.0 * logprobs_SK.nan_to_num()).sum().backward()
             return
         given = inputs_of(
-            inside,
-            logprobs_SK,
-            config=self.config,
-            sequences=len(examples),
-            tokens=tokens,
-            reference_SK=reference_SK,
+            inside, logprobs_SK, config=self.config, sequences=len(examples), tokens=tokens, reference_SK=reference_SK
         )
         if self.config.loss.type == "sft":
             loss = supervised_loss(given, logprobs_SK)
@@ -260,15 +243,19 @@ class Passes:
         before = first_logprobs(results, examples)
         metrics = sampler_metrics(sequences, before, step, self.config.loss.importance_clip)
         metrics |= teacher.metrics([e.teacher for e in examples], before)
-        return metrics | means([sums for r in results for sums in r.sums]) | {
-            "loss": sum(r.loss for r in results) / updates,
-            "tokens": float(sum(s.trained_tokens for s in sequences)),
-            "tokens_forward": float(laid_out),
-            "sequences": float(len(examples)),
-            "micro_batches": float(sum(r.micro_batches for r in results)),
-            "token_budget": float(self.budget.tokens),
-            "packing_ratio": self.config.optimizer.epochs * sum(len(s.ids) for s in sequences) / max(laid_out, 1),
-        }  # fmt: skip
+        return (
+            metrics
+            | means([sums for r in results for sums in r.sums])
+            | {
+                "loss": sum(r.loss for r in results) / updates,
+                "tokens": float(sum(s.trained_tokens for s in sequences)),
+                "tokens_forward": float(laid_out),
+                "sequences": float(len(examples)),
+                "micro_batches": float(sum(r.micro_batches for r in results)),
+                "token_budget": float(self.budget.tokens),
+                "packing_ratio": self.config.optimizer.epochs * sum(len(s.ids) for s in sequences) / max(laid_out, 1),
+            }
+        )
 
 
 def first_logprobs(results: Sequence[PassResult], examples: Sequence[Example]) -> list[Logprobs]:

@@ -45,9 +45,15 @@ def make_row(recorded: LogEntry[CheckpointPublished | PolicyEvaluated]) -> Row |
     event, place = recorded.event, recorded.place
     if isinstance(event, CheckpointPublished):
         return Row(
-            model=event.model, branch=event.branch, step=event.step, version=event.version, at=event.at / 1e6,
-            log_seq=place.seq, log_at=place.at, metrics={**named(event.metrics)},
-        )  # fmt: skip
+            model=event.model,
+            branch=event.branch,
+            step=event.step,
+            version=event.version,
+            at=event.at / 1e6,
+            log_seq=place.seq,
+            log_at=place.at,
+            metrics={**named(event.metrics)},
+        )
     if event.kind != "policy" or not event.version:
         return None
     try:
@@ -56,10 +62,16 @@ def make_row(recorded: LogEntry[CheckpointPublished | PolicyEvaluated]) -> Row |
         logger.warning("evaluation without a curve", evaluation=event.evaluation, reason=str(error))
         return None
     return Row(
-        model=event.model, branch="main", step=step, version=event.version,
-        at=event.at / 1e6, log_seq=place.seq, log_at=place.at, metrics=_measured(event),
+        model=event.model,
+        branch="main",
+        step=step,
+        version=event.version,
+        at=event.at / 1e6,
+        log_seq=place.seq,
+        log_at=place.at,
+        metrics=_measured(event),
         evaluation=f"{event.evaluation}/{event.position}",
-    )  # fmt: skip
+    )
 
 
 def _measured(event: PolicyEvaluated) -> dict[str, float | None]:

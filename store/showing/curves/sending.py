@@ -51,8 +51,9 @@ class Sender:
         """Wait for the thread's end, up to the time `until` of `time.monotonic`."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            logger.warning("a tracker did not finish in time; it gets the rest after the next start",
-                        tracker=self._name)  # fmt: skip
+            logger.warning(
+                "a tracker did not finish in time; it gets the rest after the next start", tracker=self._name
+            )
 
     def _run(self) -> None:
         tracker: Tracker | None = None
@@ -65,8 +66,12 @@ class Sender:
                 logger.warning(
                     "a tracker did not accept a point of the curves; trying again. Check the network, the login and "
                     "the library's environment variables, or remove the tracker from curves.trackers",
-                    tracker=self._name, model=row.model, branch=row.branch, step=row.step, why=repr(error),
-                )  # fmt: skip
+                    tracker=self._name,
+                    model=row.model,
+                    branch=row.branch,
+                    step=row.step,
+                    why=repr(error),
+                )
                 # The library's state after an error is unknown, so the runs are opened again.
                 self._close(tracker)
                 tracker = None

@@ -43,9 +43,8 @@ class Curves:
         followed: list[type[CheckpointPublished | PolicyEvaluated]] = [CheckpointPublished, PolicyEvaluated]
         # From the newest row's time, or from sequence 1. `add` drops an event that the file holds.
         events = follow_events(
-            self._broker, followed, lambda: 1, Place(0, newest.log_at) if newest else None,
-            project=self._config.project,
-        )  # fmt: skip
+            self._broker, followed, lambda: 1, Place(0, newest.log_at) if newest else None, project=self._config.project
+        )
         try:
             async with aclosing(events):
                 async for recorded in events:

@@ -76,11 +76,16 @@ class WandB:
         run_id, name = self._runs.identity(row)
         if run_id not in self._open:
             self._open[run_id] = run = self._init(
-                project=self._runs.project, id=run_id, name=name, resume="allow",
-                config=self._runs.facts(row), dir=os.environ.get("WANDB_DIR") or str(self._runs.folder),
+                project=self._runs.project,
+                id=run_id,
+                name=name,
+                resume="allow",
+                config=self._runs.facts(row),
+                dir=os.environ.get("WANDB_DIR") or str(self._runs.folder),
                 # Several runs in one process; the output and the load of the store service are no part of them.
-                reinit="create_new", settings=self._settings(console="off", x_disable_stats=True),
-            )  # fmt: skip
+                reinit="create_new",
+                settings=self._settings(console="off", x_disable_stats=True),
+            )
             if row.evaluation:
                 run.define_metric("eval/step", hidden=True)
                 run.define_metric("eval/*", step_metric="eval/step")

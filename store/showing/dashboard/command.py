@@ -40,12 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command until SIGINT or SIGTERM. Returns 0; 1 where the address is taken or the store cannot be read; 2
     for bad settings."""
     parser = command_parser("ui", "Web pages over the history of a run.")
-    parser.add_argument(
-        "--run-dir", help="run to show; default: the one under runs/ that runs, else the newest"
-    )
-    parser.add_argument(
-        "--host", help="address to listen on instead of ui.host; one that others reach needs keys"
-    )
+    parser.add_argument("--run-dir", help="run to show; default: the one under runs/ that runs, else the newest")
+    parser.add_argument("--host", help="address to listen on instead of ui.host; one that others reach needs keys")
     parser.add_argument(
         "--port",
         type=_port,

@@ -65,9 +65,7 @@ def repeats(message: Row, reply: Row) -> bool:
 def task(request: str | None) -> str:
     """The first message of a user in a recorded request, else its first message."""
     messages = [message(one) for one in sent(request)]
-    return next(
-        (m["content"] for m in messages if m["role"] == "user"), messages[0]["content"] if messages else ""
-    )
+    return next((m["content"] for m in messages if m["role"] == "user"), messages[0]["content"] if messages else "")
 
 
 def reply(response: str | None, choice: int) -> Row:

@@ -12,10 +12,17 @@ from store.showing.pages.lists import Query, as_step, branch_of, listed
 from store.showing.pages.overview import models
 
 _COLUMNS = {
-    "published": "published_at", "step": "step", "version": "version", "branch": "branch", "parent": "parent",
-    "groups": "groups", "loss": "metrics['loss']", "kl": "metrics['kl']", "entropy": "metrics['entropy']",
+    "published": "published_at",
+    "step": "step",
+    "version": "version",
+    "branch": "branch",
+    "parent": "parent",
+    "groups": "groups",
+    "loss": "metrics['loss']",
+    "kl": "metrics['kl']",
+    "entropy": "metrics['entropy']",
     "reward": "coalesce(metrics['reward_mean_all'], metrics['reward_mean'])",
-}  # fmt: skip
+}
 _CHECKPOINTS = """(
     SELECT model, version, step, branch, parent, len(groups) AS groups, "at" AS published_at, metrics,
       log_seq AS stream_seq
@@ -68,13 +75,14 @@ def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
         "SELECT version, branch FROM checkpoints WHERE parent = $version ORDER BY step, branch", selection
     )
     if row is None and not sampled and not children:
-        raise NotFoundError(
-            f"There is no checkpoint {name!r} on branch {selection['branch']!r} of this history."
-        )
+        raise NotFoundError(f"There is no checkpoint {name!r} on branch {selection['branch']!r} of this history.")
     learned = history.rows(_LEARNED, selection)
     add_tasks(history, learned)
     return {
-        **selection, "checkpoint": row, "sampled": sampled, "children": children,
+        **selection,
+        "checkpoint": row,
+        "sampled": sampled,
+        "children": children,
         "learned": learned,
         "evaluations": history.rows(
             "SELECT * FROM evaluations WHERE version = $version ORDER BY evaluated_at DESC, measure LIMIT 50", selection
@@ -84,10 +92,13 @@ def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
         "decisions": history.rows(
             'SELECT * FROM policy_promoted WHERE version = $version OR other = $version ORDER BY "at"', selection
         ),
-        "event_seq": (history.row(
-            "SELECT log_seq FROM policy_checkpoint WHERE version = $version AND branch = $branch", selection
-        ) or {}).get("log_seq"),
-    }  # fmt: skip
+        "event_seq": (
+            history.row(
+                "SELECT log_seq FROM policy_checkpoint WHERE version = $version AND branch = $branch", selection
+            )
+            or {}
+        ).get("log_seq"),
+    }
 
 
 def decisions(history: History, query: Query) -> dict[str, Any]:
@@ -98,4 +109,4 @@ def decisions(history: History, query: Query) -> dict[str, Any]:
         **listed(history, query, source, columns, model="model = $model"),
         "models": models(history),
         "versions": history.rows(_VERSIONS),
-    }  # fmt: skip
+    }

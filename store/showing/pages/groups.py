@@ -13,13 +13,22 @@ from store.showing.pages.overview import branches
 from store.showing.pages.trajectories import add_decisions
 
 _COLUMNS = {
-    "when": "decided_at", "group": "group_id", "task": "task", "status": "coalesce(reason, status)", "size": "size",
-    "mean": "reward_mean", "lowest": "reward_min", "highest": "reward_max", "spread": "reward_max - reward_min",
-}  # fmt: skip
+    "when": "decided_at",
+    "group": "group_id",
+    "task": "task",
+    "status": "coalesce(reason, status)",
+    "size": "size",
+    "mean": "reward_mean",
+    "lowest": "reward_min",
+    "highest": "reward_max",
+    "spread": "reward_max - reward_min",
+}
 _CHOICES = {
-    "status": ("scored", "discarded"), "split": ("train", "val"), "signal": ("yes", "no"),
+    "status": ("scored", "discarded"),
+    "split": ("train", "val"),
+    "signal": ("yes", "no"),
     "reason": get_args(get_type_hints(GroupDiscarded)["reason"]),
-}  # fmt: skip
+}
 _OF = "project = $project AND model = $model AND group_id = $group AND branch = $branch"
 _AT_STEP = "(group_id, branch) IN (SELECT group_id, branch FROM rewards WHERE last_step = $step)"
 
@@ -28,11 +37,21 @@ def groups(history: History, query: Query) -> dict[str, Any]:
     """Groups, those of training first. `query` may filter them by model, branch, split, status, reason, task, policy
     step, and whether their rewards differ."""
     rows = listed(
-        history, query, "groups", _COLUMNS, first="split = 'train'", choices=_CHOICES,
-        model="model = $model", branch="branch = $branch",
-        split="split = $split", status="status = $status", reason="reason = $reason",
-        signal="has_signal = ($signal = 'yes')", task=TASK_OR_GROUP, step=_AT_STEP,
-    )  # fmt: skip
+        history,
+        query,
+        "groups",
+        _COLUMNS,
+        first="split = 'train'",
+        choices=_CHOICES,
+        model="model = $model",
+        branch="branch = $branch",
+        split="split = $split",
+        status="status = $status",
+        reason="reason = $reason",
+        signal="has_signal = ($signal = 'yes')",
+        task=TASK_OR_GROUP,
+        step=_AT_STEP,
+    )
     add_tasks(history, rows["rows"])
     return {**rows, "branches": branches(history)}
 
@@ -81,8 +100,9 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
     known = {row["trajectory"] for row in members}
     members += [
         {"trajectory": run_id, "reward": run["reward"], "outcome": run["outcome"], "components": run["rewards"] or {}}
-        for run_id, run in runs.items() if run_id not in known
-    ]  # fmt: skip
+        for run_id, run in runs.items()
+        if run_id not in known
+    ]
     verdicts = history.rows(
         f'SELECT * FROM verdicts WHERE {_OF} ORDER BY verdict, trajectory, "call"',  # noqa: S608
         selection,
@@ -100,17 +120,19 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
     named_task: Row = {"group_id": name, "task": next(filter(None, tasks), "")}
     add_tasks(history, [named_task])
     return {
-        **selection, "others": [{"group_id": name, **m} for n, m in enumerate(models) if m not in (of, *models[:n])],
+        **selection,
+        "others": [{"group_id": name, **m} for n, m in enumerate(models) if m not in (of, *models[:n])],
         "scored": scored,
         "task": named_task["task"],
         "waits_until": max((run["waits_until"] for run in waiting if run["waits_until"]), default=None),
-        "members": members, **_conversations(calls, best, worst),
+        "members": members,
+        **_conversations(calls, best, worst),
         "trained_in": history.rows(
             """SELECT version, step, branch FROM checkpoints
                WHERE project = $project AND model = $model AND list_contains(groups, $group) ORDER BY step""",
             selection,
         ),
-    }  # fmt: skip
+    }
 
 
 def _calls(history: History, members: list[str]) -> dict[str, Row]:

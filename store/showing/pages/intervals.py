@@ -27,9 +27,7 @@ def with_intervals(rows: Sequence[Row]) -> list[Row]:
     nothing is known."""
     rest = ({k: v for k, v in row.items() if k not in ("variance", "least", "greatest")} for row in rows)
     ends = (map(finite, sample_of(row).interval()) for row in rows)
-    return [
-        {**row, **dict(zip(("low", "high"), pair, strict=True))} for row, pair in zip(rest, ends, strict=True)
-    ]
+    return [{**row, **dict(zip(("low", "high"), pair, strict=True))} for row, pair in zip(rest, ends, strict=True)]
 
 
 def finite(value: float) -> float | None:

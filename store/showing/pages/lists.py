@@ -43,9 +43,7 @@ def listed(
     sort = query.get("sort") or "-" + next(iter(columns))
     column, down = sort.removeprefix("-"), sort.startswith("-")
     if column not in columns:
-        raise InvalidQueryError(
-            f"sort={sort[:40]!r}: choose one of {', '.join(columns)}, or -{column[:40]} and so on."
-        )
+        raise InvalidQueryError(f"sort={sort[:40]!r}: choose one of {', '.join(columns)}, or -{column[:40]} and so on.")
     used = {name: value for name in conditions if (value := query.get(name, "").strip())}
     for name, allowed in (choices or {}).items():
         if name in used and used[name] not in allowed:
@@ -70,9 +68,12 @@ def listed(
         whole = history.rows(f"SELECT * FROM {source} WHERE {one_of(key, order)}", numbered(order))  # noqa: S608
         rows = sorted(whole, key=lambda row: order[row[key]])
     return {
-        "rows": rows[:PAGE], "page": page, "more": len(rows) > PAGE and page < _LAST_PAGE, "sort": sort,
+        "rows": rows[:PAGE],
+        "page": page,
+        "more": len(rows) > PAGE and page < _LAST_PAGE,
+        "sort": sort,
         "query": {name: value for name, value in query.items() if name != "page" and value},
-    }  # fmt: skip
+    }
 
 
 def one_of(column: str, values: Collection[str]) -> str:
@@ -89,9 +90,7 @@ def numbered(values: Iterable[str]) -> dict[str, str]:
 def _page(query: Query) -> int:
     text = query.get("page") or "0"
     if not (text.isascii() and text.isdigit() and len(text) < 5 and int(text) <= _LAST_PAGE):
-        raise InvalidQueryError(
-            f"page={text[:40]!r}: write a number from 0 to {_LAST_PAGE}. Filters shorten a list."
-        )
+        raise InvalidQueryError(f"page={text[:40]!r}: write a number from 0 to {_LAST_PAGE}. Filters shorten a list.")
     return int(text)
 
 
@@ -114,9 +113,11 @@ def _as_day(text: str) -> date | None:
 
 _FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
     "step": (as_step, "the number of a policy step"),
-    "least": (_as_number, "a number"), "most": (_as_number, "a number"),
-    "since": (_as_day, "a day such as 2026-01-31"), "until": (_as_day, "a day such as 2026-01-31"),
-}  # fmt: skip
+    "least": (_as_number, "a number"),
+    "most": (_as_number, "a number"),
+    "since": (_as_day, "a day such as 2026-01-31"),
+    "until": (_as_day, "a day such as 2026-01-31"),
+}
 """Filters whose values have a form, with the function that returns `None` for another one."""
 
 

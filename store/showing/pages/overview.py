@@ -164,9 +164,7 @@ def selection_of(history: History, query: Query) -> dict[str, Any]:
     model = query.get("model") or (names[0] if names else "")
     for kind, name, known in (("model", model, names), ("branch", branch, branches(history))):
         if name and name not in known:
-            message = (
-                f"There is no {kind} {name[:80]!r} in this history; there are: {', '.join(known) or 'none'}."
-            )
+            message = f"There is no {kind} {name[:80]!r} in this history; there are: {', '.join(known) or 'none'}."
             raise NotFoundError(message)
     return {"model": model, "branch": branch, "models": names}
 
@@ -180,11 +178,12 @@ def curves(history: History, query: Query) -> dict[str, Any]:
     selection["seconds"] = max(1, ((span["ended"] or 0) - (span["began"] or 0)) // _BUCKETS)
     steps = history.shared_rows(_STEPS, selection)
     return {
-        **selection, "counts": counts,
+        **selection,
+        "counts": counts,
         "curve": with_intervals(history.shared_rows(_REWARD, selection)),
         "steps": [{**row, "metrics": row["metrics"] or {}} for row in steps],
         "staleness": history.shared_rows(_STALENESS, selection),
         "throughput": history.shared_rows(_THROUGHPUT, selection),
         "spending": history.shared_rows(_SPENDING, selection),
         "metrics": with_intervals(history.shared_rows(_METRICS, selection)),
-    }  # fmt: skip
+    }

@@ -82,18 +82,18 @@ def summary(history: History, selection: Row, now: datetime | None = None) -> di
         }[state],
         _gain_text(gain),
         f"Step {last['step']} was published {ago((moment - last['published_at']).total_seconds())}, at "
-        f"{when(last['published_at'])} UTC." if last else "No step was taken yet.",
+        f"{when(last['published_at'])} UTC."
+        if last
+        else "No step was taken yet.",
         *([_waiting_text(waiting)] if waiting["runs"] else []),
-    ]  # fmt: skip
+    ]
     if alarms:
         detail = f"{alarms[0]['detail']}. " if alarms[0]["detail"] else ""
         todo = f"{alarms[0]['title']}: {detail}{alarms[0]['action']}"
     else:
         unused = _unused(history, selection, last) if last and gain else ""
         todo = unused or _todo(state, gain, last, waiting)
-    return {
-        "state": state, "sentences": sentences, "todo": todo, "alarms": alarms, "gain": gain, "waiting": waiting,
-    }  # fmt: skip
+    return {"state": state, "sentences": sentences, "todo": todo, "alarms": alarms, "gain": gain, "waiting": waiting}
 
 
 def alarms_of(history: History) -> list[Row]:
@@ -102,8 +102,10 @@ def alarms_of(history: History) -> list[Row]:
     raised = history.rows(_ALARMS)
     return [
         {**row, "title": alarm.title, "meaning": alarm.meaning, "action": alarm.action}
-        for alarm in ALARMS for row in raised if row["alarm"] == alarm.name
-    ]  # fmt: skip
+        for alarm in ALARMS
+        for row in raised
+        if row["alarm"] == alarm.name
+    ]
 
 
 def gain_of(history: History, selection: Row) -> Row | None:
@@ -117,9 +119,13 @@ def gain_of(history: History, selection: Row) -> Row | None:
     first, last = rows[0], rows[-1]
     low, high = map(finite, sample_of(last).difference(sample_of(first)))
     return {
-        "entrant": f"{selection['model']}@{last['step']}", "baseline": f"{selection['model']}@{first['step']}",
-        "tasks": min(first["groups"], last["groups"]), "gain": last["mean"] - first["mean"], "low": low, "high": high,
-    }  # fmt: skip
+        "entrant": f"{selection['model']}@{last['step']}",
+        "baseline": f"{selection['model']}@{first['step']}",
+        "tasks": min(first["groups"], last["groups"]),
+        "gain": last["mean"] - first["mean"],
+        "low": low,
+        "high": high,
+    }
 
 
 def _gain_text(gain: Row | None) -> str:
@@ -138,9 +144,7 @@ def _reward_text(history: History, selection: Row) -> str:
     if not rows:
         return "No training reward yet."
     ends = [
-        Sample(
-            *(rows[0][f"{end}_{column}"] for column in ("groups", "mean", "variance", "least", "greatest"))
-        )
+        Sample(*(rows[0][f"{end}_{column}"] for column in ("groups", "mean", "variance", "least", "greatest")))
         for end in ("first", "last")
     ]
     return reward_text(rows[0]["last_step"] - rows[0]["first_step"], *ends)
@@ -174,11 +178,11 @@ def _unused(history: History, selection: Row, last: Row) -> str:
     if served or use["measured"] or selection["branch"] != "main":
         return ""
     why = f"{decision.version} is, by a decision" if decision else "no inference server has loaded it"
-    return (
-        f"{last['version']}, the newest version, is neither served ({why}) nor measured: "
-        + (f"`journeywork eval {decision.version} {last['version']}` compares the two." if decision else
-           "`logs/sampler.log` says why it is not loaded.")
-    )  # fmt: skip
+    return f"{last['version']}, the newest version, is neither served ({why}) nor measured: " + (
+        f"`journeywork eval {decision.version} {last['version']}` compares the two."
+        if decision
+        else "`logs/sampler.log` says why it is not loaded."
+    )
 
 
 def _todo(state: str, gain: Row | None, last: Row | None, waiting: Row) -> str:

@@ -18,9 +18,16 @@ from store.showing.pages.history import History, Row
 from store.showing.pages.lists import TASK_OR_GROUP, Query, as_step, listed, numbered, one_of
 
 _COLUMNS = {
-    "began": "opened_at", "trajectory": "trajectory", "group": "group_id", "outcome": "outcome", "reward": "reward",
-    "calls": "exchanges", "tokens": "sampled_tokens", "step": "last_step", "seconds": "duration_s",
-}  # fmt: skip
+    "began": "opened_at",
+    "trajectory": "trajectory",
+    "group": "group_id",
+    "outcome": "outcome",
+    "reward": "reward",
+    "calls": "exchanges",
+    "tokens": "sampled_tokens",
+    "step": "last_step",
+    "seconds": "duration_s",
+}
 _CHOICES = {"outcome": ("waits", "scored", "no_result", "masked", "open"), "split": ("train", "val")}
 _UNDECIDED = """outcome = 'scored' AND reward IS NULL
     AND (project, trajectory) IN (SELECT (project, trajectory) FROM waiting)"""
@@ -57,13 +64,25 @@ def trajectories(history: History, query: Query) -> dict[str, Any]:
     by_reward = (query.get("sort") or "").endswith("reward") or query.get("least") or query.get("most")
     outcomes = {"waits": _UNDECIDED, "scored": f"outcome = 'scored' AND NOT ({_UNDECIDED})"}
     page = listed(
-        history, query, _REWARDED if by_reward else "trajectories", _COLUMNS, key="trajectory", choices=_CHOICES,
-        model="model = $model", split="split = $split", group="group_id = $group", task=TASK_OR_GROUP,
+        history,
+        query,
+        _REWARDED if by_reward else "trajectories",
+        _COLUMNS,
+        key="trajectory",
+        choices=_CHOICES,
+        model="model = $model",
+        split="split = $split",
+        group="group_id = $group",
+        task=TASK_OR_GROUP,
         outcome=outcomes.get(query.get("outcome", ""), "outcome = $outcome"),
-        step="last_step = try_cast($step AS BIGINT)", text=_SAYS, least="reward >= $least::DOUBLE",
-        most="reward <= $most::DOUBLE", since="opened_at >= $since::DATE", until="opened_at < $until::DATE + 1",
+        step="last_step = try_cast($step AS BIGINT)",
+        text=_SAYS,
+        least="reward >= $least::DOUBLE",
+        most="reward <= $most::DOUBLE",
+        since="opened_at >= $since::DATE",
+        until="opened_at < $until::DATE + 1",
         user="json_extract_string(metadata, '$.subject') = $user",
-    )  # fmt: skip
+    )
     add_decisions(history, page["rows"])
     return page
 
@@ -72,14 +91,18 @@ def add_decisions(history: History, runs: list[Row]) -> None:
     """Add to runs what was decided about their groups: the reward for training where the agent reported none. The
     outcome of a run whose group is not decided is `waits`."""
     groups = {run["group_id"] or run["trajectory"] for run in runs if run["reward"] is None}
-    rows = history.rows(
-        f"""SELECT project, model, group_id, trajectory, reward FROM rewards
+    rows = (
+        history.rows(
+            f"""SELECT project, model, group_id, trajectory, reward FROM rewards
             WHERE branch = 'main' AND {one_of("group_id", groups)}
             UNION ALL
             SELECT project, model, "group", '', NULL FROM group_discarded
             WHERE branch = 'main' AND {one_of('"group"', groups)}""",  # noqa: S608
-        numbered(groups),
-    ) if groups else []  # fmt: skip
+            numbered(groups),
+        )
+        if groups
+        else []
+    )
     rewards = {(row["project"], row["trajectory"]): row["reward"] for row in rows}
     decided = {(row["project"], row["model"], row["group_id"]) for row in rows}
     now, wait = datetime.now(UTC).replace(tzinfo=None), timedelta(seconds=history.config.feedback.wait_s)
@@ -102,9 +125,7 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
     selection = {"trajectory": name, "first": first, "after": first + CALLS}
     run = history.row("SELECT * FROM trajectories WHERE trajectory = $trajectory", selection)
     if run is None:
-        raise NotFoundError(
-            f"There is no trajectory {name!r} in this history. It shows some seconds after it began."
-        )
+        raise NotFoundError(f"There is no trajectory {name!r} in this history. It shows some seconds after it began.")
     add_decisions(history, [run])
     calls = history.rows(
         """SELECT * EXCLUDE (prompt_ids) FROM exchanges
@@ -121,11 +142,16 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
     siblings = [row["trajectory"] for row in history.rows(_SIBLINGS, of_group)]
     place = siblings.index(name) if name in siblings else 0
     return {
-        "trajectory": name, "run": run, "metadata": chat.parsed(run["metadata"]),
+        "trajectory": name,
+        "run": run,
+        "metadata": chat.parsed(run["metadata"]),
         "previous": siblings[place - 1] if place else None,
         "next": siblings[place + 1] if place + 1 < len(siblings) else None,
-        "calls": calls, "from": first, "last": (more or {}).get("last"),
-        "count": (more or {}).get("calls"), "step_of": CALLS,
+        "calls": calls,
+        "from": first,
+        "last": (more or {}).get("last"),
+        "count": (more or {}).get("calls"),
+        "step_of": CALLS,
         "verdicts": history.rows(
             """SELECT * FROM verdicts WHERE group_id = $group AND trajectory = $trajectory
                ORDER BY scored_at, "call", verdict""",
@@ -142,7 +168,7 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
             of_group,
         ),
         "decoded": decode is not str,
-    }  # fmt: skip
+    }
 
 
 def _show_calls(history: History, run: Row, calls: list[Row], decode: Decode) -> None:
@@ -168,10 +194,12 @@ def _show_calls(history: History, run: Row, calls: list[Row], decode: Decode) ->
 def _untrained(history: History, call: Row) -> Untrained:
     """Why no token of a call is trained; empty if its unforced tokens are."""
     return untrained_reason(
-        status=call["status"], side_call=call["side_call"], finish_reason=call["finish_reason"],
+        status=call["status"],
+        side_call=call["side_call"],
+        finish_reason=call["finish_reason"],
         sampling=sampling_of((call["request"] or "").encode(), _sampling_defaults(history, call["model"])),
         mask_truncated=history.config.trainer.loss.mask_truncated,
-    )  # fmt: skip
+    )
 
 
 def _sampling_defaults(history: History, model: str) -> Defaults:
@@ -195,12 +223,14 @@ def _tokens(call: Row, decode: Decode) -> list[Row]:
     trained = loss_mask(call["untrained"], np.array(forced, np.int8), len(ids))
     return [
         {
-            "id": token, "text": decode(token), "logprob": logprobs[i] if i < len(logprobs) else None,
+            "id": token,
+            "text": decode(token),
+            "logprob": logprobs[i] if i < len(logprobs) else None,
             "forced": bool(forced[i]) if i < len(forced) else False,
             "trained": bool(trained[i]),
         }
         for i, token in enumerate(ids)
-    ]  # fmt: skip
+    ]
 
 
 def _decoder(history: History, model: str) -> Decode:
@@ -216,6 +246,4 @@ def _load_decoder(path: Path, changed: float) -> Decode:
     except ModuleNotFoundError:
         return str
     tokenizer = Tokenizer.from_file(str(path))
-    return functools.lru_cache(maxsize=65_536)(
-        lambda token: tokenizer.decode([token], skip_special_tokens=False)
-    )
+    return functools.lru_cache(maxsize=65_536)(lambda token: tokenizer.decode([token], skip_special_tokens=False))

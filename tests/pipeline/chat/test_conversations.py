@@ -23,15 +23,17 @@ def said(content: Any, **more: Any) -> Message:
     return {"role": "assistant", "content": content, **more}
 
 
-def call(
-    seq: int, messages: list[Message], reply: Message | None, choice: int = 0, **fields: Any
-) -> ExchangeRecorded:
+def call(seq: int, messages: list[Message], reply: Message | None, choice: int = 0, **fields: Any) -> ExchangeRecorded:
     request = {"messages": messages, **fields.pop("request", {})}
     response = {"choices": [{"message": reply}]} if reply is not None else {}
     return msgspec.structs.replace(
-        exchange("t", ""), seq=seq, choice=choice, request=json.dumps(request).encode(),
-        response=json.dumps(response).encode(), **fields,
-    )  # fmt: skip
+        exchange("t", ""),
+        seq=seq,
+        choice=choice,
+        request=json.dumps(request).encode(),
+        response=json.dumps(response).encode(),
+        **fields,
+    )
 
 
 def texts(conversation: Conversation) -> list[Any]:
@@ -106,9 +108,7 @@ def test_a_reply_that_comes_back_without_its_reasoning_is_the_same_message() -> 
     (found,), _ = build_conversations(
         [
             call(0, [user("a")], reply),
-            call(
-                1, [user([{"type": "text", "text": "a"}]), said("", tool_calls=[sent]), user("b")], said("c")
-            ),
+            call(1, [user([{"type": "text", "text": "a"}]), said("", tool_calls=[sent]), user("b")], said("c")),
         ]
     )
     assert found.messages[1] == reply
@@ -151,10 +151,13 @@ def test_a_call_that_is_sampled_twice_shows_both_replies() -> None:
 
 def completion(seq: int, prompt: Any, text: str, choice: int = 0, **request: Any) -> ExchangeRecorded:
     return msgspec.structs.replace(
-        exchange("t", ""), seq=seq, choice=choice, endpoint="/v1/completions",
+        exchange("t", ""),
+        seq=seq,
+        choice=choice,
+        endpoint="/v1/completions",
         request=json.dumps({"prompt": prompt, **request}).encode(),
         response=json.dumps({"choices": [{"text": text}]}).encode(),
-    )  # fmt: skip
+    )
 
 
 def test_plain_completions_are_read_too() -> None:
@@ -163,9 +166,11 @@ def test_plain_completions_are_read_too() -> None:
         [completion(0, "Q: 1+1\nA:", " 2"), completion(1, "Q: 1+1\nA: 2\nQ: 2+2\nA:", " 4")]
     )
     assert found.messages == (
-        {"role": "prompt", "content": "Q: 1+1\nA:"}, {"role": "assistant", "content": " 2"},
-        {"role": "prompt", "content": "\nQ: 2+2\nA:"}, {"role": "assistant", "content": " 4"},
-    )  # fmt: skip
+        {"role": "prompt", "content": "Q: 1+1\nA:"},
+        {"role": "assistant", "content": " 2"},
+        {"role": "prompt", "content": "\nQ: 2+2\nA:"},
+        {"role": "assistant", "content": " 4"},
+    )
     several = [completion(0, ["a", "b"], f"r{i}", choice=i, n=2) for i in range(4)]
     found_all, _ = build_conversations(several)
     assert [texts(c) for c in found_all] == [["a", "r0"], ["a", "r1"], ["b", "r2"], ["b", "r3"]]
@@ -173,9 +178,7 @@ def test_plain_completions_are_read_too() -> None:
     assert texts(found) == ["(3 token ids)", "x"]
 
 
-@pytest.mark.parametrize(
-    "request_body", [b"", b"[]", b"{}", b'{"messages": 3}', b'{"messages": [1, "a", null]}']
-)
+@pytest.mark.parametrize("request_body", [b"", b"[]", b"{}", b'{"messages": 3}', b'{"messages": [1, "a", null]}'])
 def test_a_body_that_is_no_request_has_no_messages(request_body: bytes) -> None:
     odd = msgspec.structs.replace(exchange("t", "x"), request=request_body, response=b'{"choices": [3]}')
     (found,), _ = build_conversations([odd])
@@ -189,10 +192,7 @@ def followed(exchanges: list[ExchangeRecorded]) -> dict[int, list[Any]]:
 
 
 def test_what_followed_a_reply_is_what_the_conversation_s_next_call_sent_behind_it() -> None:
-    one, two = (
-        [user("a")],
-        [user("a"), said("r0"), user("no"), said("own"), {"role": "tool", "content": "exit 1"}],
-    )
+    one, two = ([user("a")], [user("a"), said("r0"), user("no"), said("own"), {"role": "tool", "content": "exit 1"}])
     chat = [call(0, one, said("r0")), call(1, two, said("r1"))]
     assert followed(chat) == {0: ["no", "own", "exit 1"], 1: []}
     reminded = call(1, [*one, said("r0"), {"role": "system", "content": "Be kind."}], said("r1"))
@@ -216,10 +216,6 @@ def test_a_reply_without_a_call_of_its_own_is_followed_by_nothing() -> None:
 def test_what_no_inference_server_took_does_not_end_a_reader() -> None:
     """Calls that an agent broke off are recorded unchecked."""
     raw = b'{"messages": [{"role": "user", "content": %b}]}' % (b'{"a":' * 5000 + b"1" + b"}" * 5000)
-    odd = call(
-        0,
-        [user("a") | {"name": [1]}, user([{"type": "image_url", "image_url": "data:;base64,\u00e9"}])],
-        None,
-    )
+    odd = call(0, [user("a") | {"name": [1]}, user([{"type": "image_url", "image_url": "data:;base64,\u00e9"}])], None)
     found, _ = build_conversations([odd, msgspec.structs.replace(odd, seq=1, request=raw)])
     assert [len(c.messages) for c in found] == [2, 0]

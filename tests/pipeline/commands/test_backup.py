@@ -61,24 +61,14 @@ def test_a_restored_installation_trains_on(tmp_path: Path) -> None:
     rows = run.query("SELECT trajectory FROM trajectories WHERE completed_at IS NOT NULL")
     assert sorted(row["trajectory"] for row in rows) == sorted(finished)
     steps = run.query("SELECT step, parent FROM policy_checkpoint ORDER BY step")
-    assert steps == [
-        {"step": 1, "parent": "tictactoe@0"},
-        {"step": 2, "parent": "tictactoe@1"},
-    ]
+    assert steps == [{"step": 1, "parent": "tictactoe@0"}, {"step": 2, "parent": "tictactoe@1"}]
 
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Config:
     """A run directory as `up` leaves it, in small."""
     run_dir = tmp_path / "run"
-    for name in (
-        "nats/jetstream/x.blk",
-        "store/table/1.parquet",
-        "keys/a.nk",
-        "logs/x.log",
-        "up.lock",
-        "state.json",
-    ):
+    for name in ("nats/jetstream/x.blk", "store/table/1.parquet", "keys/a.nk", "logs/x.log", "up.lock", "state.json"):
         (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         (run_dir / name).write_text(name)
     return Config(run_dir=str(run_dir))

@@ -25,10 +25,17 @@ async def make_dead_letter(broker: Broker, payload: bytes, detail: str = "why") 
     """A letter that the judge gave up, as a fault that is gone now would leave it."""
     await broker.publish(
         DeadLettered(
-            project="", stream="ROLLOUTS", stream_seq=1, original_subject="rollout.completed.p.m.t1",
-            consumer="judge", reason="undecodable", detail=detail, payload=payload, headers={"traceparent": "tp"},
+            project="",
+            stream="ROLLOUTS",
+            stream_seq=1,
+            original_subject="rollout.completed.p.m.t1",
+            consumer="judge",
+            reason="undecodable",
+            detail=detail,
+            payload=payload,
+            headers={"traceparent": "tp"},
         )
-    )  # fmt: skip
+    )
 
 
 async def test_a_retry_reaches_the_consumer_that_failed_and_no_other(broker: Broker) -> None:

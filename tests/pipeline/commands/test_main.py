@@ -38,10 +38,7 @@ def test_every_command_that_lives_elsewhere_has_its_module() -> None:
         ("up --set nonsense", "section.key=value"),
         ("up --services gatway", "gatway"),
         ("up --config nothing.toml", "no settings file"),
-        (
-            "up --services judge --run-dir nowhere --set judge.api_key_env=NO_KEY",
-            "the environment has no NO_KEY",
-        ),
+        ("up --services judge --run-dir nowhere --set judge.api_key_env=NO_KEY", "the environment has no NO_KEY"),
         ("status --run-dir nowhere", "nothing was started there"),
         ("up --vllm-url localhost:8000", "vllm.urls: 'localhost:8000' is no HTTP address: write http://"),
         ("polic list", "there is no command 'polic'; did you mean policy? `journeywork --help` lists"),
@@ -50,11 +47,7 @@ def test_every_command_that_lives_elsewhere_has_its_module() -> None:
     ],
 )
 def test_a_mistake_is_one_clear_line(
-    command: str,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
@@ -65,9 +58,7 @@ def test_a_mistake_is_one_clear_line(
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["pipeline.commands.main provision", "judge.commands.rejudge --limit 1"],
-    ids=["provision", "rejudge"],
+    "command", ["pipeline.commands.main provision", "judge.commands.rejudge --limit 1"], ids=["provision", "rejudge"]
 )
 def test_what_a_command_logs_without_a_log_says_why(command: str, tmp_path: Path) -> None:
     """A logger that nobody has configured would print the events without their fields."""
@@ -158,10 +149,15 @@ async def provision(config: NatsConfig) -> None:
             scored = GroupScored(project="p", group=f"g{number}", model="m", judge="j", members=(member,))
             await broker.publish(scored)
         for group, reason, more in (
-            ("g0", "no_variance", {}), ("g1", "no_variance", {}), ("g2", "late", {}), ("g5", "too_small", {}),
-            ("g6", "no_variance", {}), ("g7", "stale", {"branch": "stricter"}), ("g8", "validation", {"split": "val"}),
+            ("g0", "no_variance", {}),
+            ("g1", "no_variance", {}),
+            ("g2", "late", {}),
+            ("g5", "too_small", {}),
+            ("g6", "no_variance", {}),
+            ("g7", "stale", {"branch": "stricter"}),
+            ("g8", "validation", {"split": "val"}),
             ("g9", "stale", {"project": "other"}),
-        ):  # fmt: skip
+        ):
             ended: Any = {"project": "p", "trajectories": ("t",), "reason": reason, "by": "trainer", **more}
             await broker.publish(GroupDiscarded(group=group, model="m", **ended))
         split: Any = {"action": "split", "version": "m@2", "other": "m@0", "percent": 20.0}
@@ -177,9 +173,7 @@ def started(
         for name, (number, state) in services.items()
     }
     urls: dict[str, str | tuple[str, ...]] = {"nats": nats, "gateway": "http://127.0.0.1:1", "vllm": ()}
-    write_state(
-        run_dir, RunState(pid=pid, since=process_start(pid), ready=True, urls=urls, services=processes)
-    )
+    write_state(run_dir, RunState(pid=pid, since=process_start(pid), ready=True, urls=urls, services=processes))
 
 
 def test_status_says_what_runs_what_waits_and_what_serves(
@@ -225,13 +219,14 @@ def test_status_says_what_runs_what_waits_and_what_serves(
 def test_status_prints_brackets_as_they_are(text: str, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     state: dict[str, Any] = {
-        "running": True, "urls": {"gateway": "http://g", "ui": f"http://u/{text}"}, "alarms": [f"alarm {text}"],
-        "services": {"store": {"state": "gone", "pid": 1, "restarts": 0}}, "log": f"error {text}",
-    }  # fmt: skip
+        "running": True,
+        "urls": {"gateway": "http://g", "ui": f"http://u/{text}"},
+        "alarms": [f"alarm {text}"],
+        "services": {"store": {"state": "gone", "pid": 1, "restarts": 0}},
+        "log": f"error {text}",
+    }
     status._print(Path(f"/runs/x{text}"), state, console)
-    status._print(
-        Path(f"/runs/x{text}"), state | {"lag": [], "waiting": {}, "policies": {f"m{text}": "m@1"}}, console
-    )
+    status._print(Path(f"/runs/x{text}"), state | {"lag": [], "waiting": {}, "policies": {f"m{text}": "m@1"}}, console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
     for part in (
         f"run directory /runs/x{text}, gateway",
@@ -243,9 +238,7 @@ def test_status_prints_brackets_as_they_are(text: str, tmp_path: Path) -> None:
         assert part in said
 
 
-def test_status_of_a_stopped_run_says_how_to_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_of_a_stopped_run_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     started(tmp_path, pid=GONE, services={"nats": (GONE, "stopped"), "gateway": (GONE, "stopped")})
     with pytest.raises(SystemExit) as caught:
         main(["status", "--run-dir", str(tmp_path)])

@@ -49,11 +49,7 @@ def test_what_the_settings_name_stays(tmp_path: Path) -> None:
     digest = "0" * 64
     config = load(
         COMPOSE,
-        [
-            f"run_dir={tmp_path}",
-            f'gateway.keys=[{{sha256="{digest}", name="ours"}}]',
-            "nats.nkey_seed=/etc/ours.nk",
-        ],
+        [f"run_dir={tmp_path}", f'gateway.keys=[{{sha256="{digest}", name="ours"}}]', "nats.nkey_seed=/etc/ours.nk"],
     )
     made = prepare(config)
     assert [k.name for k in made.gateway.keys] == ["ours"]
@@ -78,7 +74,8 @@ def test_settings_without_addresses_are_refused(tmp_path: Path) -> None:
         prepare(load(None, [f"run_dir={tmp_path}"]))
     done = subprocess.run(
         [sys.executable, "-m", "pipeline.commands.prepare", "--config", str(COMPOSE), "--set", 'nats.url=""'],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2
     assert "nats.url and vllm.urls" in done.stderr

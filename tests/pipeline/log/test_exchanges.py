@@ -62,11 +62,7 @@ async def forms(broker: Broker) -> list[object]:
     out: list[object] = []
     async for message in broker.messages("ROLLOUTS", subject="rollout.exchange.p.t"):
         form = decode(message.payload)
-        out.append(
-            decode(await broker.get_object(form.bucket, form.object))
-            if isinstance(form, ClaimCheck)
-            else form
-        )
+        out.append(decode(await broker.get_object(form.bucket, form.object)) if isinstance(form, ClaimCheck) else form)
     return out
 
 
@@ -87,9 +83,7 @@ async def test_readers_and_consumers_get_whole_exchanges(nats_config: NatsConfig
             assert (await broker.read_at(ExchangeRecorded, newest.seq - 2)).event == recorded[-3]
             assert await whole(broker) == recorded
             # From the middle on.
-            assert [
-                r.event for r in await broker.read(ExchangeRecorded, start_seq=newest.seq, **KEYS)
-            ] == recorded[-1:]
+            assert [r.event for r in await broker.read(ExchangeRecorded, start_seq=newest.seq, **KEYS)] == recorded[-1:]
     async with Broker.connect(forgetful) as broker, broker.consume("store-rollouts") as messages:
         taken = await take(messages, 8)
         assert [d.event for d in taken[2:]] == recorded  # after the openings of the group and of the run
@@ -168,9 +162,7 @@ async def test_a_lost_predecessor_makes_the_trajectory_unusable(nats_config: Nat
         with pytest.raises(HistoryGoneError, match="2 of 5 exchanges can be read"):
             await load_transcript(broker, "p", "t", 5)
         member = Member(trajectory="t", reward=1.0, exchanges=5, completed_seq=9)
-        group = AdmittedGroup(
-            GroupScored(project="p", model="m", group="g", judge="j", members=(member,)), Place(1, 0)
-        )
+        group = AdmittedGroup(GroupScored(project="p", model="m", group="g", judge="j", members=(member,)), Place(1, 0))
         refusal = await Histories(broker, TrainerConfig(), Defaults()).read(group)
         assert isinstance(refusal, Refusal)
         assert refusal.reason == "history_gone"

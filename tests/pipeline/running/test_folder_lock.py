@@ -49,9 +49,7 @@ def files(run_dir: Path) -> dict[str, bytes]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.slow
-def test_a_run_directory_in_use_is_refused_and_not_touched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_directory_in_use_is_refused_and_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     process = start(tmp_path)
     try:
         before = files(tmp_path)
@@ -123,10 +121,7 @@ def test_the_refusal_names_the_command_that_uses_the_directory(tmp_path: Path) -
         for lock in (folder_lock.hold(tmp_path).__enter__, partial(folder_lock.share, tmp_path)):
             with pytest.raises(InstallationInUseError, match=r"is in use: journeywork backup \(process \d+,"):
                 lock()
-    with (
-        folder_lock.hold(tmp_path),
-        pytest.raises(InstallationInUseError, match=r"is in use: journeywork up \("),
-    ):
+    with folder_lock.hold(tmp_path), pytest.raises(InstallationInUseError, match=r"is in use: journeywork up \("):
         folder_lock.share(tmp_path)
     shared = folder_lock.share(tmp_path)
     said = "is in use: journeywork prepare or a server of journeywork exec runs there"
@@ -135,9 +130,7 @@ def test_the_refusal_names_the_command_that_uses_the_directory(tmp_path: Path) -
     os.close(shared)
 
 
-def test_servers_of_exec_share_a_run_directory_but_not_with_up_and_one_of_them_is_nats(
-    tmp_path: Path,
-) -> None:
+def test_servers_of_exec_share_a_run_directory_but_not_with_up_and_one_of_them_is_nats(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EXEC, str(tmp_path), "nats", "vllm", "vllm"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as servers:
         assert servers.stdout is not None
@@ -146,9 +139,7 @@ def test_servers_of_exec_share_a_run_directory_but_not_with_up_and_one_of_them_i
         with refused, folder_lock.hold(tmp_path):
             pass
         again = subprocess.run([*command[:4], "nats"], capture_output=True, text=True)
-        assert (
-            f"journeywork exec nats (process {servers.pid}, or what it started) runs there;" in again.stderr
-        )
+        assert f"journeywork exec nats (process {servers.pid}, or what it started) runs there;" in again.stderr
         servers.communicate()
     with folder_lock.hold(tmp_path):
         pass

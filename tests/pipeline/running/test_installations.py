@@ -11,12 +11,7 @@ import pytest
 
 from pipeline.config import Config, ConfigError, ModelConfig, save
 from pipeline.running.gateway_api import connect
-from pipeline.running.installations import (
-    find_installation,
-    installation_settings,
-    log_of,
-    require_same_bases,
-)
+from pipeline.running.installations import find_installation, installation_settings, log_of, require_same_bases
 from pipeline.running.state import ProcessState, RunState, process_start, read_state, write_state
 
 
@@ -58,9 +53,7 @@ def test_the_newest_run_is_the_one_that_changed_last(runs: Path, sign: str) -> N
 
 def test_the_run_that_runs_comes_before_newer_folders(runs: Path) -> None:
     make(runs / "running", address="nats://a:1")
-    (runs / "running" / "state.json").write_text(
-        json.dumps({"pid": os.getpid(), "since": process_start(os.getpid())})
-    )
+    (runs / "running" / "state.json").write_text(json.dumps({"pid": os.getpid(), "since": process_start(os.getpid())}))
     for path in (runs / "running").iterdir():
         os.utime(path, (1, 1))
     make(runs / "newer", address="nats://b:1")
@@ -72,12 +65,7 @@ def test_a_process_that_has_the_id_of_an_ended_one_is_another(runs: Path) -> Non
     assert now
     assert process_start(2**22 + 1) == ""
     boot, _, ticks = now.partition(" ")
-    for since, running in (
-        (now, True),
-        (f"{boot} {int(ticks) - 1}", False),
-        (f"another {ticks}", False),
-        ("", False),
-    ):
+    for since, running in ((now, True), (f"{boot} {int(ticks) - 1}", False), (f"another {ticks}", False), ("", False)):
         process = ProcessState(pid=pid, since=since, state="ready")
         write_state(runs, RunState(pid=pid, since=since, services={"trainer": process}))
         state = read_state(runs)
@@ -95,12 +83,7 @@ def test_the_log_is_the_one_that_was_started_for_the_run(runs: Path) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    [
-        "nats.url=nats://set:1",
-        "nats.url = nats://set:1",
-        'nats={url="nats://set:1"}',
-        '"nats".url=nats://set:1',
-    ],
+    ["nats.url=nats://set:1", "nats.url = nats://set:1", 'nats={url="nats://set:1"}', '"nats".url=nats://set:1'],
 )
 def test_an_address_in_an_override_comes_before_that_of_the_started_log(override: str, runs: Path) -> None:
     make(runs / "a", settings='[nats]\nurl = "nats://earlier:1"\n', address="nats://now:1")
@@ -121,9 +104,7 @@ def test_a_stopped_run_has_no_address(runs: Path) -> None:
     with pytest.raises(ConfigError, match="or its log is stopped"):
         log_of(installation_settings("runs/a"))
     assert log_of(installation_settings("runs/a", nats_url="nats://given:1")).url == "nats://given:1"
-    with pytest.raises(
-        ConfigError, match="runs/a is stopped, or has no gateway: start it with `journeywork up`"
-    ):
+    with pytest.raises(ConfigError, match="runs/a is stopped, or has no gateway: start it with `journeywork up`"):
         connect(argparse.Namespace(url="", run_dir="runs/a", key=""))
     services["nats"]["state"] = services["gateway"]["state"] = "ready"
     (folder / "state.json").write_text(json.dumps({"urls": urls, "services": services}))
@@ -149,19 +130,14 @@ def test_settings_in_a_file_of_their_own_come_before_the_runs(runs: Path, tmp_pa
 
 
 def test_a_command_reads_only_the_sections_that_it_needs(runs: Path) -> None:
-    make(
-        runs / "a",
-        settings='project = "x"\n[trainer]\nlora_rank = 4\n[judge]\nno_such = 1\n[store]\ndir = "s"\n',
-    )
+    make(runs / "a", settings='project = "x"\n[trainer]\nlora_rank = 4\n[judge]\nno_such = 1\n[store]\ndir = "s"\n')
     with pytest.raises(ConfigError, match=r"trainer\.lora_rank: there is no such setting"):
         installation_settings()
     config = installation_settings(sections=("store",))
     assert (config.project, config.store.dir) == ("x", "s")
 
 
-def test_settings_of_which_a_command_reads_a_part_are_not_checked_against_the_defaults_of_others(
-    runs: Path,
-) -> None:
+def test_settings_of_which_a_command_reads_a_part_are_not_checked_against_the_defaults_of_others(runs: Path) -> None:
     make(
         runs / "large",
         settings="[[models]]\nname = 'm'\nbase = 'b'\n[trainer.lora]\nrank = 64\n[vllm]\nmax_lora_rank = 64\n"
@@ -184,16 +160,12 @@ def test_a_run_that_trained_another_base_is_refused_before_anything_starts(tmp_p
         (tmp_path / name / "config.json").write_text(json.dumps({"hidden_size": hidden}))
 
     def with_base(name: str) -> Config:
-        return Config(
-            project="p", run_dir=str(tmp_path), models=(ModelConfig(name="m", base=str(tmp_path / name)),)
-        )
+        return Config(project="p", run_dir=str(tmp_path), models=(ModelConfig(name="m", base=str(tmp_path / name)),))
 
     require_same_bases(with_base("new"))  # nothing was ever started there
     save(with_base("old"), tmp_path / "config.toml")
     require_same_bases(with_base("new"))  # nothing was trained
     (tmp_path / "checkpoints" / "p" / "main" / "m" / "step-1").mkdir(parents=True)
     require_same_bases(with_base("copy"))
-    with pytest.raises(
-        ConfigError, match=r"m was trained on .*old, and .*new is another model: name that one"
-    ):
+    with pytest.raises(ConfigError, match=r"m was trained on .*old, and .*new is another model: name that one"):
         require_same_bases(with_base("new"))

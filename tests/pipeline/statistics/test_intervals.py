@@ -21,9 +21,7 @@ def sample(values: list[float]) -> Sample:
 
 
 @settings(max_examples=200)
-@given(
-    st.floats(0.1, 5).flatmap(lambda most: st.lists(st.floats(-most, most) | st.floats(0, most), min_size=1))
-)
+@given(st.floats(0.1, 5).flatmap(lambda most: st.lists(st.floats(-most, most) | st.floats(0, most), min_size=1)))
 def test_an_interval_is_the_one_of_an_evaluation(values: list[float]) -> None:
     found = statistics.mean_of(values)
     assert sample(values).interval() == pytest.approx((found.low, found.high), rel=1e-9, abs=1e-9)

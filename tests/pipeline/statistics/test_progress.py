@@ -17,9 +17,7 @@ def test_the_first_and_the_last_fifth_of_the_versions_are_compared_ten_of_them_a
 
 
 def test_a_single_version_and_single_groups_have_no_interval() -> None:
-    assert reward_text(*ends_of({3: [0.5, 0.7]})) == (
-        "Training reward 0.600 in 2 groups; no later version has played."
-    )
+    assert reward_text(*ends_of({3: [0.5, 0.7]})) == ("Training reward 0.600 in 2 groups; no later version has played.")
     assert "(too few groups for an interval)" in reward_text(*ends_of({0: [0.2], 1: [0.8]}))
 
 

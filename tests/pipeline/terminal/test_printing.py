@@ -43,11 +43,7 @@ def test_a_program_goes_on_when_its_output_can_t_be_written(full: bool) -> None:
     os.close(reading)
     with os.fdopen(os.open("/dev/full", os.O_WRONLY) if full else writing, "wb") as output:
         done = subprocess.run(
-            [sys.executable, "-c", _PRINTS],
-            input=b"a\nb\n",
-            stdout=output,
-            stderr=subprocess.PIPE,
-            timeout=60,
+            [sys.executable, "-c", _PRINTS], input=b"a\nb\n", stdout=output, stderr=subprocess.PIPE, timeout=60
         )
     assert (done.returncode, done.stderr) == (0, b"alive")
 
@@ -60,5 +56,6 @@ def test_json_stays_the_same_data() -> None:
 def test_code_is_bold_and_loses_its_backticks() -> None:
     told = with_code("run `a b`\x1b now", "dim")
     assert (told.plain, [(s.start, s.end, s.style) for s in told.spans]) == (
-        "run a b\\x1b now", [(0, 4, "dim"), (4, 7, "dim bold"), (7, 15, "dim")],
-    )  # fmt: skip
+        "run a b\\x1b now",
+        [(0, 4, "dim"), (4, 7, "dim bold"), (7, 15, "dim")],
+    )

@@ -40,21 +40,26 @@ def point_at(monkeypatch: pytest.MonkeyPatch, receiver: LangfuseReceiver) -> Non
 
 def exchange(trajectory: str, seq: int, asked: str) -> ExchangeRecorded:
     tools = [{"type": "function", "function": {"name": "lookup", "parameters": {}}}]
-    request = {
-        "model": "m",
-        "temperature": 0.5,
-        "tools": tools,
-        "messages": [{"role": "user", "content": asked}],
-    }
+    request = {"model": "m", "temperature": 0.5, "tools": tools, "messages": [{"role": "user", "content": asked}]}
     choice = {"index": 0, "message": {"role": "assistant", "content": "Ann."}}
     return ExchangeRecorded(
-        project="p", trajectory=trajectory, seq=seq, model="m", policy_version="m@0", step=0, group="g",
+        project="p",
+        trajectory=trajectory,
+        seq=seq,
+        model="m",
+        policy_version="m@0",
+        step=0,
+        group="g",
         request=json.dumps(request).encode(),
         response=json.dumps({"id": f"cmpl-{seq}", "choices": [choice]}).encode(),
-        prompt_ids=pack_ids([1, 2]), sampled_ids=pack_ids([3]), logprobs=pack_logprobs([-0.5]),
-        finish_reason="stop", started_at=START + 10_000_000 * seq, first_token_at=START + 10_000_000 * seq + 5,
+        prompt_ids=pack_ids([1, 2]),
+        sampled_ids=pack_ids([3]),
+        logprobs=pack_logprobs([-0.5]),
+        finish_reason="stop",
+        started_at=START + 10_000_000 * seq,
+        first_token_at=START + 10_000_000 * seq + 5,
         at=START + 10_000_000 * seq + 2_000_000,
-    )  # fmt: skip
+    )
 
 
 def calls(trajectory: str) -> list[ExchangeRecorded]:
@@ -67,41 +72,54 @@ async def publish_lives(broker: Broker) -> None:
     for trajectory, headers in (("t1", {"traceparent": trace.traceparent("p", "t1")}), ("t2", OWN)):
         await broker.publish(
             TrajectoryOpened(
-                project="p", trajectory=trajectory, model="m", group="g", task="find ann@example.com",
-                metadata=json.dumps(METADATA).encode(), at=START,
+                project="p",
+                trajectory=trajectory,
+                model="m",
+                group="g",
+                task="find ann@example.com",
+                metadata=json.dumps(METADATA).encode(),
+                at=START,
             ),
             headers,
-        )  # fmt: skip
+        )
         for call in calls(trajectory):
             # Each call of an instrumented agent has a span of its own.
-            own = (
-                f"00-{AGENTS_TRACE}-{call.seq + 1:016x}-01" if trajectory == "t2" else headers["traceparent"]
-            )
+            own = f"00-{AGENTS_TRACE}-{call.seq + 1:016x}-01" if trajectory == "t2" else headers["traceparent"]
             await broker.publish(call, {"traceparent": own})
         await broker.publish(
             TrajectoryCompleted(
-                project="p", trajectory=trajectory, model="m", group="g", task="find ann@example.com", exchanges=2,
-                reward=1.0, opened_at=START, at=START + 30_000_000, prompt_tokens=4, sampled_tokens=2,
+                project="p",
+                trajectory=trajectory,
+                model="m",
+                group="g",
+                task="find ann@example.com",
+                exchanges=2,
+                reward=1.0,
+                opened_at=START,
+                at=START + 30_000_000,
+                prompt_tokens=4,
+                sampled_tokens=2,
             ),
             headers,
-        )  # fmt: skip
-    members = tuple(
-        Member(trajectory=t, reward=r, components={"style": r / 2}) for t, r in (("t1", 1.0), ("t2", 0.0))
-    )
+        )
+    members = tuple(Member(trajectory=t, reward=r, components={"style": r / 2}) for t, r in (("t1", 1.0), ("t2", 0.0)))
     verdict = Verdict(
-        judge_model="openai/gpt-5-mini", rubric="default", rubric_hash="rh", prompt_tokens=101,
-        completion_tokens=20, cost_usd=0.5, latency_s=1.0,
+        judge_model="openai/gpt-5-mini",
+        rubric="default",
+        rubric_hash="rh",
+        prompt_tokens=101,
+        completion_tokens=20,
+        cost_usd=0.5,
+        latency_s=1.0,
         scores=tuple(
-            Score(trajectory=m.trajectory, score=m.reward, explanation="it wrote to ann@example.com")
-            for m in members
+            Score(trajectory=m.trajectory, score=m.reward, explanation="it wrote to ann@example.com") for m in members
         ),
-    )  # fmt: skip
+    )
     await broker.publish(
         GroupScored(
-            project="p", group="g", model="m", judge="h", members=members, verdicts=(verdict,),
-            at=START + 40_000_000,
+            project="p", group="g", model="m", judge="h", members=members, verdicts=(verdict,), at=START + 40_000_000
         )
-    )  # fmt: skip
+    )
 
 
 SPANS = 2 * (1 + 2 + 1)

@@ -35,11 +35,7 @@ async def test_the_three_variables_of_langfuse_are_enough_and_what_it_refuses_is
             (),
             "OTEL_EXPORTER_OTLP_PROTOCOL is 'grpc'",
         ),
-        (
-            "LANGFUSE_SECRET_KEY=sk LANGFUSE_PUBLIC_KEY=pk LANGFUSE_HOST=http://old",
-            ("(",),
-            r"telemetry\.masks",
-        ),
+        ("LANGFUSE_SECRET_KEY=sk LANGFUSE_PUBLIC_KEY=pk LANGFUSE_HOST=http://old", ("(",), r"telemetry\.masks"),
     ],
 )
 def test_what_can_not_be_used_is_named(
@@ -72,15 +68,8 @@ async def test_what_is_too_large_for_the_backend_stops_nothing(
 ) -> None:
     """Requests are halved. A span that is too large alone is left out, and an error says which."""
     receiver.most_bytes = 8_000
-    usual, large = (
-        calls("t1")[0],
-        exchange("t2", 0, "x" * 50_000),
-    )
-    for event in (
-        *(msgspec.structs.replace(usual, trajectory=f"t{n}") for n in range(10, 20)),
-        large,
-        usual,
-    ):
+    usual, large = (calls("t1")[0], exchange("t2", 0, "x" * 50_000))
+    for event in (*(msgspec.structs.replace(usual, trajectory=f"t{n}") for n in range(10, 20)), large, usual):
         await broker.publish(event)
     await run_until(nats_config, lambda: len(receiver.spans) == 11)
     (refused,) = [r for r in caplog.records if r.getMessage().startswith("the trace backend refused")]

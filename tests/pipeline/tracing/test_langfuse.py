@@ -53,9 +53,7 @@ async def test_each_vote_on_a_call_is_a_score_of_its_own(broker: Broker) -> None
     assert len({s.id for s in made}) == len(made)
 
 
-async def test_a_score_that_is_sent_again_replaces_itself(
-    nats_config: NatsConfig, receiver: LangfuseReceiver
-) -> None:
+async def test_a_score_that_is_sent_again_replaces_itself(nats_config: NatsConfig, receiver: LangfuseReceiver) -> None:
     receiver.refuse = 3
     async with Broker.connect(nats_config) as broker:
         await publish_lives(broker)

@@ -11,14 +11,7 @@ from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from pipeline.tracing import trace
 from tests.kits.langfuse import LangfuseReceiver, Span
-from tests.pipeline.tracing.kit import (
-    AGENTS_SPAN,
-    AGENTS_TRACE,
-    SPANS,
-    START,
-    publish_lives,
-    run_until,
-)
+from tests.pipeline.tracing.kit import AGENTS_SPAN, AGENTS_TRACE, SPANS, START, publish_lives, run_until
 
 pytestmark = pytest.mark.anyio
 
@@ -30,9 +23,7 @@ NAMES = {"run": "invoke_agent m", "call": "chat m", "verdict": "evaluate"}
 def table(heading: str) -> list[list[str]]:
     """The cells of the first table under a heading of docs/tracing.md."""
     text = DOC.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    rows = [
-        [c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
-    ]
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     return rows[2:]
 
 
@@ -53,9 +44,7 @@ def by_row(receiver: LangfuseReceiver, name: str) -> dict[str, list[Span]]:
 @pytest.mark.parametrize(
     "name", [f"{trace.trace_id('p', 't1'):032x}", AGENTS_TRACE], ids=["own trace", "the agent's trace"]
 )
-async def test_the_tree_is_the_documented_one(
-    nats_config: NatsConfig, receiver: LangfuseReceiver, name: str
-) -> None:
+async def test_the_tree_is_the_documented_one(nats_config: NatsConfig, receiver: LangfuseReceiver, name: str) -> None:
     await exported(nats_config, receiver)
     spans = by_row(receiver, name)
     run = spans["run"][0]

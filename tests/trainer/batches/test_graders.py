@@ -47,11 +47,7 @@ def step_of(made_of: Sequence[Example]) -> dict[str, np.ndarray[Any, Any]]:
     """Advantage times weight of each trained token, by run."""
     return {
         e.sequence.trajectory: e.weight
-        * (
-            np.full(e.sequence.trained_tokens, e.advantage)
-            if e.call_advantages is None
-            else e.call_advantages
-        )
+        * (np.full(e.sequence.trained_tokens, e.advantage) if e.call_advantages is None else e.call_advantages)
         for e in made_of
     }
 
@@ -172,16 +168,12 @@ def test_hints_of_one_key_teach_no_more_than_its_share_of_the_trained_tokens() -
         prompts = {f"r{i}": {max(call, 0): np.array([9, 9], np.int32) for call in calls}}
         groups.append(made(f"g{i}", member, teacher_prompts=prompts))
     tokens = sum(s.trained_tokens for g in groups for s in g.sequences)
-    before = {
-        e.sequence.trajectory: sum(len(x.slots) for x in e.hinted_calls) for e in examples(groups, CONFIG)
-    }
+    before = {e.sequence.trajectory: sum(len(x.slots) for x in e.hinted_calls) for e in examples(groups, CONFIG)}
     for max_share in (0.0, 0.1, 0.3, 1.0):
         after, metrics = cap_graders(groups, CONFIG, max_share)
         found = {e.sequence.trajectory: sum(len(x.slots) for x in e.hinted_calls) for e in after}
         assert found["r0"] == before["r0"]
-        assert (
-            sum(found[f"r{i}"] for i in range(2, 10)) <= max_share * tokens < max(1, max_share) * tokens + 1
-        )
+        assert sum(found[f"r{i}"] for i in range(2, 10)) <= max_share * tokens < max(1, max_share) * tokens + 1
         assert (found["r1"] == before["r1"]) == (max_share > 0)
         if max_share < 1:
             assert metrics["graders_limited"] == (2 if max_share == 0 else 1)

@@ -53,10 +53,16 @@ def test_earlier_runs_of_the_task_are_the_baseline_and_the_own_run_is_left_out()
     """A function of the log before the group's event: other tasks, later groups and older verdicts do not count."""
     runs = EarlierRuns(1.0)
     log = [
-        group("a", [1.0], task="t"), group("b", [0.2], task="other"), group("c", [0.5, 0.0], task="t"),
-        group("a", [0.4], task="t", judge="second"), group("d", [0.9, 0.1, 0.3], task="t"), group("e", [7.0], task="t"),
-        group("f", [0.6], owner="key"), group("g", [0.8], owner="key"), group("h", [0.25], owner="another"),
-    ]  # fmt: skip
+        group("a", [1.0], task="t"),
+        group("b", [0.2], task="other"),
+        group("c", [0.5, 0.0], task="t"),
+        group("a", [0.4], task="t", judge="second"),
+        group("d", [0.9, 0.1, 0.3], task="t"),
+        group("e", [7.0], task="t"),
+        group("f", [0.6], owner="key"),
+        group("g", [0.8], owner="key"),
+        group("h", [0.25], owner="another"),
+    ]
     for seq, scored in enumerate(log, 1):
         runs.add(scored, trainable_members(scored), seq)
         runs.add(scored, trainable_members(scored), seq)  # it is delivered again
@@ -67,9 +73,13 @@ def test_earlier_runs_of_the_task_are_the_baseline_and_the_own_run_is_left_out()
     assert [g.refusal(0, config) for g in batch] == [None] * 4
     first_of_its_key = 0.25 - np.mean([0.9, 0.1, 0.3, 0.4, 0.8, 0.25])
     expected = [
-        0.9 - (0.5 + 0.0 + 0.4 + 0.1 + 0.3) / 5, 0.1 - (0.5 + 0.0 + 0.4 + 0.9 + 0.3) / 5,
-        0.3 - (0.5 + 0.0 + 0.4 + 0.9 + 0.1) / 5, 0.4 - (0.5 + 0.0) / 2, 0.8 - 0.6, first_of_its_key,
-    ]  # fmt: skip
+        0.9 - (0.5 + 0.0 + 0.4 + 0.1 + 0.3) / 5,
+        0.1 - (0.5 + 0.0 + 0.4 + 0.9 + 0.3) / 5,
+        0.3 - (0.5 + 0.0 + 0.4 + 0.9 + 0.1) / 5,
+        0.4 - (0.5 + 0.0) / 2,
+        0.8 - 0.6,
+        first_of_its_key,
+    ]
     np.testing.assert_allclose([e.advantage for e in examples(batch, config)], expected, rtol=1e-10)
     runs.forget(6 + WINDOW)
     assert runs.before(log[4], 5) == Earlier()
@@ -99,9 +109,7 @@ def with_members(scored: GroupScored, **changed: dict[int, object]) -> GroupScor
 def test_only_scored_members_of_the_training_split_count() -> None:
     """Infrastructure's failures, masked and validation runs neither train nor move the baseline."""
     scored = with_members(
-        group("g", [0.0, 1.0, -50.0, -50.0, -50.0]),
-        outcome={2: "no_result", 3: "masked"},
-        split={4: "val"},
+        group("g", [0.0, 1.0, -50.0, -50.0, -50.0]), outcome={2: "no_result", 3: "masked"}, split={4: "val"}
     )
     out = examples([made(scored)], TrainerConfig(loss=LossConfig(advantage_scaling="none")))
     assert {e.sequence.trajectory: e.advantage for e in out} == {"g-0": -0.5, "g-1": 0.5}
@@ -136,8 +144,7 @@ def test_a_group_that_can_not_train_is_refused_with_the_reason(
         refused = refusal_of(made_of, step, config)
         assert refused is not None
         assert refused.detail.endswith(
-            "none made a recorded call; a run's client needs the run's own base_url and "
-            "api_key (`run.openai`)"
+            "none made a recorded call; a run's client needs the run's own base_url and api_key (`run.openai`)"
         )
     assert (refused and refused.reason) == reason
 
@@ -161,9 +168,7 @@ def test_trajectory_weighting_gives_long_and_short_trajectories_equal_weight() -
     scored = group("g", [0.0, 1.0])
     short = build("g-0", [exchange("g-0", 0, [5], [7] * 2)])
     long = build("g-1", [exchange("g-1", 0, [5], [7] * 6)])
-    out = examples(
-        [training_group(scored, [*short, *long])], TrainerConfig(loss=LossConfig(weighting="trajectory"))
-    )
+    out = examples([training_group(scored, [*short, *long])], TrainerConfig(loss=LossConfig(weighting="trajectory")))
     assert [e.weight * e.sequence.trained_tokens for e in out] == pytest.approx([4, 4])
     assert [e.weight for e in examples([training_group(scored, [*short, *long])], TrainerConfig())] == [1, 1]
 
@@ -173,8 +178,7 @@ def test_many_sequences_of_a_trajectory_share_its_weight_where_the_loss_averages
     one = build("g-0", [exchange("g-0", 0, [5], [7])])
     three = build("g-1", [exchange("g-1", i, [6 + i], [7]) for i in range(3)])
     out = examples(
-        [training_group(scored, [*one, *three])],
-        TrainerConfig(loss=LossConfig(weighting="trajectory", type="grpo")),
+        [training_group(scored, [*one, *three])], TrainerConfig(loss=LossConfig(weighting="trajectory", type="grpo"))
     )
     assert [e.weight for e in out] == pytest.approx([2, 2 / 3, 2 / 3, 2 / 3])
 

@@ -30,9 +30,7 @@ def asked(trajectory: str, call: int, **more: Any) -> ExchangeRecorded:
     return exchange(trajectory, call, [5], [6], **{"request": request, "response": response, **more})
 
 
-def with_hints(
-    tmp_path: Path, best: list[ExchangeRecorded], hints: int, longest: int | None
-) -> TeacherPrompts:
+def with_hints(tmp_path: Path, best: list[ExchangeRecorded], hints: int, longest: int | None) -> TeacherPrompts:
     """A group of two runs, whose worse one has so many hints on its call 0, as its teacher is asked."""
     make_tokenizer([]).save_pretrained(tmp_path)
     config = DistillConfig(best_run_reward=0.5, hint_template=" {hint}", correction_template=" best: {hint}")
@@ -70,15 +68,11 @@ async def test_the_requests_of_a_groups_runs_are_not_in_memory_together() -> Non
 
     async def read(_: Any, *, trajectory: str, **__: Any) -> list[Any]:
         request = b'{"messages": [], "note": "%b"}' % (b"x" * 1_000_000)
-        calls = [
-            exchange(trajectory, call, [call, 5], [7, 8], request=request + b" " * call) for call in range(3)
-        ]
+        calls = [exchange(trajectory, call, [call, 5], [7, 8], request=request + b" " * call) for call in range(3)]
         return [SimpleNamespace(event=call) for call in calls]
 
     members = tuple(Member(trajectory=f"t{n}", reward=float(n), exchanges=3) for n in range(30))
-    group = AdmittedGroup(
-        GroupScored(project="p", group="g", model="m", judge="j", members=members), Place(1, 0)
-    )
+    group = AdmittedGroup(GroupScored(project="p", group="g", model="m", judge="j", members=members), Place(1, 0))
     broker: Any = SimpleNamespace(read=read)
     tracemalloc.start()
     try:

@@ -41,9 +41,7 @@ def made(group: str, runs: Runs, **more: Any) -> GroupWithHistory:
             prompt = [*prompt, 7, 8]
         sequences += build(name, history)
     return training_group(
-        GroupScored(project="p", group=group, model="tiny", judge="j", members=tuple(members)),
-        sequences,
-        **more,
+        GroupScored(project="p", group=group, model="tiny", judge="j", members=tuple(members)), sequences, **more
     )
 
 
@@ -51,8 +49,7 @@ def literal(runs: Runs, gamma: float) -> dict[str, list[float]]:
     """The returns, written down as the formula is."""
     return {
         name: [
-            sum(gamma ** (j - k) * of_calls.get(j, 0.0) for j in range(k, calls))
-            + gamma ** (calls - 1 - k) * reward
+            sum(gamma ** (j - k) * of_calls.get(j, 0.0) for j in range(k, calls)) + gamma ** (calls - 1 - k) * reward
             for k in range(calls)
         ]
         for name, (reward, of_calls, calls) in runs.items()
@@ -70,12 +67,7 @@ def of_tokens(group: list[GroupWithHistory], **loss: Any) -> dict[str, list[floa
     }
 
 
-RUNS: Runs = {
-    "a": (0.5, {1: 1.0}, 3),
-    "b": (-1.0, {0: 0.25, 2: -0.5}, 4),
-    "c": (0.0, {}, 1),
-    "d": (0.75, {0: 1.0}, 2),
-}
+RUNS: Runs = {"a": (0.5, {1: 1.0}, 3), "b": (-1.0, {0: 0.25, 2: -0.5}, 4), "c": (0.0, {}, 1), "d": (0.75, {0: 1.0}, 2)}
 OTHERS: Runs = {"e": (0.3, {0: 0.1}, 2), "f": (0.9, {}, 2)}
 
 
@@ -102,8 +94,7 @@ def differences(gamma: float, baseline: str) -> dict[str, list[float]]:
         for name, own in literal(group, gamma).items():
             others = literal(compared(name, group, baseline), gamma).values()
             out[name] = [
-                value - sum(r[min(call, len(r) - 1)] for r in others) / len(others)
-                for call, value in enumerate(own)
+                value - sum(r[min(call, len(r) - 1)] for r in others) / len(others) for call, value in enumerate(own)
             ]
     return out
 
@@ -120,9 +111,7 @@ def batch_of(gamma: float) -> list[GroupWithHistory]:
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.5, 0.0])
 @pytest.mark.parametrize("scaling", ["none", "group", "batch"])
 @pytest.mark.parametrize("baseline", ["group", "task", "batch"])
-def test_an_advantage_is_the_calls_return_less_that_of_its_position(
-    gamma: float, scaling: str, baseline: str
-) -> None:
+def test_an_advantage_is_the_calls_return_less_that_of_its_position(gamma: float, scaling: str, baseline: str) -> None:
     found = of_tokens(batch_of(gamma), turn_discount=gamma, advantage_scaling=scaling, baseline=baseline)
     expected = differences(gamma, baseline)
     for group in (RUNS, OTHERS):
@@ -135,17 +124,22 @@ def test_an_advantage_is_the_calls_return_less_that_of_its_position(
 
 @pytest.mark.parametrize("balance", [0.0, 0.5, -0.25])
 @pytest.mark.parametrize(
-    ("loss", "weighting"),
-    [("dapo", "loss"), ("dapo", "trajectory"), ("grpo", "loss"), ("grpo", "trajectory")],
+    ("loss", "weighting"), [("dapo", "loss"), ("dapo", "trajectory"), ("grpo", "loss"), ("grpo", "trajectory")]
 )
 @pytest.mark.parametrize("baseline", ["group", "task", "batch"])
 def test_normalised_advantages_have_the_mean_size_one_as_the_loss_averages(
     balance: float, loss: str, weighting: str, baseline: str
 ) -> None:
     found = of_tokens(
-        batch_of(0.9), type=loss, turn_discount=0.9, baseline=baseline, advantage_scaling="none",
-        advantage_balance=balance, advantage_normalization="mean_abs", weighting=weighting,
-    )  # fmt: skip
+        batch_of(0.9),
+        type=loss,
+        turn_discount=0.9,
+        baseline=baseline,
+        advantage_scaling="none",
+        advantage_balance=balance,
+        advantage_normalization="mean_abs",
+        weighting=weighting,
+    )
     balanced = {
         name: [
             a * (1 - balance) if a < 0 and balance > 0 else a * (1 + balance) if a >= 0 and balance < 0 else a
@@ -226,18 +220,20 @@ CONFIG_OF_CALLS = TrainerConfig(loss=LossConfig(turn_discount=0.5, advantage_sca
 
 
 @pytest.mark.anyio
-async def test_calls_that_nothing_judged_are_context_in_a_run_of_which_only_calls_are_judged(
-    broker: Broker,
-) -> None:
+async def test_calls_that_nothing_judged_are_context_in_a_run_of_which_only_calls_are_judged(broker: Broker) -> None:
     """Two of four calls are judged in a, one of three in b, whose second call has a hint. By the formula, positions 0
     and 1 are compared; b has returned what its first call gave by its second."""
     judged = (
         Member(trajectory="a", reward=0.0, graded="calls", call_rewards={"0": 1.0, "1": -1.0}, exchanges=4),
         Member(
-            trajectory="b", reward=0.0, graded="calls", call_rewards={"0": 1.0}, exchanges=3,
+            trajectory="b",
+            reward=0.0,
+            graded="calls",
+            call_rewards={"0": 1.0},
+            exchanges=3,
             hints=(Hint(call=1, text="No."),),
         ),
-    )  # fmt: skip
+    )
     scored = GroupScored(project="p", group="g", model="tiny", judge="j", members=judged)
     for member in judged:
         prompt: list[int] = []
@@ -252,16 +248,18 @@ async def test_calls_that_nothing_judged_are_context_in_a_run_of_which_only_call
     found = of_tokens([group], advantage_scaling="none")
     assert found == {"a": [-0.5, -0.5, -0.5, -0.5], "b": [0.5, 0.5, 0.5, 0.5]}
     run = msgspec.structs.replace(judged[0], graded="run")
-    assert [calls_with_credit(m, 3, 1.0).tolist() for m in (*judged, run)] == [[True, True, False]] * 2 + [
-        [True] * 3
-    ]
+    assert [calls_with_credit(m, 3, 1.0).tolist() for m in (*judged, run)] == [[True, True, False]] * 2 + [[True] * 3]
 
 
 def test_a_hint_is_credited_to_its_own_call_only() -> None:
     hinted = Member(
-        trajectory="a", reward=0.0, graded="calls", call_rewards={"1": 1.0}, exchanges=5,
+        trajectory="a",
+        reward=0.0,
+        graded="calls",
+        call_rewards={"1": 1.0},
+        exchanges=5,
         hints=(Hint(call=3, text="No."),),
-    )  # fmt: skip
+    )
     assert calls_with_credit(hinted, 5, 1.0).tolist() == [True, True, False, True, False]
     assert calls_with_credit(hinted, 5, 0.0).tolist() == [False, True, False, True, False]
     only_hint = msgspec.structs.replace(hinted, call_rewards={})
@@ -290,8 +288,11 @@ ROLES = {"a": {0: "x", 2: "x", 3: "y"}, "b": {0: "x", 1: "x"}, "c": {}, "d": {0:
 def test_an_agents_calls_are_credited_with_its_own_rewards_and_the_runs(gamma: float, baseline: str) -> None:
     """The return over the later calls of the same agent, less the mean at the same place of that agent."""
     runs: Runs = {
-        "a": (0.5, {0: 1.0, 1: -2.0, 3: 0.25}, 4), "b": (-1.0, {1: 0.5}, 3), "c": (0.0, {}, 2), "d": (0.75, {0: 1.0}, 2)
-    }  # fmt: skip
+        "a": (0.5, {0: 1.0, 1: -2.0, 3: 0.25}, 4),
+        "b": (-1.0, {1: 0.5}, 3),
+        "c": (0.0, {}, 2),
+        "d": (0.75, {0: 1.0}, 2),
+    }
     literal_of: dict[str, dict[tuple[str, int], float]] = {}
     place_of: dict[str, list[tuple[str, int]]] = {}
     for name, (reward, of_calls, calls) in runs.items():

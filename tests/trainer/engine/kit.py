@@ -19,9 +19,7 @@ Configure = Callable[[dict[str, Any]], None]
 """Set these settings of an engine."""
 
 
-def sampled_by(
-    engine: Engine, state: TrainState, name: str, seed: int, step: int | None = None
-) -> TokenSequence:
+def sampled_by(engine: Engine, state: TrainState, name: str, seed: int, step: int | None = None) -> TokenSequence:
     """A sequence with the logprobs that `state`'s adapter gives it, as a sampler would have recorded them."""
     rng = np.random.default_rng(seed)
     prompt, reply = rng.integers(2, VOCAB, 7).tolist(), rng.integers(2, VOCAB, 5).tolist()

@@ -54,9 +54,7 @@ def long_one(tokens: int) -> Example:
     return Example(sequence, 0.7)
 
 
-def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_halves_the_budget_and_the_step_is_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     state = engine.initial_state()
     examples = batch(engine, state)
     whole = engine.step(state, examples, [0] * 6)
@@ -98,15 +96,11 @@ def test_a_sequence_that_does_not_fit_alone_is_left_out_and_the_rest_is_trained(
     assert "it does not fit in memory even alone" in caplog.text
 
 
-def test_a_batch_of_which_no_sequence_fits_is_untrainable(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_of_which_no_sequence_fits_is_untrainable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     state = engine.initial_state()
     examples = batch(engine, state)
     with_room_for(engine, 5, monkeypatch)
-    with pytest.raises(
-        UntrainableError, match="step 1 skipped: none of its 6 sequences fits in memory on its own"
-    ):
+    with pytest.raises(UntrainableError, match="step 1 skipped: none of its 6 sequences fits in memory on its own"):
         engine.step(state, examples, [0] * 6)
 
 

@@ -35,8 +35,11 @@ def test_a_late_sequence_is_weighted_with_its_truncated_ratio_and_the_others_are
     current = torch.tensor([[-1.2, -2.1, -0.4], [-0.2, -2.5, -0.5], [-0.5, -1.0, -0.5], [-1.0, -2.0, -0.5]])
     given = inputs_of(
         [Example(s, 1.0, late=is_late_) for s, is_late_ in zip(made, late, strict=True)],
-        current, config=config, sequences=4, tokens=12,
-    )  # fmt: skip
+        current,
+        config=config,
+        sequences=4,
+        tokens=12,
+    )
     ratios = np.exp(current.numpy() - np.array(recorded))
     expected = np.minimum(ratios, 1.5)
     expected[0], expected[2] = np.exp(-0.2), 1.5
@@ -87,9 +90,7 @@ def test_late_runs_need_a_correction() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("least", [0.0, 1.0])
-async def test_what_arrives_late_trains_late_or_is_discarded_as_stale(
-    training: kit.Training, least: float
-) -> None:
+async def test_what_arrives_late_trains_late_or_is_discarded_as_stale(training: kit.Training, least: float) -> None:
     """The logprobs that the kit makes up are no model's: the weights of late sequences differ."""
     settings = {"late": "sequence_truncate", "late_min_ess": least, "max_staleness": 0, "groups_per_step": 1}
     async with training(**settings) as broker:

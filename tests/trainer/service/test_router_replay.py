@@ -73,9 +73,7 @@ def test_tokens_without_choices_are_counted_and_told(caplog: pytest.LogCaptureFi
 
     def told(*recorded: bytes) -> tuple[float, list[dict[str, int]]]:
         caplog.clear()
-        calls = [
-            kit.exchange(f"t{n}", 0, PROMPT, REPLY, experts=experts) for n, experts in enumerate(recorded)
-        ]
+        calls = [kit.exchange(f"t{n}", 0, PROMPT, REPLY, experts=experts) for n, experts in enumerate(recorded)]
         sequences = [s for call in calls for s in build(call.trajectory, [call], replay=True)]
         metrics = replay_metrics([kit.training_group(kit.group("g", [0.0, 1.0]), sequences)])
         warnings = [vars(r)["fields"] for r in caplog.records if "streamed" in r.getMessage()]
