@@ -21,7 +21,7 @@ from pipeline.log.messages import Place
 from pipeline.names import branch_model
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import AdmittedGroup, Refusal, trainable_members
-from trainer.batches.tasks import WINDOW, Earlier, EarlierRuns
+from trainer.batches.tasks import WINDOW, EarlierReturns, EarlierRuns
 from trainer.checkpoints.commits import LogShrankError
 from trainer.checkpoints.consumed import Consumed
 from trainer.queues import ModelQueue
@@ -140,7 +140,7 @@ class Intake:
             queue.add(group)
             self.changed.set()
 
-    async def _earlier_runs(self, queue: ModelQueue, event: GroupScored, seq: int) -> Earlier:
+    async def _earlier_runs(self, queue: ModelQueue, event: GroupScored, seq: int) -> EarlierReturns:
         """Return the earlier runs of the group's task, if its step compares runs with them.
 
         The queue's earlier runs are read from the log when the first group asks for those of its discount. Every group
@@ -163,7 +163,7 @@ class Intake:
                 kept[discount].add(recorded.event, trainable_members(recorded.event), recorded.seq)
         for earlier_runs in kept.values():
             earlier_runs.add(event, trainable_members(event), seq)
-        return kept[discount].before(event, seq) if asked else Earlier()
+        return kept[discount].before(event, seq) if asked else EarlierReturns()
 
     async def _ack_floor(self) -> int:
         """The sequence up to which the server knows every acknowledgement."""

@@ -19,7 +19,7 @@ import anyio
 import msgspec
 from rich.console import Console
 
-from judge.commands.options import add_settings, shown
+from judge.commands.options import add_settings, figure_text
 from judge.labelled import LabelledGroup, measure_agreement, read_labelled
 from judge.models.chat import ChatModel
 from judge.models.judge_model import open_judge_model
@@ -114,7 +114,7 @@ def run_command(args: argparse.Namespace) -> None:
         console.print_json(msgspec.json.encode(report).decode(), ensure_ascii=True)
     else:
         for key, value in report.items():
-            console.print(f"{key:<22} {shown(value)}", markup=False)
+            console.print(f"{key:<22} {figure_text(value)}", markup=False)
     tau = report["kendall_tau"]
     if report["groups"] == 0 or (args.min_tau is not None and (tau is None or tau < args.min_tau)):
         raise SystemExit(1)

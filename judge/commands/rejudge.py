@@ -30,7 +30,7 @@ import anyio
 import msgspec
 from rich.console import Console
 
-from judge.commands.options import add_settings, shown
+from judge.commands.options import add_settings, figure_text
 from judge.errors import UnscoredError
 from judge.feedback import counting
 from judge.groups import Arrival, Group, GroupKey
@@ -332,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"discarded); {report.skipped} were there already, {report.failed} failed, "
             f"{report.gone} are no longer in the log"
         )
-        agreement = (f"{key} {shown(value)}" for key, value in answer["agreement_with_before"].items())
+        agreement = (f"{key} {figure_text(value)}" for key, value in answer["agreement_with_before"].items())
         console.print(f"agreement with the rewards before: {', '.join(agreement)}")
     if report.failed:
         raise SystemExit(1)

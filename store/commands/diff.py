@@ -169,7 +169,7 @@ def compare(a: Rewards, b: Rewards) -> tuple[dict[str, Any], Rewards]:
     }, flipped
 
 
-def _shown(value: float | None) -> str:
+def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
 
@@ -206,7 +206,7 @@ def _run(args: argparse.Namespace) -> int:
         }
         sys.stdout.write(visible_json(msgspec.json.encode(result).decode()) + "\n")
     else:
-        sys.stdout.write("".join(f"{name:<24}{_shown(value)}\n" for name, value in result.items()))
+        sys.stdout.write("".join(f"{name:<24}{_figure(value)}\n" for name, value in result.items()))
         for row in checkpoints:
             sys.stdout.write(
                 f"{row['project']}/{row['version']} was trained on {row['flipped']} of them, of {row['trajectories']} "

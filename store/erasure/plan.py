@@ -164,7 +164,7 @@ def make_plan(
     groups = {Group(m, g) for m, g in connection.execute(_GROUPS, values).fetchall()}
     plan.groups = sorted({*plan.groups, *groups}, key=lambda g: (g.model, g.group))
     data_sets = list(_data_sets(Path(config.run_dir), runs))
-    plan.folders = sorted({*plan.folders, *(str(found.folder) for found in data_sets if found.reached)})
+    plan.folders = sorted({*plan.folders, *(str(found.folder) for found in data_sets if found.affected)})
     if plan.runs:
         _add_versions(connection, config, plan, data_sets)
     return plan
@@ -230,7 +230,7 @@ class _DataSet:
     """A data set that `journeywork dataset` wrote."""
 
     folder: Path
-    reached: bool
+    affected: bool
     """Whether it has rows of the person's runs."""
     sha256: str = ""
     """Of its split `train`, if it has one."""
@@ -244,12 +244,12 @@ def _data_sets(folder: Path, runs: set[str]) -> Iterator[_DataSet]:
         files = [file for split in SPLITS if (file := card.parent / f"{split}.parquet").is_file()]
         if not files or "journeywork dataset" not in card.read_text(errors="replace"):
             continue
-        reached = {file.stem: bool(_names(file) & runs) for file in files}
+        affected = {file.stem: bool(_names(file) & runs) for file in files}
         yield _DataSet(
             card.parent,
-            any(reached.values()),
-            hashlib.sha256((card.parent / "train.parquet").read_bytes()).hexdigest() if "train" in reached else "",
-            reached.get("train", False),
+            any(affected.values()),
+            hashlib.sha256((card.parent / "train.parquet").read_bytes()).hexdigest() if "train" in affected else "",
+            affected.get("train", False),
         )
 
 

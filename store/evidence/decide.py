@@ -171,7 +171,7 @@ def _watch(args: argparse.Namespace) -> int:
     gateway, config = connect(args), installation_settings(args.run_dir, sections=("store",))
     while True:
         begun = _in_force(gateway, args.model)
-        evidence = _look(config, begun)
+        evidence = _read_until_now(config, begun)
         _say(evidence)
         awaited = evidence.verdict == "promote" and evidence.plan.approval
         if awaited:
@@ -188,7 +188,7 @@ def _watch(args: argparse.Namespace) -> int:
 def _approve(args: argparse.Namespace) -> int:
     gateway, config = connect(args), installation_settings(args.run_dir, sections=("store",))
     begun = _in_force(gateway, args.model)
-    evidence = _look(config, begun)
+    evidence = _read_until_now(config, begun)
     _say(evidence)
     if evidence.verdict != "promote":
         raise ConfigError(f"{evidence.candidate} is not shown to be better: the verdict is {evidence.verdict}")
@@ -229,7 +229,7 @@ def _in_force(gateway: GatewayApi, model: str) -> _Begun:
     return _Begun(msgspec.structs.replace(evidence, since=decision["at"]), decision["request"])
 
 
-def _look(config: Config, begun: _Begun) -> Evidence:
+def _read_until_now(config: Config, begun: _Begun) -> Evidence:
     until = int((time.time() - _SETTLED_S) * 1e6)
     return read_evidence(sql.connect(config), config.project, begun.evidence, until)
 

@@ -22,8 +22,8 @@ from pipeline.events.group import DiscardReason
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.log.broker import Delivery
 from pipeline.log.messages import Place
-from trainer.batches.returns import NO_ROLES, Roles, group_returns, has_call_returns, positions, spread
-from trainer.batches.tasks import Earlier
+from trainer.batches.returns import NO_ROLES, Roles, group_returns, has_call_returns, largest_difference, positions
+from trainer.batches.tasks import EarlierReturns
 from trainer.distillation.teacher import (
     HintedCall,
     TeacherAnswer,
@@ -53,7 +53,7 @@ class AdmittedGroup:
     place: Place
     delivery: Delivery | None = None
     """`None` for a group that was read from the log at start and is not delivered yet."""
-    earlier: Earlier = field(default_factory=Earlier)
+    earlier: EarlierReturns = field(default_factory=EarlierReturns)
     """The earlier runs of its task (`trainer.batches.tasks`), with `trainer.loss.baseline` = `task`."""
 
     @property
@@ -243,7 +243,7 @@ def _alike(members: Sequence[Member], config: TrainerConfig, history: History) -
         (of_run, positions(len(of_run), roles.get(member.trajectory, NO_ROLES)))
         for member, of_run in zip(members, returns, strict=True)
     ]
-    return spread(runs) <= REWARD_TOLERANCE
+    return largest_difference(runs) <= REWARD_TOLERANCE
 
 
 def _no_variance(members: Sequence[Member], why: str = "") -> Refusal:

@@ -71,7 +71,7 @@ def _by_role(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> dict[s
     return by_role
 
 
-def spread(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> float:
+def largest_difference(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> float:
     """The largest difference between returns that are compared: of one agent at one of its positions. `runs` as in
     `role_baselines`."""
     differences = [0.0]

@@ -123,7 +123,7 @@ def teacher_logprobs_of(sequence: TokenSequence, answers: Sequence[TeacherAnswer
     return None if np.isnan(part.logprobs_k).all() else part
 
 
-def joined(tokens: int, parts: Sequence[tuple[HintedCall, TeacherLogprobs]]) -> TeacherLogprobs | None:
+def join_logprobs(tokens: int, parts: Sequence[tuple[HintedCall, TeacherLogprobs]]) -> TeacherLogprobs | None:
     """The teacher's logprobs of a sequence's `tokens` trained tokens, from those of its hinted calls. `None` if there
     are none."""
     if not parts:

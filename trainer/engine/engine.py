@@ -22,7 +22,7 @@ import torch
 from pipeline.config import TrainerConfig
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.examples import Example
-from trainer.distillation.teacher import HintedCall, TeacherLogprobs, joined
+from trainer.distillation.teacher import HintedCall, TeacherLogprobs, join_logprobs
 from trainer.engine import checks
 from trainer.engine.fitting import NothingFitsError, check_within_memory, run_within_memory
 from trainer.engine.late import is_late, late_metrics
@@ -227,7 +227,7 @@ class Engine:
             if (teacher_logprobs := said.get(id(call.sequence))) is not None:
                 parts.setdefault(i, []).append((call, teacher_logprobs))
         return [
-            dataclasses.replace(e, hinted_calls=(), teacher=joined(e.sequence.trained_tokens, parts.get(i, ())))
+            dataclasses.replace(e, hinted_calls=(), teacher=join_logprobs(e.sequence.trained_tokens, parts.get(i, ())))
             for i, e in enumerate(examples)
         ]
 

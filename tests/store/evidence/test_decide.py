@@ -129,7 +129,7 @@ def test_a_second_watcher_decides_nothing(found: Living, capsys: pytest.CaptureF
     config = found.gateway.config
     gateway = decide.GatewayApi(found.gateway.url)
     begun = decide._in_force(gateway, MODEL)
-    seen = msgspec.structs.replace(decide._look(config, begun), verdict="hold")
+    seen = msgspec.structs.replace(decide._read_until_now(config, begun), verdict="hold")
     decide._publish(gateway, begun, seen)
     first = decision(found)
     decide._publish(gateway, begun, msgspec.structs.replace(seen, verdict="promote", until=seen.until + 1))
@@ -215,7 +215,7 @@ def test_each_look_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decide, "connect", lambda _: None)
     monkeypatch.setattr(decide, "installation_settings", lambda *_, **__: None)
     monkeypatch.setattr(decide, "_in_force", lambda *_: decide._Begun(evidence, "compare-1"))
-    monkeypatch.setattr(decide, "_look", lambda *_: evidence)
+    monkeypatch.setattr(decide, "_read_until_now", lambda *_: evidence)
     monkeypatch.setattr(decide.time, "sleep", end)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written))  # a pipe's: it keeps what is short
     with pytest.raises(KeyboardInterrupt):

@@ -12,7 +12,7 @@ from pipeline.events import GroupScored
 from tests.trainer.kit import exchange, group, training_group
 from trainer.batches.examples import examples
 from trainer.batches.groups import GroupWithHistory, Refusal, trainable_members
-from trainer.batches.tasks import WINDOW, Earlier, EarlierRuns, task_baselines
+from trainer.batches.tasks import WINDOW, EarlierReturns, EarlierRuns, task_baselines
 from trainer.sequences import build
 
 
@@ -82,8 +82,8 @@ def test_earlier_runs_of_the_task_are_the_baseline_and_the_own_run_is_left_out()
     ]
     np.testing.assert_allclose([e.advantage for e in examples(batch, config)], expected, rtol=1e-10)
     runs.forget(6 + WINDOW)
-    assert runs.before(log[4], 5) == Earlier()
-    assert runs.before(log[7], 8) == Earlier(1, (0.6,))
+    assert runs.before(log[4], 5) == EarlierReturns()
+    assert runs.before(log[7], 8) == EarlierReturns(1, (0.6,))
 
 
 def test_earlier_runs_with_rewards_of_calls_are_compared_at_the_same_position() -> None:
