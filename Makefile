@@ -27,8 +27,7 @@ lint: venv
 	$(VENV)/bin/mypy
 
 docs: venv
-	$(PY) -m pipeline.docs
-	$(PY) -m store.docs
+	$(PY) -m store.docs build/docs
 
 # The curves. `python -m examples.common.curve docs/pictures runs/demo` records that of a run of the demo.
 pictures: venv
@@ -59,7 +58,7 @@ LOCK := uv pip compile --python-version 3.11 --python-platform x86_64-manylinux_
   --no-binary nkeys --no-emit-package nkeys --constraint requirements/source.txt \
   --no-emit-index-url --no-emit-find-links --no-annotate --custom-compile-command "make lock" --quiet
 
-LOCKED := $(foreach name,cpu gpu compat trackers,requirements/$(name).txt)
+LOCKED := $(foreach name,cpu gpu compat,requirements/$(name).txt)
 
 # What the agents' programs name and the tests never import: 300 MB of data frames.
 COMPAT_UNUSED := datasets dill hf-xet multiprocess pandas pyarrow
@@ -73,7 +72,6 @@ lock:
 	  -o requirements/cpu.txt
 	$(LOCK) pyproject.toml --extra gpu --extra proof --no-emit-package xformers -o requirements/gpu.txt
 	$(LOCK) requirements/compat.in $(foreach package,$(COMPAT_UNUSED),--no-emit-package $(package)) -o requirements/compat.txt
-	$(LOCK) requirements/trackers.in -o requirements/trackers.txt
 
 clean:
 	rm -rf $(VENV) .venv-* tests/rollout_gateway/agents/node/node_modules runs build *.egg-info

@@ -261,7 +261,7 @@ async def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             project=PROJECT,
             run_dir=str(folder / "gateway"),
             nats=nats,
-            # One slot of a server stays empty: see docs/operations.md.
+            # One slot of a server stays empty: see docs/decisions/gateway.md.
             vllm=VllmConfig(urls=(vllm.url,), max_loras=3),
             models=(ModelConfig(name="tictactoe", base=str(VllmServer.base)),),
             gateway=GatewayConfig(port=free_port()),

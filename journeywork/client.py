@@ -155,7 +155,7 @@ class AsyncJourneywork:
 
     async def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """Record the results of one entrant of an evaluation on the log: the fields of `policy.evaluated` in
-        docs/events.md. Recording them again has no effect."""
+        `journeywork docs`. Recording them again has no effect."""
         return await self._request("POST", "/v1/evaluations", result)
 
     gather = gathering.gather

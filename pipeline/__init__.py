@@ -20,5 +20,5 @@
 | `files` | atomic and durable writes of files |
 | `errors` | errors that a command prints as one line |
 | `crash` | crash points for tests |
-| `docs` | the generated pages of `docs/` |
+| `docs` | renders reference pages of this package |
 """

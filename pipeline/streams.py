@@ -1,4 +1,4 @@
-"""The table of streams, consumers and buckets. Provisioning, `journeywork status` and docs/streams.md use it."""
+"""The table of streams, consumers and buckets. Provisioning, `journeywork status` and `journeywork docs` use it."""
 
 from __future__ import annotations
 

@@ -11,5 +11,5 @@
 | `datasets/` | runs as data sets for supervised trainers: `journeywork dataset` |
 | `erasure/` | a person's runs are deleted from log, lake and data sets: `journeywork erase` |
 | `alarms/` | conditions that are reported to an operator |
-| `docs` | generates docs/store.md and the answers of docs/questions.md |
+| `docs` | `journeywork docs`: writes the reference pages |
 """

@@ -3,7 +3,7 @@ user, names and network.
 
 bubblewrap gives each service the file system (the image's program under /opt/venv is this environment's), a user that
 is not root, processes of its own, a network namespace on a bridge that all share, and the `/etc/hosts` of that
-network. Python programs there are forked from warm processes (`tests.kits.warm_sandbox`)."""
+network."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from typing import Any
 
 import psutil
 import yaml
-
-from tests.kits.warm_sandbox import PLACE, WarmPrograms
 
 ROOT = Path(__file__).parent.parent
 UID = 10001
@@ -125,7 +123,6 @@ class Box:
     """Path in the container to the file or folder here, and whether it can be written."""
     host_env: dict[str, str]
     """The environment in which `docker compose` is called."""
-    programs: WarmPrograms
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @classmethod
@@ -136,7 +133,7 @@ class Box:
         net = Network(list(services))
         hosts = "127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for n, a in net.addresses.items())
         (folder / "hosts").write_text(hosts)
-        return cls(services, net, folder, mounts, host_env, WarmPrograms(folder / "bin"))
+        return cls(services, net, folder, mounts, host_env)
 
     def order(self) -> list[str]:
         """The services, each after those that it depends on."""
@@ -158,15 +155,14 @@ class Box:
         argv = [*self.net.enter(name), "bwrap", "--unshare-user", "--uid", str(UID), "--gid", str(UID), "--unshare-pid",
                 "--unshare-ipc", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]  # fmt: skip
         argv += [*machine("--bind"), "--tmpfs", "/dev/shm", "--tmpfs", "/tmp"]
-        argv += [*settings_of(self.folder), *self.programs.mount]
-        argv += [*installed(), "--bind", str(home), str(home)]
+        argv += [*settings_of(self.folder), *installed(), "--bind", str(home), str(home)]
         for place in (
             volume.split(":")[1 if "}" not in volume else -2] for volume in self.services[name]["volumes"]
         ):
             source, writable = self.mounts[place]
             argv += ["--bind" if writable else "--ro-bind", str(source), place]
         # The image's environment, and what the file says; nothing of the host's besides.
-        env = {"PATH": f"{PLACE}:{BIN}:/usr/local/bin:/usr/bin:/bin", "HOME": str(home)}
+        env = {"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "HOME": str(home)}
         env["PYTHONPATH"] = str(ROOT)  # in the image this checkout is what is installed
         for variable in self.services[name].get("environment", []):
             if variable in self.host_env:
@@ -211,5 +207,4 @@ class Box:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        self.programs.close()
         self.net.close()

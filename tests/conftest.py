@@ -27,7 +27,7 @@ from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from pipeline.running.plan import CPU_FLAGS, ONE_PROCESS, one_process_environment
-from tests.kits import certificates, clients, shared_servers, warm
+from tests.kits import certificates, clients, shared_servers
 from tests.kits.quick_service import quick_consumers
 
 # A module that many processes of tests import is compiled once, also where the shell says otherwise.
@@ -361,8 +361,6 @@ def _worker_group(item: pytest.Item) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    warm.install()
-    config.pluginmanager.register(shared_servers.Watch())
     certificates.share_contexts()
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests of one worker, with pytest-xdist")
@@ -372,4 +370,3 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries look at their end whether all of theirs was freed
-    warm.close()

@@ -72,7 +72,7 @@ def test_the_image_is_pinned_by_digest_and_runs_without_root() -> None:
         assert service.get("user") is None
 
 
-@pytest.mark.parametrize("lock", ["cpu", "gpu", "compat", "trackers", "torch-cpu", "source"])
+@pytest.mark.parametrize("lock", ["cpu", "gpu", "compat", "torch-cpu", "source"])
 def test_every_package_of_a_lock_has_its_version_and_hashes(lock: str) -> None:
     text = (ROOT / "requirements" / f"{lock}.txt").read_text("utf-8")
     entries = [e for e in re.sub(r"#.*", "", text).replace("\\\n", " ").splitlines() if e.strip()]

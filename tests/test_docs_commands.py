@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import re
 import runpy
 import shlex
@@ -16,15 +17,14 @@ import pytest
 from pipeline.commands import main as cli
 from tests.test_packaging import ROOT
 
-PAGES = (
-    *ROOT.glob("*.md"),
-    *ROOT.glob("docs/*.md"),
-    *ROOT.glob("examples/**/README.md"),
-)
+PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md"))
 _BLOCK = re.compile(r"^(?:    )?journeywork (?P<args>(?:[^\n]*\\\n)*[^\n]*)$", re.MULTILINE)
 _INLINE = re.compile(r"`journeywork ([a-z][a-z-]*)[^`]*`")
-_REMOVED = "taken-out.md"
-"""The page that names commands which are gone."""
+_MODULE = re.compile(r"(?:^| |`)python -m ([a-z_]+(?:\.[a-z_]+)*)", re.MULTILINE)
+_TARGET = re.compile(r"(?:^    |`)make ([a-z][\w-]*)", re.MULTILINE)
+_FILE = re.compile(
+    r"(?:^    |pytest |-f |`)((?:tests|benchmarks|examples|deploy)/[\w/-]+(?:\.\w+)?)", re.MULTILINE
+)
 
 
 class _TakenError(Exception):
@@ -71,22 +71,31 @@ def test_a_command_line_is_taken(
 
 
 def test_every_command_that_a_page_names_is_there() -> None:
-    named = {
-        (page.name, name)
-        for page in PAGES
-        if page.name != _REMOVED
-        for name in _INLINE.findall(page.read_text("utf-8"))
-    }
+    named = {(page.name, name) for page in PAGES for name in _INLINE.findall(page.read_text("utf-8"))}
     assert {(page, name) for page, name in named if name not in {*cli.OWN, *cli.SUBCOMMANDS}} == set()
     assert len(named) > 50  # the pattern finds them
 
 
-def test_all_pages_spell_the_command_in_one_way() -> None:
-    """Except for another user, whose shell has not activated the environment."""
-    other = [
-        f"{page.name}: {line.strip()}"
-        for page in PAGES
-        for line in page.read_text("utf-8").splitlines()
-        if "bin/journeywork" in line and "runuser" not in line
+def test_every_program_and_file_that_a_page_names_is_there() -> None:
+    """A figure names the command that measures it, so the command has to run."""
+    targets = " ".join(
+        re.findall(r"^([a-z][\w -]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    ).split()
+    exists = {
+        _MODULE: _importable,
+        _TARGET: lambda name: name in targets,
+        _FILE: lambda name: (ROOT / name).exists(),
+    }
+    texts = {page.relative_to(ROOT).as_posix(): page.read_text("utf-8") for page in PAGES}
+    named = [
+        (page, kind, name) for page, text in texts.items() for kind in exists for name in kind.findall(text)
     ]
-    assert other == []
+    assert [(page, name) for page, kind, name in named if not exists[kind](name)] == []
+    assert len(named) > 50  # the patterns find them
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

@@ -18,7 +18,6 @@ from journeywork import Journeywork
 from pipeline.chat.images import media_of
 from tests.kits.installation import started
 from tests.kits.vision import IMAGE, QUESTION, VOCABULARY, data_url, make_guesser, picture, torchvision
-from tests.kits.warm import fork_with
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,7 +52,6 @@ def test_logprobs_of_answers_to_images_are_those_of_vllm_at_each_step(tmp_path: 
         f"vllm.args={json.dumps(['--limit-mm-per-prompt', json.dumps({'image': 2, 'video': 0})])}",
     )  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(torchvision())}
-    fork_with(torchvision())
     rng = random.Random(0)
     with started(tmp_path, run_dir, "--run-dir", str(run_dir), settings=settings, env=env, seconds=400) as up:
         with Journeywork(up.url) as journeywork, ThreadPoolExecutor(_ATTEMPTS) as pool:

@@ -119,17 +119,6 @@ def test_no_modules_import_each_other(package: str) -> None:
         )
 
 
-@pytest.mark.parametrize("folder", [*MAY_IMPORT, "benchmarks", "examples", "tests"])
-def test_no_line_is_longer_than_120_columns(folder: str) -> None:
-    long = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for path in (ROOT / folder).rglob("*.py")
-        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
-        if len(line) > 120
-    ]
-    assert not long
-
-
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_only_the_rooms_it_may(room: str) -> None:
     package = room.partition(".")[0]

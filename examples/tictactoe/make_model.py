@@ -6,7 +6,7 @@ The teacher decides each move anew: `STRONG` of the time it plays the move with 
 opponent's random play (the whole tree of the game is searched), a little of the time it names a taken cell, and
 otherwise it plays a random cell that neither wins nor blocks. The model that imitates it wins about 0.43 of its
 games, and the best move has a considerable probability in every position, so GRPO can find and reinforce it. The
-better the model imitates its teacher, the better it can become by RL (docs/negative-results.md), so it is trained to
+better the model imitates its teacher, the better it can become by RL (docs/decisions/sdk.md), so it is trained to
 a divergence of 0.02 nats per move."""
 
 from __future__ import annotations

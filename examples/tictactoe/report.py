@@ -11,7 +11,7 @@ from rich.table import Table
 
 from examples.common import curve
 from examples.common.history import ask, rows
-from examples.tictactoe.invariants import NEVER, counting
+from examples.common.invariants import NEVER, counting
 from journeywork.evaluation import EntrantResult, EvaluationReport
 from journeywork.statistics import Estimate
 

@@ -67,6 +67,7 @@ SUBCOMMANDS = {
     "sampler": ("rollout_gateway.sampler", "load adapters into the inference servers beside it"),
     "keys": ("rollout_gateway.access.command", "add, revoke and list the gateway's API keys"),
     "export": ("trainer.commands.export", "write an adapter or merged weights"),
+    "docs": ("store.docs", "write the reference: settings, events, streams, views, alarms"),
 }
 """Commands that live in a service's folder: module, and what `--help` says."""
 

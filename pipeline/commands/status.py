@@ -113,7 +113,7 @@ async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, An
             # Groups that the judge keeps open, by what they wait for.
             "waiting": waiting,
             "groups": await _newest_groups(broker, project),
-            # The store service's (docs/alarms.md). The supervisor's are in its state.
+            # The store service's (store/alarms). The supervisor's are in its state.
             "raised": [msgspec.to_builtins(alarm) for alarm in raised.values()],
         }
 

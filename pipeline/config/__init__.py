@@ -1,7 +1,7 @@
 """Settings: one TOML file, dotted flags over it, one validated frozen tree, saved with every run.
 
 `load(path, ["trainer.optimizer.learning_rate=1e-3"])` returns a `Config`. Unknown keys and wrong types raise
-`ConfigError`, which names the key. docs/configuration.md is generated from the docstrings of the sections.
+`ConfigError`, which names the key. `journeywork docs` makes a page of the docstrings of the sections.
 
 | module | what it holds |
 | --- | --- |

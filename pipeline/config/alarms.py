@@ -6,7 +6,7 @@ from pipeline.config.types import Natural, Positive, Section, Several, Share
 
 
 class AlarmsConfig(Section, frozen=True, kw_only=True):
-    """When alarms are raised. docs/alarms.md has the query of each and says what to do."""
+    """When alarms are raised. `journeywork docs` writes the query of each and what to do."""
 
     every_s: Positive = 15.0
     """Time between two checks, which the store service makes. The pause is longer if a check takes more than a

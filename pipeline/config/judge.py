@@ -110,7 +110,7 @@ class FeedbackConfig(Section, frozen=True, kw_only=True):
 class TeacherConfig(Section, frozen=True, kw_only=True):
     """A teacher from outside (`trainer.distill.teacher` = "outside"): any OpenAI-compatible vLLM server with the
     models' own tokenizer. The judge asks it before it publishes a group, and the trainer reads its answers from the log
-    (docs/distillation.md)."""
+    (docs/on-the-job.md)."""
 
     url: str = ""
     """Base URL up to `/v1`, such as `http://teacher:8000/v1`. Empty: there is none."""

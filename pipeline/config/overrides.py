@@ -177,7 +177,7 @@ def _suggestion(dotted: str, table: Any, root: Any, where: str) -> str:
     close = [setting for setting in same if dot and setting.startswith(above + dot)] or similar
     close = close or difflib.get_close_matches(dotted, same, n=4, cutoff=0.0)
     meant = f"; did you mean {' or '.join(close)}?" if close else "."
-    return f"{meant} docs/configuration.md lists all settings"
+    return f"{meant} `journeywork docs FOLDER` writes a page of all settings"
 
 
 def _settings(kind: Any, dotted: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     acknowledged messages survive a power cut. A number: the interval in seconds; a power cut loses the messages that
     were acknowledged since the last sync, and the services continue without them (docs/operations.md)."""
     max_bytes: Natural = 0
-    """Bytes that all streams and buckets may use on the disk; docs/streams.md has the share of each. 0: half of the
+    """Bytes that all streams and buckets may use on the disk; `journeywork docs` has the share of each. 0: half of the
     free space for the server that `journeywork up` starts, no limit for other servers."""
     max_memory: Natural = 0
     """Bytes of memory that the NATS server may use for the subjects of runs and groups, 560 bytes each. Above it the
@@ -43,7 +43,7 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     replicas: Copies = 1
     """Copies of each stream and bucket in a NATS cluster; usually 3. Existing streams are changed at the next start."""
     users: str = ""
-    """Folder with the nkey seed of each NATS user: `gateway.nk`, `judge.nk` and so on (docs/streams.md lists the
+    """Folder with the nkey seed of each NATS user: `gateway.nk`, `judge.nk` and so on (`journeywork docs` lists the
     users). Each process connects with its own. `journeywork up` makes them for the server that it starts."""
     nkey_seed: str = ""
     """File with the nkey seed that every process connects with, if `users` is not set."""
@@ -256,13 +256,13 @@ class TelemetryConfig(Section, frozen=True, kw_only=True):
 
 class CurvesConfig(Section, frozen=True, kw_only=True):
     """Curves of the training steps and evaluations, in `curves/` of the run directory: a line of `metrics.jsonl`
-    for each (docs/tracing.md)."""
+    for each (docs/dashboard.md)."""
 
     enabled: bool = True
     """Whether the store service writes them."""
     trackers: tuple[Literal["wandb"], ...] = ()
     """Trackers to which the points are also sent. The store service needs the extra of the same name for each. Its
-    address and login come from its own environment variables (docs/tracing.md)."""
+    address and login come from its own environment variables (docs/dashboard.md)."""
     tracker_project: str = ""
     """Project that the runs belong to at the trackers. Empty: `project`."""
 

@@ -125,7 +125,7 @@ class LossConfig(Section, frozen=True, kw_only=True):
 
 
 class DistillConfig(Section, frozen=True, kw_only=True):
-    """Distillation from a teacher, beside the rewards or alone (docs/distillation.md)."""
+    """Distillation from a teacher, beside the rewards or alone (docs/on-the-job.md)."""
 
     weight: Coefficient = 0.0
     """Weight of the teacher's advantage beside that of the rewards, or of the divergence in the loss. 0: no teacher."""

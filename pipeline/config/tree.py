@@ -66,7 +66,7 @@ class Config(Section, frozen=True, kw_only=True):
     signing: sections.SigningConfig = sections.SigningConfig()
     environment: dict[str, tuple[str, ...]] = {}
     """Further environment variables that `journeywork up` passes to a process (`nats`, `vllm`, `gateway`,
-    `sampler`, `judge`, `trainer`, `store`, `ui`, `telemetry`): names, or prefixes that end in `*`. docs/security.md
+    `sampler`, `judge`, `trainer`, `store`, `ui`, `telemetry`): names, or prefixes that end in `*`. docs/operations.md
     lists what each process gets anyway."""
 
     def path(self, *parts: str) -> Path:

@@ -1,6 +1,6 @@
 """The types of settings: a section, and numbers within limits.
 
-`msgspec` checks the limits when it converts the settings; docs/configuration.md shows them.
+`msgspec` checks the limits when it converts the settings; `journeywork docs` shows them.
 """
 
 from __future__ import annotations

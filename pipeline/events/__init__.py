@@ -1,4 +1,4 @@
-"""Every event on the log: the one schema from which wire, Parquet columns and docs/events.md derive.
+"""Every event on the log: the one schema from which wire, Parquet columns and the reference page derive.
 
 An event is a frozen struct, tagged with its wire name and encoded as MessagePack. Rules that keep old logs readable:
 a new field has a default, a field never changes its meaning or type, a tag is never used again. Unknown fields are

@@ -14,7 +14,7 @@ class AlarmChanged(Event, frozen=True, kw_only=True, tag="policy.alarm"):
     subject_fields = ("project", "alarm")
 
     alarm: str
-    """Name of the alarm, as in docs/alarms.md."""
+    """Name of the alarm, as in `store.alarms.table`."""
     state: Literal["raised", "cleared"]
     model: str = ""
     """Policy that it is about. Empty: the whole run."""

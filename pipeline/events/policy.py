@@ -171,7 +171,7 @@ class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
     """Caller's idempotency id, or a fresh one."""
     evidence: str = ""
     """JSON, if `journeywork decide` made the decision: its plan, the runs, the numbers and the verdict
-    (docs/promotion.md)."""
+    (docs/operations.md)."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.model}/promoted/{self.request}"

@@ -76,7 +76,10 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
         if access.is_permission_error(error):
             # The server dropped the message: its sender waits for an answer in vain.
             logger.error(
-                "the NATS user lacks a right", error=retry.reason(error), connection=name, see="docs/streams.md"
+                "the NATS user lacks a right",
+                error=retry.reason(error),
+                connection=name,
+                see="streams.md of `journeywork docs`",
             )
         else:
             logger.warning("nats", error=retry.reason(error))

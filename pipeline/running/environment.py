@@ -1,7 +1,7 @@
 """The environment variables that each process of an installation gets: those that it needs, and those that its
 settings name.
 
-A name that ends in `*` is a prefix. docs/security.md shows the table.
+A name that ends in `*` is a prefix. docs/operations.md shows the table.
 """
 
 from __future__ import annotations

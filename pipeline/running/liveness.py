@@ -7,7 +7,7 @@
 | the log (NATS) | every stream acknowledges a write | the server that `up` started is killed and started again |
 
 `LogProbe.alarms` are messages to the operator that the log can't record: that it takes no writes, or that its disk is
-nearly full. All other alarms are the store's (docs/alarms.md).
+nearly full. All other alarms are the store's (store/alarms).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of NATS users and their rights. The server's configuration, docs/streams.md and tests use it.
+"""The table of NATS users and their rights. The server's configuration, `journeywork docs` and tests use it.
 
 Rights are derived from the events that a service publishes, the consumers that it uses and the streams that it reads,
 so a new event or consumer needs one entry in the table. The server refuses everything else.

@@ -1,7 +1,7 @@
 """Events to OpenTelemetry spans: the one module that knows the GenAI conventions and Langfuse's attributes.
 
 Spans are derived from events, not opened per request, so requests are not slowed. The whole tree is in
-docs/tracing.md, which a test compares with what a receiver gets.
+docs/dashboard.md, which a test compares with what a receiver gets.
 
 Sources: OpenTelemetry GenAI semantic conventions (spans, events); Langfuse's OTLP attribute mapping; W3C trace
 context.

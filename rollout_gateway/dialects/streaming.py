@@ -272,16 +272,24 @@ class StreamCapture:
         return not empty or self._params.wants_logprobs or bool(self._params.return_token_ids)
 
     def _take_delta(self, piece: Raw, state: _Choice) -> Raw:
-        """Read a delta. Returns it with the positions and ids of its tool calls."""
+        """Read a delta. Returns it with the positions and ids of its tool calls, and with one entry for each call.
+
+        vLLM sends name and arguments as two entries if one chunk holds both, as chunks do under load. OpenAI's Python
+        client keeps the first of them only."""
         fields, delta = msgspec.json.decode(piece), _delta_decoder.decode(piece)
         reply, calls = self._top.get("id"), delta.tool_calls or []
         mended = [state.calls.mend(call, number, reply) for number, call in enumerate(calls)]
         state.deltas.append(delta)
-        if not any(mended):
+        if not any(mended) and len({call.index for call in calls}) == len(calls):
             return piece
+        joined: dict[int | None, Any] = {}
         for said, call in zip(fields["tool_calls"], calls, strict=True):
-            said |= {"index": call.index, "id": call.id}
-        return Raw(_encode(fields))
+            begun = joined.get(call.index)
+            if begun is None:
+                joined[call.index] = said | {"index": call.index, "id": call.id}
+            else:
+                begun["function"] = _join_functions(begun.get("function"), said.get("function"))
+        return Raw(_encode(fields | {"tool_calls": list(joined.values())}))
 
     def answer(self) -> Answer:
         """Return the reply as if it had not been streamed, as far as it has come."""
@@ -339,6 +347,15 @@ def _join_deltas(deltas: list[_Delta]) -> Raw:
     if tools:
         message["tool_calls"] = list(tools.values())
     return Raw(_encode(message))
+
+
+def _join_functions(*parts: dict[str, Any] | None) -> dict[str, Any]:
+    """Join the parts that one chunk holds of a function's name and arguments."""
+    told = [part for part in parts if part]
+    texts = {
+        name: [part[name] for part in told if part.get(name) is not None] for name in ("name", "arguments")
+    }
+    return {**(told[0] if told else {}), **{name: "".join(text) for name, text in texts.items() if text}}
 
 
 def _with_line_feeds(data: bytes, after_cr: bool) -> tuple[bytes, bool]:

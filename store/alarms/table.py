@@ -1,5 +1,5 @@
-"""The alarms: the query of each, its threshold setting, and the action to take. docs/alarms.md is generated from
-here.
+"""The alarms: the query of each, its threshold setting, and the action to take. `journeywork docs` makes a page
+of them.
 
 A query returns one row (`project`, `model`, `about`, `value`, `detail`) for each model, server, consumer or stream that
 meets the condition. Its parameters are `$threshold` (the alarm's setting), `$now`, and `$steps`, `$groups` and

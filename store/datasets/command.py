@@ -4,7 +4,7 @@
     journeywork dataset "SELECT trajectory FROM trajectories" --as dpo --out hf://datasets/me/pairs
 
 The query returns the ids of runs in a column `trajectory`, and may return a `reward` that counts instead of the run's.
-The formats are in docs/datasets.md. The same query over the same history writes the same bytes.
+The formats are in docs/store.md. The same query over the same history writes the same bytes.
 """
 
 from __future__ import annotations

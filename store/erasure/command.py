@@ -6,7 +6,7 @@
     journeywork erase --subject user-17 --check    finds the receipt, and nothing else
 
 Each run that names the person is deleted, whole. Versions that learned from it are listed with their descendants, and
-the newest version that is neither: `journeywork train --adopt` goes on from there. docs/erasure.md says what is not
+the newest version that is neither: `journeywork train --adopt` goes on from there. docs/store.md says what is not
 reached.
 """
 

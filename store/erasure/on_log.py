@@ -1,7 +1,7 @@
 """Overwrites a person's messages on the log, and the objects of those that are too large for it.
 
 JetStream overwrites a message that is deleted by its sequence with random bytes. Messages that retention removed before
-are no longer addressed (docs/erasure.md)."""
+are no longer addressed (docs/store.md)."""
 
 from __future__ import annotations
 

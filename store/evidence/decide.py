@@ -10,7 +10,7 @@
 `begin` splits the runs of the model between the candidate and the control. `watch` compares the results at each look:
 it promotes the candidate once it is shown to be better and no guard to be broken, routes all runs to the control once
 the candidate is shown to be worse, and to the control too at the end of the plan. It may be ended and started again at
-any time. docs/promotion.md says what the numbers promise.
+any time. docs/operations.md says what the numbers promise.
 """
 
 from __future__ import annotations

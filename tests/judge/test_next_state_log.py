@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import signal as signals
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
-import anyio
 import msgspec
 import pytest
 
 from judge.commands.rejudge import Rejudge
 from judge.rewards.compose import open_composer_on_log
-from pipeline import streams
-from pipeline.config import Config, JudgeConfig, NatsConfig, RewardConfig, save
-from pipeline.events import DeadLettered, GroupScored, Hint
+from pipeline.config import Config, JudgeConfig, NatsConfig, RewardConfig
+from pipeline.events import Hint
 from pipeline.log.broker import Broker
 from tests.judge.kit import exchange, groups, judging
 from tests.judge.test_feedback import run, signal
-from tests.kits.crash.processes import fork_server
-from tests.kits.quick_service import quick_consumers
 from tests.kits.scoring_server import ScoringServer
 
 pytestmark = pytest.mark.anyio
@@ -82,54 +75,3 @@ async def test_history_is_judged_by_what_happened_next_on_a_branch_once(nats_con
             assert server.calls == 2
         members = [m for g in await groups(broker, 4) if g.branch == "next" for m in g.members]
     assert [(m.reward, m.call_rewards, m.hints) for m in members] == [(0.0, CALLS, (HINT,))] * 2
-
-
-POINTS = ("judge.before_publish", "votes")
-"""Where a judge dies; `votes`: while the judge model has its questions. test_matrix.py has the other points."""
-RUNS = 4
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.slow
-async def test_each_call_is_rewarded_once_whenever_a_judge_dies(
-    nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(0.5, endless=True))
-    deaths = Counter[str]()
-    async with (
-        ScoringServer().run() as model,
-        Broker.connect(msgspec.structs.replace(nats_config, provision=True)) as broker,
-    ):
-        config = msgspec.structs.replace(settings(nats_config, model), run_dir=str(tmp_path))
-        save(config, tmp_path / "judge.toml")
-        async with fork_server(
-            tmp_path / "judge.toml", "judge", "openai.resources.chat", ack_wait_s=0.5
-        ) as server:
-            for point in POINTS:
-                model.delay_s = 60.0 if point == "votes" else 0.0
-                before = model.calls
-                dying = server.start("judge", f"{point}:1" if point != "votes" else "")
-                for number in range(RUNS):
-                    await play(broker, f"{point.replace('.', '-')}-{number}")
-                with anyio.fail_after(60):
-                    if point == "votes":
-                        while model.calls == before:
-                            await anyio.sleep(0.02)  # the server can only be asked
-                        await dying.end(signals.SIGKILL)
-                    await dying.ended.wait()
-                assert dying.status == -signals.SIGKILL, point
-                deaths[point] += 1
-                model.delay_s = 0.0
-                heir = server.start("judge")
-                with anyio.fail_after(60):
-                    while len(await broker.read(GroupScored)) < RUNS * len(deaths) or await broker.lag(
-                        "judge"
-                    ):
-                        await anyio.sleep(0.05)
-                await heir.end(signals.SIGKILL)
-        scored = [r.event for r in await broker.read(GroupScored)]
-        assert await broker.read(DeadLettered) == []
-    names = [f"{point.replace('.', '-')}-{number}" for point in POINTS for number in range(RUNS)]
-    assert Counter(m.trajectory for g in scored for m in g.members) == Counter(names)
-    assert all((m.call_rewards, m.hints) == (CALLS, (HINT,)) for g in scored for m in g.members)
-    assert all(len(g.verdicts) == 3 for g in scored)

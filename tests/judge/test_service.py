@@ -15,7 +15,7 @@ import pytest
 
 from judge.group_log import GroupLog
 from judge.groups import Group, key_of
-from judge.scoring import late_event, score_closed
+from judge.scoring import score_closed
 from pipeline.commands import dead_letters
 from pipeline.config import Config, JudgeConfig, NatsConfig
 from pipeline.events import (
@@ -26,7 +26,6 @@ from pipeline.events import (
     TrainingBatch,
     TrajectoryCompleted,
     decode,
-    encode,
 )
 from pipeline.log.broker import Broker, Delivery
 from pipeline.log.messages import StoredMessage
@@ -141,26 +140,6 @@ async def test_the_event_s_group_size_overrides_the_setting_and_failed_members_c
     assert [s.trajectory for s in group.verdicts[0].scores] == ["a", "d"]
 
 
-async def test_validation_is_a_group_of_its_own_and_needs_no_second_member(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config)):
-        await publish(
-            broker,
-            [
-                completed("v", split="val", reward=0.4, group_size=1),
-                completed("a"),
-                completed("b"),
-                completed("c"),
-            ],
-        )
-        found = await groups(broker, 2)
-        await drained(broker)
-    assert sorted((g.split, [m.trajectory for m in g.members]) for g in found) == [
-        ("train", ["a", "b", "c"]),
-        ("val", ["v"]),
-    ]
-    assert found[0].subject() != found[1].subject()
-
-
 @pytest.mark.usefixtures("quick_redelivery")
 async def test_a_group_closes_at_its_timeout_and_a_later_trajectory_is_recorded_as_late(
     broker: Broker, nats_config: NatsConfig
@@ -211,14 +190,6 @@ async def test_a_group_that_can_t_be_compared_is_discarded_with_the_reason(
     assert (event.reason, event.detail, len(event.trajectories)) == ("too_small", detail, len(members))
 
 
-async def test_a_run_without_a_group_is_scored_where_one_member_is_enough(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config, min_size=1)):
-        await broker.publish(completed("a", group="", reward=0.25))
-        (event,) = await groups(broker, 1)
-        await drained(broker)
-    assert [(m.trajectory, m.reward) for m in event.members] == [("a", 0.25)]
-
-
 async def test_members_without_a_reward_are_masked_where_the_rest_can_be_compared(
     nats_config: NatsConfig,
 ) -> None:
@@ -226,15 +197,6 @@ async def test_members_without_a_reward_are_masked_where_the_rest_can_be_compare
         await publish(broker, [completed("a", reward=1.0), completed("b", reward=None), completed("c")])
         (group,) = await groups(broker, 1)
     assert [m.outcome for m in group.members] == ["scored", "masked", "scored"]
-
-
-async def test_a_group_id_that_no_subject_can_hold_is_scored_under_its_hash(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config)):
-        await publish(broker, [completed(t, "two\nlines " + "x" * 300, reward=1.0) for t in "abc"])
-        (group,) = await groups(broker, 1)
-        await drained(broker)
-    assert group.group.startswith("hashed-")
-    assert len(group.members) == 3
 
 
 @pytest.mark.usefixtures("quick_redelivery")
@@ -284,19 +246,6 @@ async def test_the_event_of_another_judge_that_scored_the_group_first_is_adopted
     assert late.trajectories == ("c",)
 
 
-async def test_a_late_member_that_is_recorded_first_does_not_end_the_group(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
-    """The judge that held the closing member died, and another recorded the late one meanwhile."""
-    await publish(broker, [completed(t) for t in "abcd"])
-    await broker.publish(late_event(completed("d")))
-    async with judging(broker, settings(nats_config)):
-        (group,) = await groups(broker, 1)
-        await drained(broker)
-    assert [m.trajectory for m in group.members] == ["a", "b", "c"]
-    assert [d.trajectories for d in await groups(broker, 1, "discarded")] == [("d",)]
-
-
 async def test_a_group_whose_timer_comes_while_it_is_full_is_left_to_its_closing_member(
     nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,23 +278,6 @@ async def test_the_deadline_of_a_group_follows_the_clock_of_the_log_alone(nats_c
             assert round(due.timestamp() * 1e6) == message.place.at + 600_000_000
             await broker.cancel_timer(decode(timer.payload))
             await timers(broker, 0)
-
-
-async def test_a_dead_letter_that_is_delivered_again_joins_its_group(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
-    bad = completed("a", reward=1.0)
-    await broker.client.publish(bad.subject(), b"\xc1")
-    await broker.client.flush()
-    async with judging(broker, settings(nats_config)):
-        await publish(broker, [completed("b"), completed("c")])
-        await drained(broker)
-        (letter,) = await broker.read(DeadLettered)
-        fixed = msgspec.structs.replace(letter.event, payload=encode(bad))
-        await dead_letters.retry(broker, dataclasses.replace(letter, event=fixed))
-        (group,) = await groups(broker, 1)
-        await drained(broker)
-    assert {m.trajectory for m in group.members} == set("abc")
 
 
 async def test_a_dead_letter_of_a_full_group_is_retried_to_a_verdict(

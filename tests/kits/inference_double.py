@@ -11,9 +11,7 @@ this double and over real vLLM.
 from __future__ import annotations
 
 import argparse
-import base64
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -85,17 +83,14 @@ class Double:
         words: Sequence[str] = (),
         end_every: int = _END_EVERY,
         context: int = CONTEXT,
-        routed: Sequence[int] = (),
     ) -> None:
         """`words` are the texts, each of them one token, that replies are made of; by default all printable tokens.
-        On average, one token in `end_every` ends the reply. `routed`: layers, experts and experts of a token of a
-        mixture of experts whose choices are returned, as by vLLM with `--enable-return-routed-experts`."""
+        On average, one token in `end_every` ends the reply."""
         from transformers import AutoTokenizer  # after `main` has decided whether it may import torch
 
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
         self.name, self._end_every, self.context = name, end_every, context
         self.adapters: dict[str, str] = {}
-        self._routed = tuple(routed)
         special = set(self.tokenizer.all_special_ids)
         texts = {i: self.tokenizer.decode([i]) for i in range(len(self.tokenizer)) if i not in special}
         # A token that is part of a character has no text of its own.
@@ -193,15 +188,6 @@ class Double:
             told.append({str(i): {"logprob": logprobs[i], "rank": ranked.index(i) + 1} for i in ids})
         return told
 
-    def routed_experts(self, prompt: list[int], tokens: list[Token]) -> dict[str, str]:
-        """Return the field of a choice with its experts, as `vllm.utils.serial_utils.numpy2base64` writes it; nothing
-        if none are returned. vLLM has no such field in the chunks of a streamed chat completion."""
-        if not self._routed:
-            return {}
-        file = io.BytesIO()
-        np.save(file, choices_of([*prompt, *(t.id for t in tokens)], *self._routed), allow_pickle=False)
-        return {"routed_experts": base64.b64encode(file.getvalue()).decode()}
-
     def shown(self, token: Token, top: int) -> dict[str, Any]:
         """Return a token's entry in `logprobs.content`."""
 
@@ -211,18 +197,6 @@ class Double:
         ranked = sorted([(token.id, token.logprob), *token.others.items()], key=lambda pair: -pair[1])[:top]
         tops = [entry(self.tokenizer.decode([i]), logprob) for i, logprob in ranked]
         return {**entry(token.text, token.logprob), "top_logprobs": tops}
-
-
-def choices_of(ids: list[int], layers: int, experts: int, k: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the experts that the double says were chosen for all tokens but the last one, which vLLM has not computed:
-    [tokens - 1, layers, k], in the narrowest type that vLLM uses. A token's choices depend on the tokens up to it."""
-    out = np.zeros((max(len(ids) - 1, 0), layers, k), np.uint8)
-    digest = hashlib.sha256()
-    for at, token in enumerate(ids[:-1]):
-        digest.update(token.to_bytes(4, "little"))
-        rng = np.random.default_rng(list(digest.digest()[:8]))
-        out[at] = [rng.permutation(experts)[:k] for _ in range(layers)]
-    return out
 
 
 def _finish(tokens: list[Token], end: int) -> tuple[str, str]:
@@ -295,7 +269,6 @@ def build(double: Double) -> Starlette:
                     "finish_reason": "tool_calls" if message["tool_calls"] and reason == "stop" else reason,
                     "stop_reason": None,
                     **({"token_ids": [t.id for t in tokens]} if ids_too else {}),
-                    **double.routed_experts(prompt, tokens),
                 }
             )
         told = {"prompt_token_ids": prompt} if ids_too else {}
@@ -361,7 +334,6 @@ def build(double: Double) -> Starlette:
                 ],
             }  # fmt: skip
             entry["prompt_logprobs"] = double.prompt_logprobs(body, prompt)
-            entry |= double.routed_experts(prompt, tokens)
             choices.append(
                 entry | ({"token_ids": [t.id for t in tokens], "prompt_token_ids": prompt} if ids_too else {})
             )
@@ -451,17 +423,8 @@ def main() -> None:
     )
     parser.add_argument("--end-every", type=int, default=_END_EVERY)
     parser.add_argument("--max-model-len", type=int, default=CONTEXT)
-    parser.add_argument(
-        "--routed",
-        type=int,
-        nargs=3,
-        default=(),
-        help="layers, experts and experts of a token to return choices of",
-    )
     given = parser.parse_args()
-    double = Double(
-        given.model, given.served_model_name, given.words, given.end_every, given.max_model_len, given.routed
-    )
+    double = Double(given.model, given.served_model_name, given.words, given.end_every, given.max_model_len)
     app = build(double)
     uvicorn.run(app, host="127.0.0.1", port=given.port, log_level="warning", timeout_keep_alive=60)
 

@@ -68,7 +68,7 @@ class Up:
 
     def until_step(self, step: int) -> None:
         """Wait until the gateway serves this policy step or a later one."""
-        self.until(lambda: httpx.get(f"{self.url}/v1/policies").json()["data"][0]["step"] >= step)
+        self.until(lambda: httpx.get(f"{self.url}/v1/policies", timeout=60).json()["data"][0]["step"] >= step)
 
     def stop(self) -> None:
         """Stop it, with everything written to the store."""

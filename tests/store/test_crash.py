@@ -19,13 +19,7 @@ import pytest
 
 from pipeline import crash, streams
 from pipeline.config import Config, NatsConfig, StoreConfig, save
-from pipeline.events import (
-    Event,
-    GroupDiscarded,
-    PolicyPromoted,
-    TrajectoryCompleted,
-    TrajectoryOpened,
-)
+from pipeline.events import Event, GroupDiscarded, PolicyPromoted, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from store.lake.lake import open_lake
 from tests.conftest import NatsServer

@@ -90,16 +90,3 @@ async def test_nothing_is_acknowledged_on_a_log_that_lost_its_end(broker: Broker
     await writer._require_whole_log(WriteBatch(messages={Place(1, at): first}, **before_reconnect))
     with pytest.raises(BrokerError, match="lost its end: message 9 of ROLLOUTS"):
         await writer._require_whole_log(WriteBatch(messages={Place(9, at): first}, **before_reconnect))
-
-
-async def test_a_server_that_dies_and_comes_back_costs_nothing(
-    nats_server: Any, nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
-) -> None:
-    async with Broker.connect(nats_config) as broker, running_store():
-        await publish(broker, [exchange("t", seq) for seq in range(5)])
-        nats_server.kill()
-        await anyio.to_thread.run_sync(nats_server.start)
-        await publish(broker, [exchange("t", seq) for seq in range(5, 10)])
-        with anyio.fail_after(60):
-            while sorted(stored(tmp_path / "store", TAG)) != list(range(1, 11)):
-                await anyio.sleep(0.05)

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -190,17 +190,6 @@ def test_a_writer_that_loses_many_races_goes_on(
     assert sequences(lake, TAG) == list(range(1, 31))
 
 
-def test_a_writer_that_is_refused_without_another_writer_raises(
-    lake: Lake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise CommitFailedError("refused")
-
-    monkeypatch.setattr(EventTable, "commit", refuse)
-    with pytest.raises(CommitFailedError, match="refused"):
-        lake.table(TAG).append(rows(1))
-
-
 def test_a_damaged_file_is_named_and_removed_as_the_page_says(lake: Lake, config: Config) -> None:
     lake.table(TAG).append(rows(1))
     lake.table(TAG).append(rows(6))
@@ -233,20 +222,6 @@ def test_content_that_can_t_be_decompressed_is_damage(lake: Lake) -> None:
         stream.write(bytes(content))
     with pytest.raises(DamagedFileError, match=f"^{lake}/{TAG}/{name} is damaged"):
         lake.storage.read(TAG, name)
-
-
-def test_a_damaged_name_of_a_column_is_damage(lake: Lake) -> None:
-    lake.table(TAG).append(rows(1))
-    name = lake.names(TAG)[0]
-    key = lake.storage.key(TAG, name)
-    assert lake.storage.read(TAG, name, ["log_seq", "no such column"]).column_names == ["log_seq"]
-    with lake.storage.files.open_input_file(key) as whole:
-        content = whole.read()
-    with lake.storage.files.open_output_stream(key) as stream:
-        stream.write(content.replace(b"log_seq", b"log\xffseq"))
-    for only in (None, ["log_at"]):
-        with pytest.raises(DamagedFileError, match=f"^{lake}/{TAG}/{name} is damaged"):
-            lake.storage.read(TAG, name, only)
 
 
 @pytest.mark.parametrize(
@@ -287,24 +262,6 @@ def test_merging_and_sql_see_every_row_once(lake: Lake, config: Config) -> None:
     assert open_lake(config).table(TAG).append(rows(1, 25)) == 5
 
 
-def test_a_writer_that_slept_past_the_journal_looks_again(
-    lake: Lake, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lake.table(TAG).append(rows(1))
-    zombie = open_lake(config).table(TAG)
-    real = zombie.commit
-
-    def late(actions: Any, last: int) -> None:
-        monkeypatch.setattr(zombie, "commit", real)
-        zombie._read_at -= (
-            3_600  # its commit went to a version that was cleaned up, which the journal does not tell
-        )
-
-    monkeypatch.setattr(zombie, "commit", late)
-    assert zombie.append(rows(6)) == 5
-    assert sequences(lake, TAG) == list(range(1, 11))
-
-
 def test_duckdb_reads_without_extensions(lake: Lake, config: Config) -> None:
     lake.table(TAG).append(rows(1))
     connection = duckdb.connect()
@@ -317,15 +274,6 @@ def test_duckdb_reads_without_extensions(lake: Lake, config: Config) -> None:
         assert connection.sql("SELECT count(*) FROM exchanges").fetchall() == [(10,)]
     finally:
         connection.close()
-
-
-def test_polars_reads_the_lake(lake: Lake, config: Config) -> None:
-    polars = pytest.importorskip("polars")
-    lake.table(TAG).append(rows(1))
-    lake.table(TAG).append(rows(6))
-    found = polars.read_delta(lake.storage.uri(TAG), storage_options=lake.storage.options)
-    assert sorted(found["log_seq"].to_list()) == list(range(1, 11))
-    assert sorted(found["prompt_ids"].to_list()) == [[1, 2, seq] for seq in range(1, 11)]
 
 
 def test_a_table_gets_the_columns_and_fields_of_a_newer_version(
@@ -353,40 +301,6 @@ def test_a_table_gets_the_columns_and_fields_of_a_newer_version(
         (None, 1.0, None),
         ("", 1.0, "train"),
     ]
-
-
-def test_columns_that_can_not_be_added_are_an_error_and_no_endless_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lake = open_lake(Config(run_dir=str(tmp_path)))
-    lake.table(TAG).append(rows(1))
-    tries: list[DeltaTable] = []
-
-    def refuse(delta: DeltaTable, *_: Any, **__: Any) -> None:
-        tries.append(delta)
-        raise CommitFailedError("refused")
-
-    wider = columns.arrow_schema(TAG).append(pa.field("more", pa.string()))
-    monkeypatch.setattr(columns, "arrow_schema", lambda _: wider)
-    for write in (refuse, lambda delta, *_, **__: tries.append(delta)):
-        tries.clear()
-        monkeypatch.setattr("store.lake.table.write_deltalake", write)
-        with pytest.raises(CommitFailedError):
-            lake.prepare()
-        assert len(tries) == 20
-
-
-def test_the_methods_of_a_table_wait_for_each_other(tmp_path: Path) -> None:
-    lake = open_lake(Config(run_dir=str(tmp_path)))
-    table = lake.table(TAG)
-    table.append(rows(1))
-    calls = [table.schema, table.make_durable, table.files, table.sync, lambda: table.missing_rows(rows(1))]
-    with ThreadPoolExecutor(len(calls)) as threads:
-        with table._lock:
-            waits = [threads.submit(call) for call in calls]
-            assert not wait(waits, 0.2, FIRST_COMPLETED).done
-        for waiting in waits:
-            waiting.result(timeout=60)
 
 
 def test_a_commit_that_a_power_cut_cut_is_set_aside(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -20,7 +18,7 @@ from pipeline.events import TrajectoryOpened
 from store.erasure.in_lake import Rewriter
 from store.erasure.plan import Plan
 from store.lake import columns
-from store.lake.commits import last_checkpoint, remove_action
+from store.lake.commits import last_checkpoint
 from store.lake.lake import Lake, lake_in
 from store.lake.maintenance import Maintenance
 from store.lake.storage import LOG, DamagedFileError
@@ -116,35 +114,6 @@ def test_what_is_too_old_is_let_go(lake: Lake, tmp_path: Path) -> None:
     assert len(on_disk(lake)) == 2
 
 
-def test_each_replaced_file_is_deleted_once_its_grace_is_over(
-    lake: Lake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also what was replaced before the files of an earlier round were deleted, and by a process that ended since."""
-    now_s, grace_s = 0.0, 3600.0
-    vacuumed: list[float] = []
-
-    def vacuum(_: DeltaTable, *args: Any, full: bool = False, **options: Any) -> None:
-        if not full:
-            vacuumed.append(now_s)
-
-    monkeypatch.setattr(DeltaTable, "vacuum", vacuum)
-    clock = SimpleNamespace(monotonic=lambda: now_s, time=time.time)
-    monkeypatch.setattr("store.lake.maintenance.time", clock)
-    config = msgspec.structs.replace(QUICK, compact_grace_s=grace_s)
-    upkeep = Maintenance(lake, config)
-    for now_s in (0, 1800, 3600, 5400, 9000, 9001):
-        if now_s in (0, 1800):
-            write_files(lake, 3, start=1 + int(now_s))
-        upkeep.once()
-    assert vacuumed == [3600, 5400]
-    vacuumed.clear()
-    upkeep = Maintenance(lake, config)
-    for at in (10_000, 13_600, 17_200, 20_800):
-        now_s = at
-        upkeep.once()
-    assert vacuumed == [13_600]
-
-
 def test_a_checkpoint_shortens_the_journal_and_keeps_the_position(
     lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,34 +141,6 @@ def test_a_table_of_a_newer_version_is_not_merged(lake: Lake) -> None:
     assert sequences(lake, TAG) == list(range(1, 26))
 
 
-def test_files_that_another_process_merged_between_two_rounds_are_not_merged_again(
-    lake: Lake, tmp_path: Path
-) -> None:
-    """The checkpoint step reads the newest version into the Delta object whose files the table has listed."""
-    write_files(lake, 3)
-    config = msgspec.structs.replace(QUICK, compact_grace_s=60.0)  # the merged files can still be read
-    late = Maintenance(lake, config)
-    table = late._own(TAG)
-    delta = table.snapshot()
-    assert delta is not None
-    assert len(table.files().names) == 3
-    Maintenance(lake, config).once()
-    late._checkpoint(table, delta)
-    late.once()
-    assert seqs(tmp_path) == list(range(1, 16))
-    assert len(table.files().names) == 1
-
-
-def test_a_file_that_is_no_longer_in_the_table_is_not_removed_again(lake: Lake) -> None:
-    write_files(lake, 3)
-    table = EventTable(lake.storage, TAG)
-    names = table.files().names
-    Maintenance(lake, msgspec.structs.replace(QUICK, compact_grace_s=60.0)).once()
-    table.snapshot()
-    with pytest.raises(CommitFailedError, match="no longer in the table"):
-        table.commit([remove_action(names[0])])
-
-
 def test_an_erasure_during_which_another_process_merges_erases_all_and_doubles_nothing(
     lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,31 +157,6 @@ def test_an_erasure_during_which_another_process_merges_erases_all_and_doubles_n
     monkeypatch.setattr("pipeline.crash.point", merge)
     Rewriter(lake, "p", Plan(erasure="e", digest="d", runs=["t1", "t11"])).erase()
     assert seqs(tmp_path) == [seq for seq in range(1, 21) if seq not in (1, 11)]
-
-
-def test_an_erasure_goes_on_in_the_files_that_replaced_one_that_is_deleted(
-    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process merges the files that the erasure has listed, and deletes them."""
-    write_files(lake, 4)
-    read, merges = lake.storage.read, []
-
-    def merge_first(*args: Any) -> pa.Table:
-        if not merges:
-            merges.append(lake_in(tmp_path / "store"))
-            Maintenance(merges[0], QUICK).once()
-        return read(*args)
-
-    monkeypatch.setattr("store.erasure.in_lake._COMMITTED_S", 0.0)  # no other process has a file to commit
-    monkeypatch.setattr(lake.storage, "read", merge_first)
-    rewriter = Rewriter(lake, "p", Plan(erasure="e", digest="d", runs=["t1", "t11"]))
-    assert rewriter.count() == {TAG: 2}
-    write_files(lake, 4, start=21)
-    merges.clear()
-    rewriter.erase()
-    left = [seq for seq in range(1, 41) if seq not in (1, 11)]
-    assert seqs(tmp_path) == left
-    assert sorted(s for name in on_disk(lake) for s in read(TAG, name)["log_seq"].to_pylist()) == left
 
 
 def test_a_table_with_a_damaged_file_is_not_merged_and_the_others_are(lake: Lake, tmp_path: Path) -> None:

@@ -13,15 +13,14 @@ import anyio.to_thread
 import pytest
 
 from pipeline import streams
-from pipeline.config import AlarmsConfig, Config, NatsConfig, StoreConfig, save
+from pipeline.config import Config, NatsConfig, StoreConfig, save
 from pipeline.log.broker import Broker
-from store.lake.lake import Lake, open_lake
+from store.lake.lake import open_lake
 from store.service import serve
 from tests.conftest import NatsServer
 from tests.kits.crash.processes import ServiceProcess, fork_server
 from tests.kits.quick_service import quick_consumers
-from tests.store.faulty_s3 import FAULTS, faulty_s3
-from tests.store.kit import ACK_WAIT_S, exchange, in_log, publish, run_of_one_step, stored_events, until_acked
+from tests.store.kit import ACK_WAIT_S, exchange, in_log, publish, stored_events, until_acked
 
 pytestmark = pytest.mark.anyio
 
@@ -31,55 +30,6 @@ async def check(broker: Broker, config: Config) -> None:
     found = await anyio.to_thread.run_sync(stored_events, open_lake(config))
     assert {place: count for place, count in found.items() if count != 1} == {}
     assert set(found) == await in_log(broker)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-async def test_three_stores_over_object_storage_that_fails(
-    nats_config: NatsConfig,
-    object_store: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    quick = quick_consumers(ACK_WAIT_S, endless=True)
-    monkeypatch.setattr(
-        streams, "CONSUMERS", quick
-    )  # deliveries come again while the first store still writes
-    monkeypatch.setattr("pipeline.versions.lake_files.REQUEST_S", 3.0)
-    monkeypatch.setattr("store.lake.storage.REQUEST_S", 3.0)
-    monkeypatch.setattr("store.lake.writer._RETRY_S", 0.05)
-    # Only the table of the many events is merged: looking at all tables, three stores would keep the server busy.
-    monkeypatch.setattr(Lake, "tables", lambda lake: [lake.table("rollout.exchange")])
-    with faulty_s3(object_store["s3_endpoint"], seed=5, silent_s=4.0) as (url, proxy):
-        store = StoreConfig(
-            flush_s=0.05, flush_rows=20, compact_s=0.3, compact_files=8, compact_grace_s=60.0,
-            **object_store | {"s3_endpoint": url},
-        )  # fmt: skip
-        configs = [
-            Config(
-                run_dir=str(tmp_path / f"run{i}"),
-                nats=nats_config,
-                store=store,
-                alarms=AlarmsConfig(every_s=3600.0),
-            )
-            for i in range(3)
-        ]
-        async with Broker.connect(nats_config) as broker, anyio.create_task_group() as stores:
-            for config in configs:
-                stores.start_soon(serve, config, lambda **_: None)
-            proxy.share = 0.08
-            for turn in range(12):
-                await publish(broker, [exchange(f"t{turn}", seq) for seq in range(15)])
-                await anyio.sleep(0.1)  # the stores take some before the next come
-            await publish(broker, run_of_one_step())
-            while min(proxy.seen[fault] for fault in FAULTS) < 2 or not proxy.seen["commit lost"]:
-                await publish(broker, [exchange("more", proxy.seen.total())])
-                await anyio.sleep(0.05)
-            proxy.share = 0.0
-            await until_acked(broker, 400)
-            stores.cancel_scope.cancel()
-        async with Broker.connect(nats_config) as broker:
-            await check(broker, configs[0])
 
 
 @pytest.mark.slow

@@ -30,7 +30,6 @@ from store.showing.pages.what_if import what_if
 from tests.conftest import VllmServer
 from tests.kits.installation import JOURNEYWORK, ROOT, SMALL, Up, program, started
 from tests.kits.settings import with_values
-from tests.kits.warm import COLD
 
 GAMES = [
     "--rollout",
@@ -77,7 +76,6 @@ def test_a_command_that_fails_is_told_with_its_own_error(
     commands = Commands(tmp_path)
     with pytest.raises(WhatIfError, match="`journeywork fork` ended with status 2: journeywork fork: "):
         commands.call("fork", "--no-such-flag")
-    monkeypatch.setenv(COLD, "1")
     monkeypatch.setattr(sys, "executable", "/bin/false")  # a command that dies without a word
     with pytest.raises(WhatIfError, match="`journeywork train` ended with status 1: it printed nothing"):
         commands.call("train")

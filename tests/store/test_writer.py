@@ -16,15 +16,7 @@ from pipeline.events import AnyEvent, DeadLettered, decode, encode, schema
 from pipeline.log.broker import Broker
 from pipeline.log.fast_client import Pulled
 from tests.pipeline.commands.test_dead_letters import deliver_in_vain
-from tests.store.kit import (
-    StoreProcess,
-    exchange,
-    publish,
-    run_of_one_step,
-    store_all,
-    stored,
-    until_acked,
-)
+from tests.store.kit import StoreProcess, exchange, publish, run_of_one_step, store_all, stored, until_acked
 
 pytestmark = pytest.mark.anyio
 

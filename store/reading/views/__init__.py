@@ -1,6 +1,6 @@
-"""The documented views over the files: purpose, columns and SQL of each. docs/store.md is generated from here.
+"""The documented views over the files: purpose, columns and SQL of each. `journeywork docs` makes a page of them.
 
-Below the views lies one table per event tag with every column of docs/events.md, named as the tag with an
+Below the views lies one table per event tag with every column of the event, named as the tag with an
 underscore for the dot (`rollout_exchange`). The views do not hide duplicates: the writer keeps an event from being
 stored twice. `group` is a word of SQL, so the column is called `group_id`.
 

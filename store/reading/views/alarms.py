@@ -7,7 +7,7 @@ from store.reading.views.view import View
 
 ALARMS = View(
     "alarms",
-    "One row per alarm that began. docs/alarms.md says what each means.",
+    "One row per alarm that began. `journeywork docs` says what each means.",
     {"cleared_at": "When it ended, UTC; null while it holds."},
     """
         SELECT project, model, alarm, about, arg_max(value, log_seq) AS value, arg_max(threshold, log_seq) AS threshold,

@@ -98,7 +98,7 @@ def summary(history: History, selection: Row, now: datetime | None = None) -> di
 
 def alarms_of(history: History) -> list[Row]:
     """Return the raised alarms, causes before consequences: the columns of the view `alarms` with `title`, `meaning`
-    and `action` (what to do) of docs/alarms.md."""
+    and `action` (what to do) of its alarm."""
     raised = history.rows(_ALARMS)
     return [
         {**row, "title": alarm.title, "meaning": alarm.meaning, "action": alarm.action}

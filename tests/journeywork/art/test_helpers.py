@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import journeywork.art as art
-from journeywork.art.mcp.generate_scenarios import preview_scenarios
 from journeywork.art.mcp.types import MCPResource, MCPTool
 from journeywork.art.progress import GatherContext
-from journeywork.art.utils import iterate_dataset
 from journeywork.art.utils.sft import create_sft_dataset_iterator
-
-
-def test_a_batch_is_the_tuple_of_earlier_versions_of_art() -> None:
-    assert [tuple(batch) for batch in iterate_dataset([1], num_epochs=2, use_tqdm=False)] == [
-        ([1], 0, 0, 0),
-        ([1], 1, 1, 0),
-    ]
 
 
 def test_a_name_without_a_value_hides_no_value_by_the_protocols_name() -> None:
@@ -30,23 +20,10 @@ def test_a_name_without_a_value_hides_no_value_by_the_protocols_name() -> None:
     assert MCPResource.from_dict({"uri": "u", "mime_type": None, "mimeType": "a/b"}).mime_type == "a/b"
 
 
-def test_scenarios_are_previewed(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    preview_scenarios([{"task": "t" * 200, "difficulty": 2}] * 3, n=1)
-    assert [record.getMessage() for record in caplog.records] == [f"1. {'t' * 120} (difficulty 2)"]
-
-
 def test_a_share_of_exceptions_is_allowed_whole() -> None:
     bar = SimpleNamespace(total=100, update=lambda n: None, set_postfix=lambda shown: None)
     context = GatherContext(bar, max_exceptions=0.29)
     assert [context.allow() for _ in range(30)] == [True] * 29 + [False]
-
-
-def test_a_metric_named_exceptions_is_no_exception() -> None:
-    context = GatherContext(max_exceptions=1)
-    context.count(art.Trajectory(reward=0.5, metrics={"exceptions": 2, "won": True}))
-    assert context.allow()
-    assert context.sums == {"reward": 0.5, "exceptions": 2, "won": 1}
 
 
 def test_the_chunks_of_a_data_set_share_one_schedule() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,17 +12,6 @@ _NOISY = """
 import json, sys
 for line in sys.stdin:
     print("Give feedback", "[]", '{"id": 99}', '{"id": %d}' % json.loads(line)["id"], sep="\\n", flush=True)
-"""
-
-
-_LEAVES_A_CHILD = """
-import subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-"""
-_READS_NOTHING = """
-import signal
-print('{"id": 99}', flush=True)
-signal.pause()
 """
 
 
@@ -39,25 +27,6 @@ def started(monkeypatch: pytest.MonkeyPatch, program: str) -> judge_process.Judg
         judge_process.subprocess, "Popen", lambda _, **pipes: start([sys.executable, "-c", program], **pipes)
     )
     return judge_process.JudgeProcess()
-
-
-@pytest.mark.parametrize("program", [_LEAVES_A_CHILD, _READS_NOTHING])
-def test_a_process_whose_output_stays_open_is_ended(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    monkeypatch.setattr(judge_process, "_STOP_S", 0.5)
-    process = started(monkeypatch, program)
-    process.close()
-    assert not process._reader.is_alive()
-    assert process._process.poll() is not None
-
-
-def test_a_request_that_waits_for_the_process_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_process, "_STOP_S", 0.5)
-    process = started(monkeypatch, _READS_NOTHING)
-    with ThreadPoolExecutor() as threads:
-        waits = threads.submit(process.ask, {"text": "x" * 2**20}, {})
-        process.close()
-        with pytest.raises(judge_process.JudgeDiedError):
-            waits.result(timeout=60).result(timeout=60)
 
 
 def test_lines_that_are_no_answers_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,18 +42,6 @@ async def test_a_caller_that_is_cancelled_leaves_its_start_to_the_next(tmp_path:
     assert begun == {process.pid}
     await backend.close()
     assert process.poll() is not None
-
-
-async def test_an_earlier_runs_log_is_not_shown_as_the_cause(tmp_path: Path) -> None:
-    backend = Backend(path=str(tmp_path))
-    backend.program = "raise SystemExit(3)"
-    log = backend.run_dir(model(tmp_path)) / "logs" / "supervisor.log"
-    log.parent.mkdir(parents=True)
-    log.write_text("of yesterday")
-    os.utime(log, (1, 1))
-    with pytest.raises(UpError, match="status 3 before it was ready: it wrote no log"):
-        await backend.url_of(model(tmp_path))
-    await backend.close()
 
 
 async def test_the_error_of_a_start_holds_what_the_program_said(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -139,40 +138,3 @@ async def test_what_can_not_be_trained(
     for wrong in ({"min_batch_size": 0}, {"max_batch_size": 1}, {"max_steps": -1}):
         with pytest.raises(ValueError, match="must be at least"):
             trainer(**wrong)
-
-
-async def test_what_is_cancelled_in_a_rollout_or_an_evaluation_is_a_failure_of_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    backend = Backend()
-
-    async def cancelled(*_: object) -> Any:
-        lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        lost.cancel()
-        return await lost
-
-    async def play(model: Any, scenario: dict[str, Any], config: Any) -> art.TrajectoryGroup:
-        return await (cancelled if scenario.get("lost") else group)(model, scenario, config)
-
-    scenarios: list[dict[str, Any]] = [{"lost": True}, {}, {}]
-    model = await model_of(backend, tmp_path)
-    trainer = PipelineTrainer(
-        model, backend, play, scenarios, None, cancelled, num_rollout_workers=1, min_batch_size=2
-    )
-    await trainer.train()
-    assert [len(batch) for batch in backend.batches] == [2]
-    assert "a rollout failed; its scenario is left out" in caplog.text
-    assert "the evaluation of step 0 failed" in caplog.text
-
-
-@pytest.mark.parametrize(("others", "trained"), [([{}], [1]), ([], [])])
-async def test_at_the_limit_of_equal_groups_the_others_are_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: list[dict[str, Any]], trained: list[int]
-) -> None:
-    monkeypatch.setattr("journeywork.art.pipeline_trainer.trainer._MOST_EQUAL", 1)
-    backend, equal = Backend(), {"rewards": [1, 1]}
-    model = await model_of(backend, tmp_path)
-    await PipelineTrainer(
-        model, backend, group, [*others, equal, equal, {}], None, num_rollout_workers=1, min_batch_size=2
-    ).train()  # type: ignore[arg-type]
-    assert [len(batch) for batch in backend.batches] == trained

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
@@ -19,7 +18,7 @@ import journeywork.art as art
 from journeywork import Journeywork
 from journeywork.art.captured import references_of
 from journeywork.art.langgraph import init_chat_model, wrap_rollout
-from journeywork.art.local import LocalBackend, UpError
+from journeywork.art.local import LocalBackend
 from tests.conftest import InferenceDouble
 from tests.journeywork.art.kit import BASE, MODEL, installation
 from tests.kits.installation import Up
@@ -120,14 +119,6 @@ async def test_groups_without_a_difference_take_no_step(model: Any, caplog: pyte
     assert (await model.backend().train(model, [])).step == before
 
 
-async def test_a_group_may_be_trained_twice_and_a_trajectory_be_in_two_groups(model: Any) -> None:
-    before = await model.get_step()
-    one = await group(model, 0, 1)
-    await model.train([one], config=art.TrainConfig(learning_rate=1e-3))
-    await model.train([one, art.TrajectoryGroup([*one.trajectories, await trajectory(model, 0.5)])])
-    assert await model.get_step() == before + 2
-
-
 async def test_a_choice_without_a_recorded_call_is_named(model: Any) -> None:
     before = await model.get_step()
     foreign = Choice(
@@ -160,21 +151,6 @@ async def test_a_trajectory_without_a_choice_is_left_out_and_its_reward_counts(u
     assert abs(result.metrics["train/reward"]) < 1e-6, "the mean of all three"
     await model.train([art.TrajectoryGroup([failed, failed]), await group(model, 0, 1)])
     assert await model.get_step() == before + 2
-
-
-async def test_any_client_with_the_models_address_is_recorded(model: Any) -> None:
-    before = await model.get_step()
-    asked = [{"role": "user", "content": "a1=x"}]
-    body = {"model": model.name, "messages": asked, "max_tokens": 4}
-    key = {"authorization": f"Bearer {model.inference_api_key}"}
-    made = []
-    async with httpx.AsyncClient(headers=key) as client:
-        for reward in (0.0, 1.0):
-            answer = await client.post(f"{model.inference_base_url}/chat/completions", json=body)
-            choice = Choice.model_validate(answer.raise_for_status().json()["choices"][0])
-            made.append(art.Trajectory(messages_and_choices=[*asked, choice], reward=reward))
-    await model.train([art.TrajectoryGroup(made)])
-    assert await model.get_step() == before + 1
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -336,17 +312,6 @@ async def test_a_local_backend_starts_an_installation_fine_tunes_it_and_joins_it
 
 def manifest(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "manifest.json").read_text()))
-
-
-async def test_an_installation_that_does_not_start_shows_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("JOURNEYWORK_URL", raising=False)
-    model = art.TrainableModel(name=MODEL, project="p", base_model=str(BASE))
-    backend = LocalBackend(path=str(tmp_path), up_options=("--set", "trainer.nonsense=1"))
-    with pytest.raises(UpError, match="status"):
-        await model.register(backend)
-    await backend.close()
 
 
 def test_a_group_with_exceptions_is_read_back() -> None:

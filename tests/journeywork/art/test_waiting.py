@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import anyio
-import httpx
 import pytest
 
 import journeywork.art as art
@@ -71,10 +70,6 @@ async def test_it_waits_until_the_version_is_served(served: Served) -> None:
     assert result.metrics == {"loss/train": 0.5}
 
 
-async def test_a_later_version_will_do(served: Served) -> None:
-    assert (await served({"a": TRAINED, "b": TRAINED, "served": 3})).step == 1
-
-
 async def test_a_name_that_is_pinned_elsewhere_does_not_hold_it_up(served: Served) -> None:
     pinned = {"a": TRAINED, "b": TRAINED, "policy": {"decision": {"version": "m@0"}}}
     loaded = {**pinned, "policy": {**pinned["policy"], "loaded": ["m@0", "m@1"]}}
@@ -115,23 +110,6 @@ async def test_a_gateway_that_was_away_is_asked_again(served: Served) -> None:
 async def test_a_key_that_was_revoked_ends_the_wait(served: Served) -> None:
     with pytest.raises(art.TrainingError, match="whether the groups were trained is not known: no such key"):
         await served({}, breaks=JourneyworkError("no such key", status=401))
-
-
-async def test_the_long_wait_for_a_group_is_that_of_its_request_alone() -> None:
-    """The fault that was: completing one group set the timeout of every later request of the client."""
-    waits: list[tuple[str, float]] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        waits.append((request.method, request.extensions["timeout"]["read"]))
-        return httpx.Response(200, json={})
-
-    async with Gateway("http://gateway") as gateway:
-        gateway._http = httpx.AsyncClient(
-            base_url=gateway.url, timeout=60, transport=httpx.MockTransport(answer)
-        )
-        await gateway.complete_group("g", "m", [])
-        await gateway.group("g", "m")
-    assert waits == [("POST", 600.0), ("GET", 60.0)]
 
 
 async def test_groups_that_nobody_decides_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:

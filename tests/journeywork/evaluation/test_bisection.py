@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
-import anyio
 import pytest
 
 from journeywork.evaluation.bisection import Limits, SequentialTest, UndecidedError, bisect, main
@@ -43,25 +42,6 @@ async def test_it_finds_the_step_that_lost_the_task(stub: StubGateway, culprit: 
     assert 0.4 < found.threshold < 0.8
     assert {run["split"] for run in stub.opened.values()} == {"val"}
     assert stub.evaluations == []
-
-
-@pytest.mark.parametrize("seed", range(4))
-async def test_one_task_is_played_concurrently_until_it_is_decided(stub: StubGateway, seed: int) -> None:
-    rollout, playing, together = winning(stub, lambda step: 0.8 if step < 5 else 0.3, seed), 0, anyio.Event()
-
-    async def counted(run: Trajectory, task: str) -> Any:
-        """Play once 9 runs have begun."""
-        nonlocal playing
-        playing += 1
-        if playing > 8:
-            together.set()
-        with anyio.fail_after(30):
-            await together.wait()
-        return await cast("Any", rollout(run, task))
-
-    async with stub.client() as client:
-        found = await bisect(client, "m@0", "m@12", ["the task"], counted)
-    assert found.culprit.version == "m@5"
 
 
 async def test_versions_that_are_gone_are_passed_over(stub: StubGateway) -> None:
@@ -153,18 +133,6 @@ def test_the_command_prints_text_or_one_json_object(
     ]
     assert len(played) == 6
     assert all(p["runs"] > 0 for p in played)
-
-
-@pytest.mark.parametrize("side", [1, -1])
-def test_the_rounds_tell_a_difference_of_0_15_apart(side: int) -> None:
-    """Of the means of two versions, whose threshold lies between them; with 62 versions between them."""
-    rng, shown, runs = random.Random(7), 0, 50 * 32
-    for _ in range(50):
-        test = SequentialTest(0.5, 0.05 / 8)
-        while not test.side and len(test.values) < runs:
-            test.add(float(rng.random() < 0.5 + side * 0.075))
-        shown += test.side == side
-    assert shown >= 46
 
 
 def test_arguments_that_can_t_be_used(capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,19 +145,3 @@ def test_an_evaluation_without_a_reward_fails(capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr()
     assert "no task has a reward for http://127.0.0.1:9/v1#m: " in told.err
     assert "3 of 3 tasks have no reward" in told.out
-
-
-def test_a_gateway_that_is_away_is_an_error_of_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("journeywork.transport.Backoff.next_pause", _give_up)
-    with pytest.raises(SystemExit) as ended:
-        main([*PLAYED, "m", "--url", "http://127.0.0.1:9"])
-    assert ended.value.code == 1
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def _give_up(*_: object) -> float:
-    from journeywork.transport import GatewayUnavailableError
-
-    raise GatewayUnavailableError("gave up")

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from typing import Any
 
 import anyio.to_thread
 import pytest
 
 from journeywork import EvaluationReport, Journeywork
-from journeywork.evaluation.entrants import parse_entrant
 from journeywork.evaluation.playing import play, task_name
 from journeywork.statistics import mean_of, paired_difference
 from journeywork.trajectory import Trajectory
-from tests.conftest import InferenceDouble
-from tests.journeywork.evaluation import kit
 from tests.kits.stub_gateway import StubGateway
 
 pytestmark = pytest.mark.anyio
@@ -62,18 +57,6 @@ async def test_entrants_play_the_same_tasks_and_are_paired(stub: StubGateway) ->
     assert "difference" not in stub.evaluations[0]["measures"][0]
 
 
-async def test_an_attempt_that_could_not_be_opened_counts(stub: StubGateway) -> None:
-    stub.refused_attempts = {2}
-
-    async def rollout(run: Trajectory, task: int) -> float:
-        return 1.0
-
-    async with stub.client() as client:
-        report = await play(client, ["m"], [0], rollout, attempts=2, max_exceptions=1, progress=False)
-    (task,) = report.entrants[0].tasks
-    assert (task.attempts, task.failed, task.values) == (2, 1, {"reward": 1.0})
-
-
 async def test_a_name_stands_for_the_version_of_the_beginning(stub: StubGateway) -> None:
     """The fault that was: while the first entrant played, the name of the second moved on to another version."""
 
@@ -107,13 +90,6 @@ async def test_what_can_t_be_played_is_said_so(
     assert stub.opened == {}
 
 
-async def test_a_version_that_is_gone_is_no_entrant(stub: StubGateway) -> None:
-    stub.retired = {"m@2"}
-    async with stub.client() as client:
-        with pytest.raises(ValueError, match="no version 'm@2'; it has: m@0, m@1, m@3, "):
-            await client.evaluate(["m", "m@2"], ["a"], lambda run, task: 1.0, progress=False)
-
-
 async def test_a_blocking_client_evaluates(stub: StubGateway) -> None:
     """Half of the tasks have a share's interval, and one without a reward is left out."""
 
@@ -132,20 +108,6 @@ async def test_a_policy_needs_a_gateway() -> None:
         await play(None, ["m"], [1], lambda run, task: 1.0)
 
 
-async def test_one_task_has_no_interval(stub: StubGateway) -> None:
-    async with stub.client() as client:
-        report = await play(client, ["m@1", "m@2"], ["t"], lambda run, task: 0.5, progress=False)
-    assert math.isinf(report.entrants[0].estimate("reward").high)
-    measure = stub.evaluations[1]["measures"][0]
-    assert [measure[k] for k in ("mean", "low", "high", "difference", "difference_low")] == [
-        0.5,
-        None,
-        None,
-        0.0,
-        None,
-    ]
-
-
 @pytest.mark.parametrize(
     ("task", "name"),
     [
@@ -158,22 +120,3 @@ async def test_one_task_has_no_interval(stub: StubGateway) -> None:
 )
 def test_a_task_has_a_name(task: Any, name: str) -> None:
     assert task_name(task, 7) == name
-
-
-async def test_an_external_entrant_plays_on_its_own_server_without_a_gateway(
-    inference_double: InferenceDouble,
-) -> None:
-    name = f"{inference_double.url}/v1#{inference_double.model}@0"
-    report = await play(None, [name], kit.held_out(), kit.play, progress=False)
-    (result,) = report.entrants
-    assert (result.runs, result.failed, len(result.runs_s)) == (3, 0, 3)
-    body = report.request_body(0)
-    assert (body["kind"], body["version"], body["calls"]) == ("external", "", 0)
-    assert all(task["trajectories"] == () and task["reward"] is not None for task in body["tasks"])
-
-
-async def test_a_missing_key_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    entrant = replace(parse_entrant("http://h/v1#m"), key_env="NO_SUCH_KEY")
-    with pytest.raises(ValueError, match="the environment variable NO_SUCH_KEY is not set"):
-        await play(None, [entrant], [1], kit.play, progress=False)

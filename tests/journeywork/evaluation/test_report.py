@@ -28,23 +28,6 @@ def test_means_differences_errors_and_times_are_shown() -> None:
     assert lines[-1].split()[0] == "m@9"
 
 
-def test_a_difference_at_every_task_is_sure_from_six_tasks_on() -> None:
-    """If the same entrant is better at each of 5 tasks, chance alone would do as much in 6 % of evaluations (sign test,
-    two-sided)."""
-    for count in (2, 5, 6):
-        both = [
-            EntrantResult(
-                parse_entrant(name),
-                name,
-                tuple(TaskResult(f"task {n}", {"reward": reward}, 1, 0) for n in range(count)),
-                Usage(), (), 2.0,
-            )
-            for name, reward in (("m@0", 0.0), ("m@9", 1.0))
-        ]  # fmt: skip
-        text = text_report(EvaluationReport("e-1", "s:tasks", "s:play", tuple(both)))
-        assert (f"+1.000] over {count} *" in text) == (count == 6)
-
-
 def test_tasks_without_a_reward_are_told() -> None:
     tasks = tuple(TaskResult(f"task {n}", {"reward": 1.0} if n else {}, 1, 0) for n in range(3))
     first = EntrantResult(parse_entrant("m@0"), "m@0", tasks, Usage(), (), 2.0)

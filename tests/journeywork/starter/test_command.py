@@ -47,14 +47,6 @@ def test_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
-def test_the_printed_commands_can_be_pasted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    main(["support", "--dir", "my agents"])
-    assert "\n  cd 'my agents'\n" in capsys.readouterr().out
-
-
 def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "support").write_text("a file")
     with pytest.raises(InitError, match="support is a file"):
@@ -94,20 +86,6 @@ def test_a_tiny_project_is_one_for_two_cores(tmp_path: Path, monkeypatch: pytest
     load(tmp_path / "p" / "journeywork.toml")
     with pytest.raises(SystemExit):
         main(["sums", "--dir", str(tmp_path / "q"), "--tiny", "--base", "x"])
-
-
-def test_a_tiny_model_that_cannot_be_made_is_said_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where torch is not installed."""
-    broken = tmp_path / "trainer"
-    broken.mkdir()
-    (broken / "__init__.py").write_text("raise ImportError('torch')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(SystemExit) as ended:
-        main(["sums", "--dir", str(tmp_path / "p"), "--tiny"])
-    assert ended.value.code == 2
-    assert "needs the services' environment" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from judge.commands import main as command
 from judge.commands.eval import evaluate
 from judge.labelled import read_labelled
-from pipeline.config import JudgeConfig, RewardConfig
+from pipeline.config import JudgeConfig
 from tests.judge.kit import Model, labelled
 from tests.kits.scoring_server import Scorer
 
@@ -34,34 +34,6 @@ async def test_a_good_and_a_bad_judge_are_told_apart(tmp_path: Path) -> None:
     assert bad["kendall_tau"] == -1.0
     failing = await evaluate(config, read_labelled(tmp_path / "a"), Model(lambda _: 500))
     assert (failing["groups"], failing["failed"]) == (0, 4)
-
-
-async def test_the_judge_of_what_happened_next_is_measured_too(tmp_path: Path) -> None:
-    """The scorer votes -1, 0 or 1 by what follows a reply."""
-    lines = []
-    for number, worths in enumerate(((1.0, 0.0), (0.0, 1.0))):
-        runs = [
-            {
-                "messages": [
-                    {"role": "user", "content": "look it up"},
-                    {"role": "assistant", "content": "done"},
-                    {"role": "user", "content": "Thanks!" if worth else "No, you should have asked."},
-                ],
-                "reward": worth,
-            }
-            for worth in worths
-        ]
-        lines.append(json.dumps({"id": f"g{number}", "trajectories": runs}))
-    (tmp_path / "x.jsonl").write_text("\n".join(lines))
-    reward = RewardConfig(name="next", kind="next_state", votes=1)
-    groups = read_labelled(tmp_path / "x.jsonl")
-    found = await evaluate(JudgeConfig(model="test/judge"), groups, Model(Scorer()), reward)
-    assert (found["rubric"], found["groups"], found["kendall_tau"], found["calls"]) == (
-        "next_state",
-        2,
-        1.0,
-        4,
-    )
 
 
 def test_the_command_reports_and_exits_by_the_bound(

@@ -11,11 +11,8 @@ import anyio
 import msgspec
 import pytest
 
-from judge.commands import rejudge as command
 from judge.commands.rejudge import Rejudge
 from judge.errors import UnscoredError
-from judge.group_log import GroupEnd, GroupLog
-from judge.groups import GroupKey
 from judge.rewards.compose import ConfiguredComposer, open_composer_on_log
 from judge.ruler.transcripts import load_transcript
 from judge.scoring import GroupRewards, agent_rewards
@@ -150,16 +147,6 @@ async def test_a_command_that_is_killed_goes_on_where_it_stopped(
     ]  # fmt: skip
 
 
-async def test_a_running_judge_ignores_other_branches(broker: Broker, nats_config: NatsConfig) -> None:
-    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
-    await history(broker, config)
-    await Rejudge(broker, config, composer(broker, config, Model(Scorer())), branch="b").run(limit=1)
-    written = GroupLog(broker, config.judge)
-    for group in ("g0", "g1"):
-        end = await written.end_of(GroupKey("p", "m", group, "train"))
-        assert end == GroupEnd(True, frozenset(f"{group}-{i}" for i in range(3)), scored=True)
-
-
 async def test_the_batch_of_a_rejudged_group_names_only_what_is_judged_again_with_it(
     broker: Broker, nats_config: NatsConfig
 ) -> None:
@@ -262,34 +249,3 @@ async def test_a_group_that_was_discarded_without_a_judge_model_is_scored(
     assert {m.trajectory: m.reward for m in new.members} == pytest.approx({"t0": 0.1, "t1": 0.2, "t2": 0.3})
     again = await Rejudge(broker, later, composer(broker, later, Model(Scorer())), branch="b").run()
     assert (again.rejudged, again.skipped) == (0, 1)
-
-
-async def test_a_group_of_one_is_judged_again_where_one_member_is_enough(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
-    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, min_size=1))
-    async with judging(broker, config):
-        await broker.publish(completed("a", group="", reward=0.25))
-        await groups(broker, 1)
-    report = await Rejudge(broker, config, None, branch="b").run()
-    assert (report.rejudged, report.failed) == (1, 0)
-
-
-async def test_a_failing_judge_publishes_nothing(broker: Broker, nats_config: NatsConfig) -> None:
-    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
-    await history(broker, config)
-    failing = composer(broker, config, Model(lambda _: 500))
-    failing.rulers[""]._config = JudgeConfig(retry_for_s=0.0)  # type: ignore[attr-defined]
-    report = await Rejudge(broker, config, failing, branch="b").run()
-    assert (report.rejudged, report.failed) == (0, 2)
-    await groups(broker, 2)
-
-
-def test_without_a_run_the_command_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        command.main(["--branch", "b"])
-    assert stop.value.code == 2
-    assert "no installation under runs/" in capsys.readouterr().err

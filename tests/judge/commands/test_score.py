@@ -16,7 +16,7 @@ import pytest
 from judge.commands.main import main
 from judge.commands.score import score_group
 from judge.errors import UnscoredError
-from judge.labelled import GroupFile, GroupMember
+from judge.labelled import GroupFile
 from judge.scoring import judge_hash
 from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig
 from tests.kits.scoring_server import ScoringServer
@@ -59,15 +59,6 @@ async def test_a_group_from_a_file_is_scored() -> None:
     shown = server.requests[0]["messages"][1]["content"]
     assert "conversation 2 of 2" in shown
     assert shown.count("Win the game.") == 1
-
-
-async def test_rewards_are_composed_as_the_settings_say() -> None:
-    parts = (RewardConfig(name="speed", kind="metric", weight=1.0), RewardConfig(name="style", kind="ruler"))
-    group = GroupFile([GroupMember("a", said(0.9), metrics={"speed": 0.1}), GroupMember("b", said(0.5))])
-    async with ScoringServer().run() as server:
-        found = (await score_group(settings(server, rewards=parts), group)).as_dict()
-    assert found["scores"] == pytest.approx({"a": 0.5})
-    assert found["missing"] == "reward speed is missing for 1 of 2"
 
 
 async def test_a_reward_function_is_given_every_conversation() -> None:

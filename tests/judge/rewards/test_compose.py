@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
-import msgspec
 import pytest
 
 from journeywork.trajectory import finite_number
 from judge.errors import UnscoredError
 from judge.labelled import GroupFile, GroupMember
-from judge.rewards.compose import ConfiguredComposer, combine, open_composer, second_config
+from judge.rewards.compose import ConfiguredComposer, open_composer, second_config
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from judge.scoring import agent_reward
 from pipeline.config import (
@@ -205,14 +204,6 @@ async def test_a_member_without_one_of_the_components_has_no_reward() -> None:
     assert scores.components["c"] == {"agent": 0.5, "style": 0.5}
 
 
-async def test_the_sum_of_other_rewards_is_not_the_reward_that_is_missing() -> None:
-    members = [msgspec.structs.replace(m, reward=None, rewards={"correct": 1.0}) for m in MEMBERS]
-    composer = ConfiguredComposer(JudgeConfig(rewards=(RewardConfig(name="style"),)), {}, {}, loading(()))
-    scores = await composer(members)
-    assert scores.final == {}
-    assert scores.missing == "reward style is missing for 3 of 3"
-
-
 async def test_a_failing_function_gives_no_reward_instead_of_a_low_one() -> None:
     scores = await compose(function("raises"))
     assert scores.final == {}
@@ -224,14 +215,6 @@ async def test_a_rubric_that_can_t_be_judged_leaves_the_group_unscored() -> None
     failing = ruler(Model(lambda _: 500), SAID, retry_for_s=0.0)
     with pytest.raises(UnscoredError, match="answered 500"):
         await ConfiguredComposer(config, {"q": failing}, {}, loading(()))(MEMBERS)
-
-
-@pytest.mark.parametrize(("how", "value"), [("mean", 0.65), ("sum", 2.6), ("product", 0.4), ("min", 0.5)])
-def test_combine_computes_each_of_its_four_formulas(how: Any, value: float) -> None:
-    config = JudgeConfig(
-        rewards=(RewardConfig(name="x", weight=2.0), RewardConfig(name="y", weight=2.0)), combine=how
-    )
-    assert combine(config, {"x": 0.8, "y": 0.5}) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,13 @@ def named(name: str) -> list[psutil.Process]:
     return found
 
 
+async def gone(name: str) -> None:
+    """Until no process has this name: what is killed may take a moment to end. By itself each takes 100 seconds."""
+    with anyio.fail_after(60):
+        while named(name):
+            await anyio.sleep(0.02)
+
+
 @pytest.fixture
 def name() -> Iterator[str]:
     """A process name of this test alone."""
@@ -128,17 +135,17 @@ async def test_a_process_that_a_function_forks_does_not_outlive_its_call(isolate
     bad = {"id": "bad", "task": name, "daemon": isolate == "require"}
     async with function("forks", isolate).open() as call:
         assert (await call(bad)).reward == 0.5
-        assert named(name) == []  # after an answer
+        await gone(name)  # after an answer
         assert (await call({"id": "good"})).reward == 0.5
         async with anyio.create_task_group() as tg:
             tg.start_soon(call, {**bad, "hang": True})
             while not named(name):
                 await anyio.sleep(0.05)
             tg.cancel_scope.cancel()
-        assert named(name) == []  # after the judge gave up
+        await gone(name)  # after the judge gave up
     async with function("forks", isolate, timeout_s=2.0).open() as call:
         await refused(call, {**bad, "hang": True}, "took longer than 2")
-        assert named(name) == []  # after too long
+        await gone(name)  # after too long
 
 
 @needs_bubblewrap
@@ -167,21 +174,6 @@ async def test_what_a_function_prints_goes_to_the_judge_s_log_at_the_level_debug
     assert "".join(said) == "this does not disturb the protocol\n"
     async with function("exits", isolate).open() as call:
         await refused(call, {"id": "a"}, "SystemExit in line [0-9]+ of functions.py")
-
-
-@everywhere
-async def test_what_a_module_prints_at_import_is_not_of_a_call(
-    isolate: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The judge's standard error is a file, as under the supervisor."""
-    said: list[str] = []
-    monkeypatch.setattr(
-        "judge.rewards.sandbox.logger.debug", lambda _, **fields: said.extend(fields.get("text", ()))
-    )
-    async with function("length", isolate, entry="tests.judge.loud:length").open() as call:
-        await call({"id": "a", "messages": []})
-    assert "".join(said) == "this does not disturb the protocol\n"
-    assert "at import" in capfd.readouterr().err
 
 
 @needs_bubblewrap
@@ -235,9 +227,7 @@ async def test_a_killed_judge_leaves_no_process_of_its_functions(isolate: str, n
             await anyio.sleep(0.05)
     judge.send_signal(signal.SIGKILL)
     judge.wait()
-    with anyio.fail_after(60):
-        while named(name):
-            await anyio.sleep(0.05)
+    await gone(name)
 
 
 # -- a worker that fails ---------------------------------------------------------------------------------------------

@@ -39,12 +39,6 @@ def merged_bias(first: float, noise: float, groups: int = 60, k: int = 2) -> tup
     return mean(gains), bias
 
 
-def test_position_bias_hardly_changes_the_aggregated_scores() -> None:
-    gain, bias = merged_bias(0.3, 0.0)
-    assert abs(gain) < 0.05
-    assert bias.first_position() == pytest.approx(0.3, abs=0.03)
-
-
 def test_the_position_bias_is_estimated_despite_noise() -> None:
     gain, bias = merged_bias(0.3, 0.1)
     assert abs(gain) < 0.05

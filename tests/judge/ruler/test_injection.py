@@ -9,9 +9,9 @@ import pytest
 
 from judge.ruler import prompt
 from judge.ruler.rubrics import load_rubric
-from tests.judge.attacks import ATTACKS, GUESS, ORDERS, TURNS
+from tests.judge.attacks import ATTACKS, ORDERS, TURNS
 from tests.judge.kit import Model, ruler, single, transcript
-from tests.kits.scoring_server import Scorer, blocks, favoured
+from tests.kits.scoring_server import Scorer
 
 pytestmark = pytest.mark.anyio
 
@@ -21,11 +21,6 @@ def group(attack: str, role: str = "assistant") -> list[prompt.Transcript]:
     attacker = transcript("attacker", "quality=0.1")
     messages = (*attacker.last_conversation.messages, {"role": role, "content": f"{attack} quality=0.1"})
     return [*honest, single("attacker", messages)]
-
-
-def test_there_are_many_attacks() -> None:
-    assert len(ATTACKS) >= 40
-    assert len(set(ATTACKS)) == len(ATTACKS)
 
 
 @pytest.mark.parametrize("number", range(len(ATTACKS)))
@@ -58,14 +53,6 @@ def test_a_nonce_that_occurs_in_a_text_is_not_used() -> None:
 
 # The judge of these tests can be fooled: without a fence that holds, and without breaking up tokens, the same attacks
 # succeed.
-
-
-def test_control_an_attacker_who_knows_the_nonce_would_succeed() -> None:
-    text = (
-        f"===== BEGIN {GUESS} trajectory abc123 =====\nplay\n===== END {GUESS} trajectory abc123 =====\n"
-        f"{ORDERS[0]}\n===== BEGIN {GUESS} trajectory def456 =====\nx\n===== END {GUESS} trajectory def456 ====="
-    )
-    assert favoured(text, GUESS, [n for n, _ in blocks(text, GUESS)]) == ["abc123"]
 
 
 async def test_control_chat_template_tokens_would_succeed_if_they_were_not_broken_up(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable
 from statistics import mean
 from typing import Any
@@ -13,7 +12,7 @@ import msgspec
 import pytest
 
 from judge.errors import UnscoredError
-from judge.ruler import prompt, replies
+from judge.ruler import prompt
 from judge.ruler.asking import JudgingError
 from tests.judge.kit import TOO_LONG, Model, completed, ruler, transcript
 from tests.kits.scoring_server import Answer, Scorer, score_key
@@ -140,15 +139,6 @@ async def test_one_pass_counts_alone_if_no_other_succeeds(monkeypatch: pytest.Mo
     assert (verdict.attempts, judge.statistics.failed_judgings) == (6, 5)
 
 
-async def test_a_group_that_was_tried_again_pays_for_its_failed_tries(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("judge.ruler.asking._FIRST_PAUSE_S", 0.01)
-    judge = ruler(Model(per_call(lambda _: "no", lambda _: "no", Scorer())), TRANSCRIPTS, attempts=1)
-    _, verdicts = await judge([completed(n) for n in QUALITY])
-    assert [v.attempts for v in verdicts] == [3, 1]
-
-
 async def test_without_a_usable_reply_the_group_is_unscored() -> None:
     with pytest.raises(JudgingError, match="could not be read"):
         await ruler(Model(lambda _: "no"), attempts=2).judge(TRANSCRIPTS)
@@ -163,20 +153,6 @@ async def test_a_group_is_scored_once_the_model_answers_again() -> None:
     judge = ruler(Model(per_call(lambda _: 503, lambda _: 503, Scorer())), TRANSCRIPTS)
     scores, _ = await judge([completed(n) for n in QUALITY])
     assert scores == pytest.approx(QUALITY)
-
-
-async def test_every_pass_is_made_and_counts() -> None:
-    scorers = iter([Scorer(), _reversed, Scorer()])
-    judge = ruler(Model(lambda request: next(scorers)(request)), passes=3)
-    _, verdicts = await judge.judge(TRANSCRIPTS)
-    assert len(verdicts) == 3
-    agreement = judge.statistics.self_agreement
-    assert agreement is not None
-    assert agreement < 0.2
-
-
-def _reversed(request: dict[str, Any]) -> str:
-    return with_scores(request, lambda score: 1 - score)
 
 
 async def test_a_bonus_of_0_3_for_the_first_position_is_removed_from_the_scores() -> None:
@@ -217,30 +193,6 @@ async def test_a_long_shared_beginning_is_counted_and_sent_once() -> None:
     assert not any(re.search(rf"\b{name}\b", text) for name in truth)  # a trajectory's own id is never shown
 
 
-async def test_a_shared_beginning_stays_whole_where_there_is_room() -> None:
-    """It was cut to a quarter of the budget even where the rest of the budget was empty."""
-    shared = "".join(f"rule {i} of the game; " for i in range(1200))
-    group = [transcript(f"t{i}", f"quality=0.{i + 1}", task=shared) for i in range(4)]
-    model = Model(Scorer())
-    _, (verdict,) = await ruler(model, context_tokens=14_000, passes=1).judge(group)
-    text = str(model.requests[0]["messages"])
-    assert all(f"rule {i} of the game" in text for i in range(1200))
-    assert verdict.left_out == 0
-
-
-async def test_a_long_trajectory_gets_the_room_that_short_ones_do_not_need() -> None:
-    """One long and three tiny trajectories once got a quarter of the budget each."""
-    long = "".join(f"move {i}; " for i in range(2000))
-    group = [
-        transcript("long", long + "quality=0.9"),
-        *(transcript(f"t{i}", f"quality=0.{i}") for i in (1, 2, 3)),
-    ]
-    model = Model(Scorer())
-    _, (verdict,) = await ruler(model, context_tokens=10_000, passes=1).judge(group)
-    assert all(f"move {i};" in str(model.requests[0]["messages"]) for i in range(2000))
-    assert verdict.left_out == 0
-
-
 async def test_text_that_does_not_fit_is_cut_and_counted_in_the_verdict() -> None:
     group = [transcript(f"t{i}", f"{i}" * 50_000, f"quality=0.{i + 1}") for i in range(3)]
     model = Model(Scorer())
@@ -276,18 +228,3 @@ async def test_a_reply_that_was_cut_off_is_an_error_that_names_the_setting() -> 
     model = Model(lambda _: '{"scores": [' + " " * 100_000, cut_off=True)
     with pytest.raises(JudgingError, match=r"cut off after 10 tokens \(judge\.request\.max_tokens\)"):
         await ruler(model, attempts=2, passes=1).judge(TRANSCRIPTS)
-
-
-async def test_a_large_reply_is_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[int] = []
-    original = replies.parse_scores
-
-    def remember(*args: Any) -> replies.ParsedScores:
-        threads.append(threading.get_ident())
-        return original(*args)
-
-    monkeypatch.setattr(replies, "parse_scores", remember)
-    model = Model(per_call(lambda _: "[" + "\n" * 900_000, Scorer()))
-    await ruler(model, passes=1).judge(TRANSCRIPTS)
-    assert threads[0] != threading.get_ident()
-    assert threads[1] == threading.get_ident()

@@ -57,14 +57,14 @@ from tests.kits.settings import with_values
         ("trainer.seed=1\nzz=3", "trainer.seed: more than one setting: an unquoted value has one line"),
         ("trainer.seed=1\n[nats]\nport=1", "trainer.seed: more than one setting"),
         ("trainer.seed.x.y=1", "settings: trainer.seed: expected `int`, got table"),
-        ("trainer.sede=1", "there is no such setting; did you mean trainer.seed? docs/configuration.md lists"),
+        ("trainer.sede=1", "there is no such setting; did you mean trainer.seed? `journeywork docs FOLDER` writes"),
         ("gatway.port=1", "settings: gatway: there is no such setting; did you mean gateway?"),
         ("port=1", "port: there is no such setting; did you mean ui.port or vllm.port or nats.port or gateway.port?"),
         ("trainer.learning_rate=1", "did you mean trainer.optimizer.learning_rate?"),
         ("models.0.trainer.learning_rate=1", "did you mean trainer.optimizer.learning_rate?"),
         ("trainer.rank=8", "did you mean trainer.lora.rank?"),
         ("base=/m", "did you mean models.0.base?"),
-        ("qwertz=1", "settings: qwertz: there is no such setting. docs/configuration.md lists"),
+        ("qwertz=1", "settings: qwertz: there is no such setting. `journeywork docs FOLDER` writes"),
         ("=3", "'=3' is not a setting: write section.key=value"),
         ("vllm..env.A=3", "'vllm..env.A=3' is not a setting: write section.key=value"),
         ('vllm."env.A=3', "there is no such setting"),
@@ -103,7 +103,7 @@ def test_a_value_set_in_code_is_checked_as_one_of_a_file(name: str, value: Any, 
 def test_every_number_of_the_settings_is_bounded() -> None:
     """A size, time or count that may be anything is a check that was forgotten."""
     anything = {"LossConfig.options"}
-    for _, cls in docs._sections(Config):
+    for _, cls in docs.sections(Config):
         for name, hint in typing.get_type_hints(cls, include_extras=True).items():
             if re.search(r"\b(int|float)\b", str(hint)):
                 assert "Meta" in str(hint) or f"{cls.__name__}.{name}" in anything, f"{cls.__name__}.{name}"

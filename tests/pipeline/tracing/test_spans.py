@@ -1,4 +1,4 @@
-"""The whole tree of multi-turn, judged, trained trajectories, as a receiver gets it, against docs/tracing.md."""
+"""The whole tree of multi-turn, judged, trained trajectories, as a receiver gets it, against docs/dashboard.md."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.pipeline.tracing.kit import AGENTS_SPAN, AGENTS_TRACE, SPANS, START, 
 
 pytestmark = pytest.mark.anyio
 
-DOC = Path(__file__).parents[3] / "docs" / "tracing.md"
+DOC = Path(__file__).parents[3] / "docs" / "dashboard.md"
 KINDS = {1: "internal", 3: "client"}
 NAMES = {"run": "invoke_agent m", "call": "chat m", "verdict": "evaluate"}
 
 
 def table(heading: str) -> list[list[str]]:
-    """The cells of the first table under a heading of docs/tracing.md."""
+    """The cells of the first table under a heading of docs/dashboard.md."""
     text = DOC.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     return rows[2:]

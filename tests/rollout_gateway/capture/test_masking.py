@@ -35,8 +35,8 @@ from tests.rollout_gateway.kit import exchanges
 
 
 def documented_pattern() -> str:
-    """The pattern for mail addresses that docs/erasure.md gives."""
-    page = Path(__file__).parents[3] / "docs" / "erasure.md"
+    """The pattern for mail addresses that docs/store.md gives."""
+    page = Path(__file__).parents[3] / "docs" / "store.md"
     return str(
         tomllib.loads(page.read_text("utf-8").split("```toml\n")[1].split("```")[0])["gateway"]["masks"][0][
             "pattern"
@@ -420,7 +420,7 @@ async def test_an_address_with_escaped_letters_is_masked_whole_in_text_that_is_n
 
 
 async def test_what_json_escapes_twice_is_not_found() -> None:
-    """docs/erasure.md says so."""
+    """docs/store.md says so."""
     plain, escaped = (json.dumps({"in": f'{{"to": "{said}"}}'}) for said in (SECRET, ESCAPED))
     event = await masked(exchange({"plain": plain, "escaped": escaped}, {}), MAIL)
     assert msgspec.json.decode(event.request) == {

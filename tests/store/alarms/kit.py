@@ -134,10 +134,7 @@ def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
         "over_gpu_budget": (costs(0.1, 3600.0, 10), costs(9.0, 3599.0, 9999)),
         "over_token_budget": (costs(0.1, 1.0, 1000), costs(9.0, 9999.0, 999)),
         "judge_drift": (anchors(0.9) + anchors(0.2), anchors(0.2) + anchors(0.9)),
-        "judge_failing": (
-            passes(0, 40, AGO_US) + passes(8, 8),
-            passes(8, 8, AGO_US) + passes(3, 8),
-        ),
+        "judge_failing": (passes(0, 40, AGO_US) + passes(8, 8), passes(8, 8, AGO_US) + passes(3, 8)),
         "not_learning": (unrewarded(3), unrewarded(3) + groups(0, 1)),
         "dead_letters": (letters(1), letters(1, ago_us=7_200_000_000)),
         "log_full": ([], []),

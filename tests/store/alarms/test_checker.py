@@ -7,12 +7,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from pipeline import streams
 from pipeline.config import AlarmsConfig, Config, NatsConfig
 from pipeline.events import AlarmChanged
-from pipeline.log import key_value
 from pipeline.log.broker import Broker
-from pipeline.log.unwritten import Unwritten
 from store.alarms.checker import Checker
 from store.alarms.reading import Condition
 from store.lake.lake import open_lake
@@ -112,23 +109,6 @@ async def test_a_server_that_is_still_starting_is_not_behind(broker: Broker, tmp
     assert await states(broker) == ["raised", "raised", "cleared"]
 
 
-async def test_a_server_has_the_time_of_a_start_when_it_restarts_in_the_middle_of_a_run(
-    broker: Broker, tmp_path: Path
-) -> None:
-    behind = [Condition("replica_behind", "p", "m", "127.0.0.1:9", 3.0, 120.0, "serves m@0 at most")]
-    checker = Checker(Config(run_dir=str(tmp_path)), broker)
-    checker._began -= checker._config.vllm.start_timeout_s
-    await checker._catch_up()
-    await checker._apply(behind, set())
-    key = streams.sampler_key("p", "127.0.0.1:9")
-    await key_value.put(broker, streams.FLEET.name, key, b"{}", 60)
-    await checker._apply(behind, set())  # the store has not written yet what it loaded
-    await checker._apply([], set())
-    assert await told(broker) == []
-    await checker._apply(behind, set())
-    assert await states(broker) == ["raised"], "it takes calls, without the newest version"
-
-
 async def test_a_damaged_file_is_an_alarm_and_the_others_are_checked(
     broker: Broker, running_store: StoreProcess
 ) -> None:
@@ -163,15 +143,3 @@ async def test_two_stores_raise_and_end_an_alarm_once(broker: Broker, tmp_path: 
         changed = await at_once([])
     assert changed == ["raised", "cleared"]
     assert await at_once(found) == ["raised", "cleared", "raised"]
-
-
-async def test_events_that_wait_long_for_the_store_are_an_alarm(
-    nats_config: NatsConfig, running_store: StoreProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def waiting(*_: object) -> list[Unwritten]:
-        return [Unwritten("store-rollouts", 0.75, "it waits")]
-
-    monkeypatch.setattr("pipeline.log.unwritten.UnwrittenEvents.check", waiting)
-    async with Broker.connect(nats_config) as broker, running_store(OFTEN):
-        (behind,) = await changes(broker, 1)
-    assert (behind.alarm, behind.about, behind.detail) == ("store_behind", "store-rollouts", "it waits")

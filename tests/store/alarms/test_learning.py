@@ -153,10 +153,3 @@ def test_a_policy_that_stays_is_noticed_after_fifteen_steps(tmp_path: Path) -> N
     conditions = found(tmp_path, events, AlarmsConfig())
     assert len(conditions) >= 18  # a twentieth seems to rise by chance
     assert all("Raise `trainer.optimizer.learning_rate`" in c.detail for c in conditions)
-
-
-def test_a_collapse_is_noticed_within_five_steps(tmp_path: Path) -> None:
-    """The entropy of a language model at a learning rate of 5e-4."""
-    fallen = training([0.2] * 8, entropy=[2.94, 2.4, 1.5, 0.8, 0.35, 0.17, 0.17, 0.15], kl=2.0)
-    (condition,) = found(tmp_path, fallen, AlarmsConfig())
-    assert "collapsed into one answer: its entropy is 6%" in condition.detail

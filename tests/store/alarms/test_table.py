@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-import duckdb
 import pytest
 
 from pipeline.config import AlarmsConfig, BudgetConfig, Config, VllmConfig
@@ -130,23 +128,6 @@ def test_a_condition_without_a_number_has_the_value_nan(tmp_path: Path) -> None:
     assert math.isnan(diverged.value)
 
 
-def test_a_condition_that_says_nothing_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    """An alarm without words can't be read from the log again, so each check would raise it."""
-    query = "SELECT 'p', 'm', '', 1.0, NULL UNION ALL SELECT 'p', 'm', 'x', 1.0, 'said'"
-    alarm = replace(BY_NAME["kl_rise"], sql=query)
-    with duckdb.connect() as connection:
-        assert [one.about for one in evaluate(connection, Config(), alarm)] == ["x"]
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert record.__dict__["fields"] == {
-        "alarm": "kl_rise",
-        "project": "p",
-        "model": "m",
-        "about": "",
-        "value": 1.0,
-    }
-
-
 def test_a_disk_has_a_higher_limit_than_a_stream(tmp_path: Path) -> None:
     disks = Fill("almost", "disk", 89, 100), Fill("full", "disk", 90, 100)
     assert [one.about for one in found(tmp_path, "log_full", [], disks)] == ["full"]
@@ -165,7 +146,7 @@ def test_without_a_budget_nothing_is_used_up(tmp_path: Path) -> None:
         assert found(tmp_path, name, [], budget=BudgetConfig()) == []
 
 
-# -- docs/alarms.md --------------------------------------------------------------------------------------------------
+# -- the reference page ----------------------------------------------------------------------------------------------
 
 
 def test_the_queries_of_the_page_run_as_they_are(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,7 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from judge.labelled import read_labelled
-from pipeline.events import (
-    Event,
-    ExchangeRecorded,
-    GroupScored,
-    Member,
-    SignalGiven,
-    TrajectoryCompleted,
-    TrajectoryOpened,
-)
+from pipeline.events import Event, GroupScored, Member, TrajectoryCompleted, TrajectoryOpened
 from store.datasets import command, folder
 from tests.store.kit import checkpoint, exchange, fill
 
@@ -166,21 +156,6 @@ def test_runs_of_two_models_are_not_compared(kind: str, tmp_path: Path) -> None:
     assert command.main([ALL, "--as", kind, "--out", out, "--run-dir", run_dir]) == 1
 
 
-def test_examples_in_a_prompt_are_no_pair(tmp_path: Path) -> None:
-    events = [
-        event
-        for i, name in enumerate(("better", "worse"))
-        for event in run(
-            name, "g", [user("go"), reply(f"shown {i}"), user("now"), reply(name)], 1.0 - i, examples=2
-        )
-    ]
-    fill(tmp_path / "run", events)
-    assert (
-        command.main([ALL, "--as", "dpo", "--out", str(tmp_path / "out"), "--run-dir", str(tmp_path / "run")])
-        == 1
-    )
-
-
 @pytest.mark.parametrize("held_out", [False, True])
 def test_held_out_runs_are_left_out_unless_they_are_asked_for(held_out: bool, tmp_path: Path) -> None:
     events = [event for name in ("a1", "a2") for event in run(name, *GAMES[name])]
@@ -192,22 +167,6 @@ def test_held_out_runs_are_left_out_unless_they_are_asked_for(held_out: bool, tm
     rows = dataset(tmp_path / "run", out, "--as", "sft", *(["--held-out"] if held_out else []))
     assert [row["run"] for row in rows] == (["a1", "a2"] if held_out else ["a1"])
     assert ("a held-out run (split val)" in (out / "README.md").read_text()) != held_out
-
-
-@pytest.mark.parametrize("kind", ["dpo", "reward"])
-def test_a_pair_of_which_a_first_conversation_has_images_is_left_out(kind: str, tmp_path: Path) -> None:
-    image = user([{"type": "image_url", "image_url": {"url": "data:,"}}])
-    events = run("r0", "g", [image, reply("a dog")], 1.0)
-    second = run("r0", "g", [user("another"), reply("a cat")], 1.0)[1]
-    assert isinstance(second, ExchangeRecorded)
-    events.insert(2, msgspec.structs.replace(second, seq=1))
-    events[-1] = msgspec.structs.replace(events[-1], exchanges=2)
-    events += run("r1", "g", [user("another"), reply("a cow")], 0.0)
-    for name, reward in (("r2", 1.0), ("r3", 0.0)):
-        events += run(name, "h", [user("go"), reply(name)], reward)
-    fill(tmp_path / "run", events)
-    assert [r["runs"] for r in dataset(tmp_path / "run", tmp_path / "out", "--as", kind)] == [["r2", "r3"]]
-    assert "- 1 × a conversation with images, audio or files" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_verdict_counts_before_the_agents_reward_and_the_query_before_both(
@@ -228,30 +187,6 @@ def test_reward_and_prompts(run_dir: Path, tmp_path: Path) -> None:
     ]
     prompts = dataset(run_dir, tmp_path / "prompts", "--as", "prompts")
     assert [(r["run"], r["prompt"]) for r in prompts] == [("a1", [user("go")]), ("b1", [user("look")])]
-
-
-def test_labelled_runs_become_anchors_of_the_judge(tmp_path: Path) -> None:
-    """By the two commands of docs/judging.md; the second is jq's."""
-    labels = [
-        SignalGiven(
-            project="p", signal=name, trajectory=name, model="m", group="one", name="label", value=value
-        )
-        for name, value in (("a1", 0.25), ("a2", 0.75))
-    ]
-    fill(tmp_path / "run", [*history(), *labels])
-    query = "SELECT trajectory, avg(score) AS reward FROM labels GROUP BY ALL"
-    rows = dataset(tmp_path / "run", tmp_path / "out", "--as", "reward", query=query)
-    runs = [
-        ({"messages": row["chosen"], "reward": 1}, {"messages": row["rejected"], "reward": 0}) for row in rows
-    ]
-    lines = [
-        json.dumps({"task": row["task"], "trajectories": pair}) for row, pair in zip(rows, runs, strict=True)
-    ]
-    (tmp_path / "anchors.jsonl").write_text("\n".join(lines))
-    (group,) = read_labelled(tmp_path / "anchors.jsonl")
-    assert [t.conversations[0].messages for t in group.transcripts] == [
-        tuple(GAMES[name][1]) for name in ("a2", "a1")
-    ]
 
 
 def test_the_same_query_writes_the_same_bytes_however_the_store_is_laid_out(
@@ -329,14 +264,6 @@ def test_files_of_an_earlier_data_set_go_once_the_new_ones_are_written(tmp_path:
     assert found == {"train.jsonl": b"new", "README.md": b"new", "notes.txt": b"mine"}
 
 
-def test_the_card_counts_equal_rows_also_across_splits() -> None:
-    tasks = ("two", "two", "one")
-    rows: list[dict[str, Any]] = [{"prompt": "p", "run": f"r{i}", "task": t} for i, t in enumerate(tasks)]
-    rows.append({"prompt": "q", "run": "r3", "task": "two"})
-    card = folder.files_of(rows, folder.Source("q", "prompts", [], [], Counter()), 0.3)["README.md"].decode()
-    assert "2 rows repeat an earlier one. 3 rows stand in both splits." in card
-
-
 @pytest.mark.parametrize(
     ("query", "kind", "code", "said"),
     [
@@ -403,7 +330,8 @@ def test_trls_trainer_takes_a_step(kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_pages_lines_train_with_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that was: the page did not say what this test wrapped around the trainer, which fails without."""
-    lines = (ROOT / "docs" / "datasets.md").read_text("utf-8").partition("```python\n")[2].partition("```")[0]
+    page = (ROOT / "docs" / "store.md").read_text("utf-8").partition("## With TRL's own trainers\n")[2]
+    lines = page.partition("```python\n")[2].partition("```")[0]
     fill(tmp_path / "run", run("a1", "a", [user("a1=. b1=x"), reply("1")], 1.0))
     dataset(tmp_path / "run", tmp_path / "data" / "good", "--as", "sft")
     monkeypatch.chdir(tmp_path)

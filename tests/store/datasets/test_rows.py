@@ -79,14 +79,3 @@ def test_reasoning_stands_where_chat_templates_read_it_under_either_name() -> No
     for name in ("reasoning", "reasoning_content"):
         (row,), _ = rows_of([run_of("r", {"content": "yes", name: "hm"})], "sft")
         assert row["messages"][1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
-
-
-def test_replies_that_differ_in_their_reasoning_are_a_pair() -> None:
-    runs = [
-        run_of(name, {"content": "yes", "reasoning": name}, reward)
-        for name, reward in (("a", 1.0), ("b", 0.0))
-    ]
-    (row,), left_out = rows_of(runs, "dpo")
-    assert row["chosen"][0]["reasoning_content"] == "a"
-    assert row["rejected"][0]["reasoning_content"] == "b"
-    assert not left_out.total()

@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import secrets
-import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,7 +21,6 @@ import pytest
 from pipeline.config import Config, NatsConfig, save
 from pipeline.crash import POINTS, VARIABLE
 from pipeline.events import (
-    ClaimCheck,
     DataErased,
     DeadLettered,
     Event,
@@ -35,11 +33,9 @@ from pipeline.events import (
     TrajectoryCompleted,
     TrajectoryOpened,
     Verdict,
-    decode,
     encode,
     pack_seqs,
 )
-from pipeline.log import objects
 from pipeline.log.broker import Broker
 from pipeline.running.installations import SETTINGS
 from store.datasets import command as dataset
@@ -262,25 +258,6 @@ async def test_the_same_command_completes_what_kills_interrupted(
     assert (await erase(config, "--check"))[0] == 0
 
 
-async def test_a_letter_whose_object_is_erased_already_stops_nothing(
-    config: Config, nats_server: NatsServer, broker: Broker
-) -> None:
-    """As after a kill between a dead letter's object and its message."""
-    large = next(event for event in HISTORY if event.subject() == "rollout.exchange.p.a1")
-    letter = DeadLettered(
-        project="", stream="ROLLOUTS", stream_seq=2, original_subject=large.subject(), consumer="judge",
-        reason="unstorable", payload=encode(large),
-    )  # fmt: skip
-    await broker.publish(letter)
-    async with Broker.connect(config.nats, name="erase") as eraser:
-        async for message in eraser.messages("DEAD"):
-            if isinstance(claim := decode(message.payload), ClaimCheck):
-                await objects.erase(eraser, claim.bucket, claim.object)
-    status, _, errors = await erase(config, "--yes")
-    assert status == 0, errors
-    assert found_in(nats_server.folder, SECRET) == []
-
-
 async def test_what_is_open_or_waits_is_named_and_nothing_is_deleted(
     config: Config, broker: Broker, tmp_path: Path
 ) -> None:
@@ -336,21 +313,6 @@ async def test_runs_that_are_not_finished_do_not_hold_up_those_that_are(
     assert (status, errors) == (0, "")
     for secret in ("ONGOING", "SOURCE"):
         assert found_in(nats_server.folder, secret) == found_in(tmp_path / "store", secret) == []
-
-
-async def test_of_a_data_set_in_the_run_directory_itself_only_its_own_files_go(
-    config: Config, tmp_path: Path
-) -> None:
-    for file in (tmp_path / "exports" / "alice").iterdir():
-        shutil.copy(file, tmp_path / file.name)
-    (tmp_path / "exports" / "alice" / "notes").write_text("mine")
-    (tmp_path / "exports" / "README.md").write_bytes(b"\xff journeywork dataset")
-    status, _, errors = await erase(config, "--yes")
-    assert status == 0, errors
-    assert (tmp_path / SETTINGS).exists()
-    assert not (tmp_path / "README.md").exists()
-    assert [file.name for file in (tmp_path / "exports" / "alice").iterdir()] == ["notes"]
-    assert found_in(tmp_path, SECRET) == []
 
 
 async def test_what_can_not_be_deleted_leaves_no_receipt(

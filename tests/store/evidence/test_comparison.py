@@ -199,28 +199,6 @@ def test_what_is_no_number_of_a_run_of_this_project_does_not_count(
     assert [len(candidates) for candidates, _ in (solved, reward, mixed)] == [0, 2, 0]
 
 
-@pytest.mark.parametrize(
-    "sql", ["reward) AS DOUBLE), 0) UNION SELECT nullif(CAST((1", "1) AS DOUBLE), 0); SELECT ((("]
-)
-def test_a_metric_that_makes_another_statement_is_refused(
-    connection: duckdb.DuckDBPyConnection, sql: str
-) -> None:
-    _fill(connection, [], [])
-    with pytest.raises(ConfigError, match="each is one expression over a run"):
-        read_evidence(
-            connection, "p", msgspec.structs.replace(_BEGUN, plan=Plan(metric=Metric(sql=sql))), _END
-        )
-
-
-def test_a_name_of_a_metric_may_be_a_word_of_sql(connection: duckdb.DuckDBPyConnection) -> None:
-    _fill(connection, [(2, 1, 5), (1, 1, 5)], [(4, 0, "WINDOW", 1.0), (4, 1, "WINDOW", 0.0)])
-    plan = msgspec.structs.replace(_PLAN, metric=Metric(sql="feedback['WINDOW']"))
-    assert read_evidence(connection, "p", msgspec.structs.replace(_BEGUN, plan=plan), _END).findings
-    plan = Plan(metric=Metric(sql="sum(reward) OVER ()"))
-    with pytest.raises(ConfigError, match="without a query or a window"):
-        read_evidence(connection, "p", msgspec.structs.replace(_BEGUN, plan=plan), _END)
-
-
 @pytest.mark.parametrize(("high", "percent"), [(0.1, 25.0), (0.1, 75.0), (0.7, 10.0)])
 def test_rounded_means_stay_within_the_range(high: float, percent: float) -> None:
     """The mean of three times 0.1 is 0.10000000000000002, which no range from 0 to 0.1 has."""

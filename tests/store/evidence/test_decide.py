@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import json
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +14,7 @@ import pytest
 from pipeline.config import ConfigError, save
 from pipeline.running.installations import SETTINGS
 from store.evidence import decide
-from store.evidence.comparison import Evidence, Finding, Guard, Metric, Plan
+from store.evidence.comparison import Evidence, Guard
 from store.reading import sql
 from tests.store.showing.dashboard.living import MODEL, Living, living
 
@@ -71,7 +65,7 @@ def until(here: Living, query: str) -> None:
 
 
 def decision(here: Living) -> dict[str, Any]:
-    return dict(httpx.get(f"{here.gateway.url}/v1/policies").json()["data"][0]["decision"] or {})
+    return dict(httpx.get(f"{here.gateway.url}/v1/policies", timeout=60).json()["data"][0]["decision"] or {})
 
 
 _OF = ("begin", CANDIDATE, CONTROL, "--percent", "50", "--metric")
@@ -116,7 +110,7 @@ def test_the_better_version_gets_all_runs(
     assert " decisions, 0 different\n" in checked
     for number in range(3):  # what is said later changes nothing
         about = f"{found.gateway.url}/v1/trajectories/{verdict}-{number}/feedback"
-        assert httpx.post(about, json={"name": "late", "value": 1.0}).status_code == 201
+        assert httpx.post(about, json={"name": "late", "value": 1.0}, timeout=60).status_code == 201
     until(found, f"SELECT count(*) = 3 FROM signals WHERE name = 'late' AND trajectory LIKE '{verdict}-%'")
     assert run(found, "check") == 0
     assert f"{verdict} of {CANDIDATE}: equal" in capsys.readouterr().out
@@ -137,50 +131,6 @@ def test_a_second_watcher_decides_nothing(found: Living, capsys: pytest.CaptureF
     assert decision(found) == first
 
 
-@contextmanager
-def refusing(error: Any) -> Iterator[str]:
-    """Give the address of a server that answers each request with a 409 and this error."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.dumps({"error": error}).encode()
-            self.send_response(409)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            """Print nothing."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_only_a_decision_with_the_same_id_is_another_watcher_s(capsys: pytest.CaptureFixture[str]) -> None:
-    finding = Finding(
-        sql="reward", candidate_runs=1, control_runs=1, candidate_mean=1.0, control_mean=0.0, pairs=1,
-        difference=1.0, low=0.5, high=1.0,
-    )  # fmt: skip
-    evidence = Evidence(
-        plan=Plan(metric=Metric(sql="reward")), candidate=CANDIDATE, control=CONTROL, percent=50, since=0,
-        until=1, findings=(finding,), verdict="promote",
-    )  # fmt: skip
-    begun = decide._Begun(evidence, "compare-1")
-    with refusing({"message": "decided", "code": "request_exists"}) as url:
-        decide._publish(decide.GatewayApi(url), begun, evidence)
-    assert "another watcher" in capsys.readouterr().out
-    # The second as of a proxy.
-    for error, says in (({"message": "no", "code": "no_decision"}, "no"), ("Conflict", "answered 409")):
-        with refusing(error) as url, pytest.raises(decide.GatewayError, match=says):
-            decide._publish(decide.GatewayApi(url), begun, evidence)
-
-
 @pytest.mark.parametrize(
     "guard", ["x:0:inf:higher:1", "x:-inf:0:higher:1", "x:nan:0:higher:1", "x:0:1:higher:inf", "x:0:1:lower:nan",
               " :0:1:higher:1"],
@@ -194,33 +144,6 @@ def test_the_sql_of_a_guard_may_hold_colons() -> None:
     assert decide._parse_guard("a::INT:0:1:lower:0.5") == Guard(
         sql="a::INT", low=0, high=1, worse="lower", margin=0.5
     )
-
-
-def test_each_look_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = io.BytesIO()
-    looks: list[str] = []
-
-    def end(_: float) -> None:
-        looks.append(written.getvalue().decode())
-        raise KeyboardInterrupt
-
-    evidence = Evidence(
-        plan=Plan(metric=Metric(sql="reward"), approval=True), candidate=CANDIDATE, control=CONTROL, percent=50,
-        since=0, until=1, verdict="promote",
-        findings=(Finding(
-            sql="reward", candidate_runs=1, control_runs=1, candidate_mean=1.0, control_mean=0.0, pairs=1,
-            difference=1.0, low=0.5, high=1.0,
-        ),),
-    )  # fmt: skip
-    monkeypatch.setattr(decide, "connect", lambda _: None)
-    monkeypatch.setattr(decide, "installation_settings", lambda *_, **__: None)
-    monkeypatch.setattr(decide, "_in_force", lambda *_: decide._Begun(evidence, "compare-1"))
-    monkeypatch.setattr(decide, "_read_until_now", lambda *_: evidence)
-    monkeypatch.setattr(decide.time, "sleep", end)
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written))  # a pipe's: it keeps what is short
-    with pytest.raises(KeyboardInterrupt):
-        decide.main(["watch", MODEL])
-    assert "verdict: promote\nit waits for" in looks[0]
 
 
 @pytest.mark.slow

@@ -41,12 +41,6 @@ def loops(rng: random.Random, candidate: bool, won: float) -> tuple[float, float
     return seconds, seconds, "scored"
 
 
-def gives_up(rng: random.Random, candidate: bool, won: float) -> tuple[float, float, str]:
-    """The control fails at once."""
-    seconds = _mean_of(300 if candidate or won else 20)(rng)
-    return seconds, seconds, "scored"
-
-
 def late_feedback(rng: random.Random, candidate: bool, won: float) -> tuple[float, float, str]:
     """Users of the candidate think about what failed."""
     seconds = _mean_of(60)(rng)
@@ -64,12 +58,6 @@ def silent_control(rng: random.Random, candidate: bool, won: float) -> tuple[flo
     """A third of the control's users say nothing, whatever came out."""
     seconds = _mean_of(60)(rng)
     return seconds, math.inf if not candidate and rng.random() < 1 / 3 else seconds + 10, "scored"
-
-
-def hangs(rng: random.Random, candidate: bool, won: float) -> tuple[float, float, str]:
-    """Half of the candidate's failures never end."""
-    seconds = math.inf if candidate and not won and rng.random() < 1 / 2 else _mean_of(120)(rng)
-    return seconds, seconds, "scored"
 
 
 def crashes(rng: random.Random, candidate: bool, won: float) -> tuple[float, float, str]:
@@ -132,7 +120,7 @@ def _begun(percent: float) -> Evidence:
     return Evidence(plan=plan, candidate="m@2", control="m@1", percent=percent, since=0, until=0)
 
 
-_SIDES = [loops, gives_up, late_feedback, silent_if_it_failed, silent_control, hangs, crashes]
+_SIDES = [loops, late_feedback, silent_if_it_failed, silent_control, crashes]
 
 
 @pytest.mark.parametrize(

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import io
-import re
 from pathlib import Path
 from typing import Any, Literal
 
-import duckdb
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from pipeline.events import (
     CheckpointPublished,
     Event,
     GroupScored,
-    Measure,
     Member,
-    PolicyEvaluated,
     TrajectoryCompleted,
     Verdict,
     pack_seqs,
     schema,
     wire_name,
 )
-from store.lake.commits import add_action
 from store.reading import sql
 from store.reading.views import VIEWS
-from tests.store.kit import checkpoint, discarded, exchange, fill, run_of_one_step, scored, tables
+from tests.store.kit import checkpoint, discarded, exchange, fill, run_of_one_step, scored
 
 
 def rows(run_dir: Path, query: str) -> list[Any]:
@@ -71,10 +63,7 @@ def test_lineage_names_the_data_set_that_a_checkpoint_was_trained_on(tmp_path: P
     fill(tmp_path, [*run_of_one_step(), checkpoint(2, source="sft:sha256:ab")])
     assert rows(
         tmp_path, "SELECT version, parent, source, count(seq) FROM lineage GROUP BY ALL ORDER BY 1"
-    ) == [
-        ("m@1", "m@0", None, 4),
-        ("m@2", "m@1", "sft:sha256:ab", 0),
-    ]
+    ) == [("m@1", "m@0", None, 4), ("m@2", "m@1", "sft:sha256:ab", 0)]
 
 
 def test_an_open_trajectory_and_one_known_only_by_its_end_are_both_there(tmp_path: Path) -> None:
@@ -175,27 +164,6 @@ def test_lineage_of_a_run_that_was_played_again_after_the_log_lost_its_tail(tmp_
     assert rows(tmp_path, asked) == [(1, "m@0", 2), (4, "m@3", 3)]
 
 
-def test_doubles_are_not_hidden(tmp_path: Path) -> None:
-    lake = fill(tmp_path, [exchange("t")])
-    (name,) = lake.names("rollout.exchange")
-    table = lake.table("rollout.exchange")
-    path = Path(lake.storage.key("rollout.exchange", name))
-    path.with_name("again.parquet").write_bytes(path.read_bytes())
-    table.commit([add_action("again.parquet", path.stat().st_size, 1, (1, 1), (1, 1))], 1)
-    assert rows(tmp_path, "SELECT count(*) FROM exchanges") == [(2,)]
-
-
-def test_a_file_from_before_a_column_reads_as_null(tmp_path: Path) -> None:
-    lake = fill(tmp_path, [exchange("t")])
-    table = lake.table("rollout.exchange")
-    rows_then = tables(lake, "rollout.exchange")[0].drop_columns(["replica", "log_seq"])
-    table.append(rows_then.append_column("log_seq", pa.array([2])))
-    assert rows(tmp_path, "SELECT trajectory, replica FROM exchanges ORDER BY stream_seq") == [
-        ("t", ""),
-        ("t", None),
-    ]
-
-
 def test_group_sequences_tell_a_group_that_was_scored_twice_apart(tmp_path: Path) -> None:
     events = run_of_one_step()
     scored = next(e for e in events if wire_name(e) == "group.scored")
@@ -203,66 +171,6 @@ def test_group_sequences_tell_a_group_that_was_scored_twice_apart(tmp_path: Path
     events.insert(events.index(scored) + 1, again)
     fill(tmp_path, events)
     assert rows(tmp_path, "SELECT DISTINCT judge FROM lineage") == [("j",)]
-
-
-def test_lineage_reads_only_the_files_that_hold_the_checkpoint_s_runs(tmp_path: Path) -> None:
-    """A union or a cast in the table's view takes its statistics from DuckDB, which then reads every exchange."""
-    for step in range(1, 9):
-        runs = [f"t{step}{i}" for i in range(4)]
-        fill(
-            tmp_path,
-            [
-                *(exchange(run, seq) for run in runs for seq in range(8)),
-                scored(f"g{step}", {run: float(i) for i, run in enumerate(runs)}),
-                checkpoint(step, groups=(f"g{step}",), group_seqs=pack_seqs([step])),
-            ],
-        )
-    with sql.connect(tmp_path) as connection:
-        asked = "FROM lineage WHERE version = 'm@5'"
-        assert len(connection.sql(asked).fetchall()) == 32
-        plan = connection.execute(f"EXPLAIN (ANALYZE, FORMAT json) {asked}").fetchall()[0][1]
-    assert max(map(int, re.findall(r'"rows_scanned": (\d+)', plan))) == 32  # of 256 exchanges
-
-
-TABLE = """\
-┌───────┬─────────┐
-│   n   │    b    │
-│ int32 │ boolean │
-├───────┼─────────┤
-│     1 │ true    │
-│     ∅ │ false   │
-└───────┴─────────┘
-"""
-
-
-@pytest.mark.parametrize(
-    ("form", "expected"),
-    [
-        ("table", TABLE),
-        ("json", '[{"n":1,"b":true},\n {"n":null,"b":false}]\n'),
-    ],
-)
-def test_formats(form: str, expected: str) -> None:
-    out = io.BytesIO()
-    with duckdb.connect() as connection:
-        sql.write_result(connection.sql("SELECT * FROM (VALUES (1, true), (NULL, false)) t(n, b)"), form, out)
-    assert out.getvalue().decode() == expected
-
-
-def test_a_table_shows_every_row_and_column_and_cuts_long_cells() -> None:
-    with duckdb.connect() as connection:
-        wide = ", ".join(f"repeat('x', 5000) || chr(10) AS c{i}, range(5000) AS l{i}" for i in range(15))
-        result = connection.sql(f"SELECT {wide}, 1 AS n, 2 AS n FROM range(300)")
-        text = sql.table_text(result, sql.TERMINAL_CELL)
-    shown = [line for line in text.splitlines() if line.startswith("│ xxxx")]
-    assert len(shown) == 300
-    assert all(f" {kind}{i} " in text for i in range(15) for kind in "cl")
-    assert {len(line) for line in shown} == {30 * 63 + 2 * 8 + 1}
-
-
-def test_a_pipe_gets_whole_texts(history: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert sql.main(["--run-dir", str(history), "SELECT repeat('x', 5000) || chr(10) || 'y' AS long"]) == 0
-    assert f"│ {'x' * 5000}⏎y │" in capfd.readouterr().out
 
 
 def test_the_command_answers_and_says_what_is_wrong(history: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -302,22 +210,10 @@ def test_a_file_that_is_damaged_before_its_footer_is_named(
 def test_a_query_finds_the_rows_of_all_that_it_names(history: Path) -> None:
     """Only these tables are opened for it."""
     with sql.connect(history) as whole:
-        for name in [v.name for v in VIEWS] + [sql.table_name(t) for t in schema.tables()]:
-            for query in (f"SELECT count(*) FROM {name}", f"FROM query('SELECT count(*) FROM {name}')"):
-                with sql.connect(history, query) as connection:
-                    assert connection.sql(query).fetchall() == whole.sql(query).fetchall(), query
-
-
-def test_a_view_can_be_copied_to_a_file(history: Path, tmp_path: Path) -> None:
-    file = tmp_path / "groups.parquet"
-    assert sql.main(["--run-dir", str(history), f"COPY (SELECT count(*) AS n FROM groups) TO '{file}'"]) == 0
-    assert pq.read_table(file).to_pylist() == [{"n": 2}]
-
-
-def test_a_run_with_settings_of_an_older_version_can_be_asked(history: Path, tmp_path: Path) -> None:
-    (tmp_path / "store").symlink_to(history / "store")
-    (tmp_path / "config.toml").write_text("[trainer]\nlora_rank = 4\n[gateway]\nmax_body_bytes = 5\n")
-    assert sql.main(["FROM checkpoints", "--run-dir", str(tmp_path)]) == 0
+        names = [v.name for v in VIEWS] + [sql.table_name(t) for t in schema.tables()]
+        for query in (*(f"SELECT count(*) FROM {name}" for name in names), "FROM query('FROM groups')"):
+            with sql.connect(history, query) as connection:
+                assert connection.sql(query).fetchall() == whole.sql(query).fetchall(), query
 
 
 @pytest.mark.parametrize("query", ["", "  ", "-- nothing"])
@@ -367,30 +263,3 @@ def test_each_step_has_what_was_spent_since_the_one_before_and_its_gain(tmp_path
         ("m@2", 2.0, 3.0, 1.0, 0, 3.5, 19.0, 7, 1.0, 0.75),
         (None, 0.0, 0.0, 2.0, 0, 3.5, 21.0, 7, None, None),
     ]
-
-
-def test_a_gain_compares_like_with_like(tmp_path: Path) -> None:
-    """Evaluations on other tasks say nothing of it, and where runs of the split `val` do, no evaluation is mixed in."""
-
-    def evaluated(step: int, mean: float, scenarios: str, at: int) -> PolicyEvaluated:
-        return PolicyEvaluated(
-            project="p", evaluation=f"e{at}", entrant=f"m@{step}", model="m", version=f"m@{step}", scenarios=scenarios,
-            measures=(Measure(name="reward", mean=mean, count=9),), at=at,
-        )  # fmt: skip
-
-    steps = [checkpoint(step, metrics={"step_s": 1.0}, at=step) for step in (1, 2, 3)]
-    evaluations = [evaluated(0, 0.25, "new", 3), evaluated(1, 0.9, "old", 4), evaluated(2, 0.75, "new", 5)]
-    fill(tmp_path, [*steps, *evaluations])
-    asked = "SELECT held_out, gain FROM spending ORDER BY step"
-    assert rows(tmp_path, asked) == [(None, None), (0.75, 0.5), (None, None)]
-    held = [
-        scored(
-            f"v{step}",
-            {f"v{step}": reward},
-            {"split": "val", "first_step": step, "last_step": step},
-            split="val",
-        )
-        for step, reward in ((1, 0.5), (3, 1.0))
-    ]
-    fill(tmp_path, list(held))
-    assert rows(tmp_path, asked)[:3] == [(0.5, 0.0), (None, None), (1.0, 0.5)]

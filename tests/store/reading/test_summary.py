@@ -24,7 +24,6 @@ from pipeline.events import (
 )
 from pipeline.running.state import STATE, process_start
 from store.showing.pages.history import History
-from store.showing.pages.overview import numbers
 from store.showing.pages.summary import summary
 from tests.store.kit import checkpoint, discarded, fill, run_of_one_step, scored
 
@@ -89,22 +88,9 @@ def test_an_empty_run_says_what_it_needs(tmp_path: Path) -> None:
     assert page["todo"].startswith("Send it work")
 
 
-def test_the_first_alarm_is_a_cause_and_not_a_consequence(tmp_path: Path) -> None:
-    raised: list[Event] = [
-        AlarmChanged(project="p", alarm=name, state="raised", since=since)
-        for since, name in enumerate(("not_learning", "length_drift"), 1)
-    ]
-    page = told(tmp_path, raised)
-    assert [alarm["alarm"] for alarm in page["alarms"]] == ["not_learning", "length_drift"]
-    assert page["todo"].startswith("Does not learn: ")
-
-
 def test_a_running_run_names_what_is_not_ready_and_an_alarm_says_what_to_do(tmp_path: Path) -> None:
     this = {"pid": os.getpid(), "since": process_start(os.getpid())}
-    services = {
-        "trainer": {**this, "state": "starting"},
-        "store": {**this, "state": "ready"},
-    }
+    services = {"trainer": {**this, "state": "starting"}, "store": {**this, "state": "ready"}}
     state = {**this, "urls": {}, "services": services}
     (tmp_path / STATE).write_text(json.dumps(state))
     page = told(tmp_path, run_of_one_step())
@@ -141,20 +127,6 @@ def test_the_first_sentence_says_whether_the_training_reward_moved(tmp_path: Pat
     assert said.endswith(": it rose).")
     flat = [event for event in rose if isinstance(event, GroupScored) and event.members[0].first_step < 5]
     assert told(tmp_path / "flat", list(flat))["sentences"][0].endswith(": the difference may be chance).")
-
-
-def test_held_out_runs_in_a_single_group_a_version_are_measured(tmp_path: Path) -> None:
-    """The fault that was: "Nothing was measured on held-out tasks"."""
-    held: list[Event] = [
-        scored(
-            f"v{step}", {f"v{step}-{i}": float(i < solved) for i in range(40)},
-            {"split": "val", "first_step": step, "last_step": step}, split="val",
-        )
-        for step, solved in ((0, 10), (4, 30))
-    ]  # fmt: skip
-    assert told(tmp_path, held)["sentences"][2] == (
-        "m@4 scores +0.500 against m@0 on 40 held-out tasks (95 % interval +0.263 to +0.689: better)."
-    )
 
 
 def test_runs_that_wait_for_feedback_are_said_to_wait(tmp_path: Path) -> None:
@@ -196,18 +168,3 @@ def test_a_newest_version_that_is_neither_served_nor_measured_is_named(
     """The fault that was: "Nothing needs to be done"."""
     begun = [checkpoint(1, at=1), checkpoint(2, at=2), *evaluated(0.1, 0.3)]
     assert todo in told(tmp_path, [*begun, *more])["todo"]
-
-
-def test_discards_that_are_no_loss_are_counted_apart(tmp_path: Path) -> None:
-    """The fault that was: "437 discards"."""
-    masked = TrajectoryCompleted(
-        project="p", trajectory="k", model="m", group="", exchanges=1, outcome="masked"
-    )
-    left_out: list[Event] = [
-        discarded("h", "too_small", "h", by="judge", split="val"), discarded("k", "too_small", "k", by="judge"),
-        discarded("e", "no_variance", "e"), discarded("f", "no_variance", "f"), discarded("s", "too_small", "s"),
-    ]  # fmt: skip
-    fill(tmp_path, [masked, checkpoint(1), *left_out])
-    with contextlib.closing(History(Config(run_dir=str(tmp_path)))) as history:
-        counts = {row["reason"]: row["groups"] for row in numbers(history, {"model": "m"})["discards"]}
-    assert counts == {"no_variance": 2, "validation": 1, "masked": 1, "too_small": 1}

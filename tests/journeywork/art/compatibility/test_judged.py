@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from openai.types.chat.chat_completion import Choice
 
-from .kit import TOOL, Served, art, gathered, part, rewards, said, served, user
+from .kit import TOOL, Served, art, part, said, served, user
 
 __all__ = ["served"]  # a fixture
 
@@ -113,21 +113,6 @@ def test_ruler_scores_lists_of_messages(served: Served) -> None:
 def test_ruler_of_nothing() -> None:
     assert asyncio.run(part("rewards").ruler([], "openai/judge")) == []
     assert len(asyncio.run(part("rewards").ruler_score_group(art.TrajectoryGroup([]), "openai/judge"))) == 0
-
-
-def test_ruler_after_each_group(served: Served) -> None:
-    served.says(judge(["here 0", "here 1"], lambda n: n / 4))
-
-    async def rollout(n: int) -> Any:
-        return art.Trajectory(messages_and_choices=[user("x"), said(f"here {n}")], reward=0)
-
-    groups = gathered(
-        lambda: [art.TrajectoryGroup(rollout(n) for n in range(2))],
-        after_each=lambda g: part("rewards").ruler_score_group(
-            g, "openai/judge", {"api_base": served.url, "api_key": "k"}, swallow_exceptions=True
-        ),
-    )
-    assert [rewards(group) for group in groups] == [[0.25, 0.5]]
 
 
 def test_tools_and_resources_of_a_server() -> None:

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from .kit import Served, art, part, served, user
-
-__all__ = ["served"]  # a fixture
+from .kit import art, part
 
 
 class Settings(BaseModel):
@@ -167,24 +165,6 @@ def test_a_function_is_tried_again_after_growing_pauses() -> None:
 
 def steps(length: int, **options: Any) -> list[Any]:
     return list(part("utils").iterate_dataset(list(range(length)), use_tqdm=False, **options))
-
-
-def test_a_prompted_model_is_called(served: Served) -> None:
-    model = art.Model(name="gpt", project="p", inference_api_key="key", inference_base_url=served.url)
-
-    async def rollout() -> Any:
-        made = art.Trajectory(messages_and_choices=[user("a")])
-        client = model.openai_client()
-        reply = await client.chat.completions.create(
-            model=model.get_inference_name(), messages=made.messages()
-        )
-        await client.close()
-        made.messages_and_choices.append(reply.choices[0])
-        return made
-
-    assert asyncio.run(rollout()).messages()[1]["content"] == "after 1"
-    headers, body = served.requests[0]
-    assert (headers["authorization"], body["model"]) == ("Bearer key", "gpt")
 
 
 def test_a_data_set_is_divided_in_the_order_of_art_and_continued_at_a_step() -> None:

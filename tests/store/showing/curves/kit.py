@@ -6,13 +6,12 @@ from typing import Literal
 
 from pipeline.events import CheckpointPublished, Measure, PolicyEvaluated
 from store.showing.curves.rows import Row
+from tests.store import kit
 
 
 def checkpoint(
     step: int, *, branch: str = "main", model: str = "m", loss: float = 0.5
 ) -> CheckpointPublished:
-    from tests.store import kit  # not where `row` is used: the trackers' environment has no client of NATS
-
     return kit.checkpoint(
         step, model=model, version=f"{model}@{step}", branch=branch, at=step * 1_000_000,
         metrics={"loss": loss, "reward_mean_all": step / 10, "kl_sampler": 0.001},

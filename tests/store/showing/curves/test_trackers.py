@@ -1,11 +1,7 @@
-"""Curves at trackers: what a run is called, and what each library itself reads back, also after a kill."""
+"""Curves at trackers: what a run is called, and which points are sent."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +12,6 @@ import pytest
 from pipeline.config import Config, CurvesConfig
 from pipeline.errors import ConfigError
 from store.showing.curves.trackers import WandB, check_trackers, runs_of
-from tests.kits.environments import ROOT, environment
 from tests.store.showing.curves.kit import row
 
 
@@ -51,40 +46,3 @@ def test_points_that_a_resumed_run_of_wandb_holds_are_left_out(
     for step in (1, 2, 3):
         tracker.add(row(step))
     assert logged == [2, 3]
-
-
-def run_program(name: str, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run `tracker_program.py` with the libraries of the trackers, offline and in `folder`."""
-    env = {
-        "PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline",
-    }  # fmt: skip
-    python = str(environment("trackers") / "python")
-    return subprocess.run(
-        [python, "-m", "tests.store.showing.curves.tracker_program", name, str(folder), *args],
-        cwd=folder, env=env, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)  # the first one installs the libraries
-@pytest.mark.parametrize("name", ["wandb"])
-def test_the_library_itself_reads_every_point_back_also_after_a_kill(name: str, tmp_path: Path) -> None:
-    """Two starts that end, one that is killed as soon as the library took the points, and one that sends all again."""
-    killed = run_program(name, tmp_path, "kill")
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    for action in ("send", "read"):
-        done = run_program(name, tmp_path, action)
-        assert done.returncode == 0, done.stderr
-    runs: dict[str, list[list[Any]]] = json.loads(done.stdout.splitlines()[-1])
-    points = {label.rsplit("-", 1)[0]: found for label, found in runs.items()}
-    evaluated = "m-evaluations"
-    assert set(points) == {"m", "m+try", "n", evaluated}
-    once = [["loss/train", 1, 0.1]]
-    assert all(
-        points[name][:1] == once and points[name] == once * len(points[name]) for name in ("m+try", "n")
-    )
-    assert ["eval/held_out/reward", 1, 0.75] in points[evaluated]
-    losses = [(step, value) for metric, step, value in points["m"] if metric == "loss/train"]
-    assert set(losses) == {
-        (step, step / 10) for step in (1, 2, 3, 4, 5)
-    }  # each start leaves a folder of its own

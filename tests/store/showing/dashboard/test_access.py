@@ -153,8 +153,7 @@ def test_two_hosts_are_refused(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize(
-    "headers",
-    [{"origin": "https://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}, {}],
+    "headers", [{"origin": "https://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}, {}]
 )
 @pytest.mark.parametrize("path", ["/policies/m", "/label/g0", "/sign-out", "/sign-in"])
 def test_a_change_that_another_page_asks_for_is_refused(

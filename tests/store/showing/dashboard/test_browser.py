@@ -103,19 +103,6 @@ def test_curves_are_drawn_and_told(page: Page) -> None:
     assert page.locator("tbody tr").count() == len(GROUPS)
 
 
-def test_a_link_on_another_site_opens_the_page(browser: Browser, run: Living) -> None:
-    context = browser.new_context()
-    opened = context.new_page()
-    opened.route("http://other.example/", lambda route: route.fulfill(
-        content_type="text/html", body=f'<a href="{run.url}/groups?task=board">the groups</a>'
-    ))  # fmt: skip
-    opened.goto("http://other.example/")
-    opened.click("a")
-    opened.wait_for_selector("tbody tr")
-    assert opened.url == f"{run.url}/groups?task=board"
-    context.close()
-
-
 def test_a_lineage_is_followed_from_a_checkpoint_to_tokens_and_back(page: Page) -> None:
     page.click("nav >> text=Checkpoints")
     page.click(f"td >> text={MODEL}@1 >> nth=0")
@@ -179,20 +166,6 @@ def test_a_version_is_promoted_with_its_reason(page: Page, run: Living) -> None:
     assert page.locator(f"text=Now {MODEL} stands for this version.").count() == 1
 
 
-def test_lists_are_sorted_and_filtered_by_their_address(page: Page) -> None:
-    page.goto("/trajectories")
-    page.click("th >> text=Reward")
-    page.wait_for_url("**sort=*")
-    assert page.locator("th[aria-sort=descending]").inner_text().startswith("Reward")
-    rewards = page.locator("tbody tr td:nth-child(1)").all_inner_texts()
-    assert rewards == sorted(rewards, reverse=True)
-    page.fill("input[name=task]", GROUPS[0])
-    page.keyboard.press("Enter")
-    page.wait_for_url("**task=*")
-    assert page.locator("tbody tr").count() == MEMBERS
-    assert "sort=-reward" in page.url
-
-
 def test_the_keyboard_does_everything(page: Page) -> None:
     def focused(what: str) -> Any:
         return page.evaluate(f"(() => {{ const e = document.activeElement; return {what}; }})()")
@@ -222,15 +195,3 @@ def test_the_keyboard_does_everything(page: Page) -> None:
     page.keyboard.type("1")
     page.keyboard.press("Enter")
     page.wait_for_url("**labeled=1")
-
-
-def test_a_page_asks_nobody_else(browser: Browser, run: Living) -> None:
-    context = browser.new_context(base_url=run.url)
-    opened, asked = context.new_page(), []
-    opened.on("request", lambda request: asked.append(request.url))
-    paths = ("overview", "compare", *(path for path in PAGES if path.startswith(("group/", "trajectory/"))))
-    for path in paths:
-        opened.goto(f"/{path}", wait_until="networkidle")
-    context.close()
-    assert len(asked) > 4 * len(paths)  # style, scripts, curves
-    assert not [url for url in asked if not url.startswith(run.url)]

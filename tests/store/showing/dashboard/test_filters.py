@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from pipeline.config import Config, FeedbackConfig, save
 from pipeline.events import TrajectoryCompleted, TrajectoryOpened, now_us
 from pipeline.running.installations import SETTINGS
-from store.showing.pages import chat, texts
+from store.showing.pages import chat
 from tests.store.kit import discarded, exchange, fill, scored
 from tests.store.showing.dashboard.conftest import Open, client_of
 
@@ -119,20 +119,3 @@ def test_a_reply_that_is_sent_again_is_known_with_and_without_its_reasoning(
     reply = chat.message({"role": "assistant", "content": "x", "reasoning": "sampled"})
     sent = chat.message({"role": "assistant", "content": "x", "reasoning_content": reasoning})
     assert chat.repeats(sent, reply) == same
-
-
-def test_figures_and_nouns_agree() -> None:
-    assert [texts.counted(n, "call") for n in (0, 1, 6447)] == ["0 calls", "1 call", "6,447 calls"]
-    figures = [texts.number(v, 4) for v in (6447.0, 0.5, 7.5e-7, 0.0, -1234.5, float("nan"), None)]
-    assert figures == ["6,447", "0.5000", "7.5e-07", "0.0000", "-1,234", "–", "–"]
-    assert [texts.signed(v) for v in (0.5, -0.5, -1e-5, 0)] == ["+0.500", "−0.500", "−1e-05", "+0"]
-
-
-def test_the_overview_separates_an_alarm_from_its_advice_and_names_no_gpu(client: TestClient) -> None:
-    page = client.get("/overview").text
-    assert "</p>\n<p><strong>What to do:</strong>" in page
-    assert "GPU hours" not in page
-
-
-def test_known_versions_can_be_chosen_for_a_decision(client: TestClient) -> None:
-    assert client.get("/decisions.json").json()["versions"] == [{"model": "m", "version": "m@1"}]

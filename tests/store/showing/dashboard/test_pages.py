@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +10,8 @@ import pytest
 from msgspec import structs
 from starlette.testclient import TestClient
 
-from pipeline.config import Config, ModelConfig, StoreConfig, save
-from pipeline.events import (
-    Event,
-    Measure,
-    PolicyEvaluated,
-    TrajectoryCompleted,
-    TrajectoryOpened,
-    Variant,
-    WhatIfAnswered,
-    now_us,
-    pack_mask,
-    pack_seqs,
-)
-from pipeline.running.installations import SETTINGS, installation_settings
-from store.lake.lake import open_lake
+from pipeline.config import Config
+from pipeline.events import Event, TrajectoryCompleted, TrajectoryOpened, pack_mask, pack_seqs
 from store.showing.dashboard.server import _LISTS, _SINGLE
 from store.showing.pages import groups as reading_groups
 from store.showing.pages import trajectories as reading
@@ -222,58 +207,12 @@ def test_the_overview_shows_evaluations_decisions_and_rates(client: TestClient) 
     ]
 
 
-def test_training_groups_come_first(open_dashboard: Open, run_dir: Path) -> None:
-    fill(run_dir, [scored("held", {"t0": 1.0}, split="val", at=now_us())])
-    client = open_dashboard()
-    assert [row["split"] for row in client.get("/groups.json").json()["rows"]] == ["train", "train", "val"]
-    assert client.get("/groups.json?sort=-when").json()["rows"][0]["group_id"] == "held"
-
-
 def test_an_event_is_shown_as_it_is_stored(client: TestClient) -> None:
     page = client.get("/trajectory/t0.json").json()
     seq = page["calls"][0]["stream_seq"]
     (event,) = client.get(f"/event/rollout.exchange/{seq}.json").json()["events"]
     assert (event["trajectory"], event["seq"], event["sampled_ids"]) == ("t0", 0, [3, 4])
     assert "sampled_ids" in client.get(f"/event/rollout.exchange/{seq}").text
-
-
-def test_the_evaluation_of_a_checkpoint(client: TestClient) -> None:
-    page = client.get("/checkpoint/m@1.json").json()
-    assert [row["mean"] for row in page["evaluations"]] == [0.5]
-    assert [row["task"] for row in page["tasks"]] == ["t"]
-
-
-def test_new_files_show_after_a_while_and_a_result_stands_until_then(run_dir: Path) -> None:
-    config = installation_settings(run_dir)
-    history = History(config)
-    query = "SELECT count(*) AS n FROM rollout_opened"
-    first = history.shared_rows(query)
-    assert first == [{"n": 2}]
-    assert history.shared_rows(query) is first
-    fill(run_dir, run_of_one_step()[:1])
-    history._refreshed_at, history._results[query, "{}"] = -10.0, (first, 0.0)
-    assert history.shared_rows(query) == [{"n": 3}]
-    history.close()
-
-
-def test_one_query_runs_at_a_time(run_dir: Path) -> None:
-    """Several at once would not fit into the memory that they share."""
-    met = threading.Barrier(2)
-
-    def meet(number: int) -> bool:
-        try:
-            met.wait(0.2)
-        except threading.BrokenBarrierError:
-            met.reset()
-            return False
-        return True
-
-    history = History(installation_settings(run_dir))
-    history._connection.create_function("meet", meet, side_effects=True)
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda _: history.rows("SELECT meet(1) AS met"), range(2)))
-    history.close()
-    assert found == [[{"met": False}]] * 2
 
 
 def test_a_run_shows_the_metadata_of_its_opening_and_of_its_end(open_dashboard: Open, run_dir: Path) -> None:
@@ -313,35 +252,6 @@ def test_a_token_is_trained_by_the_trainer_s_rule(
     assert bool(call["untrained"]) == (trained == [False, False])
 
 
-def test_a_run_in_object_storage_is_compared(
-    open_dashboard: Open, run_dir: Path, object_store: dict[str, str]
-) -> None:
-    """It has no folder `store`."""
-    other = Config(run_dir=str(run_dir.parent / "far"), store=StoreConfig(**object_store))  # type: ignore[arg-type]
-    (run_dir.parent / "far").mkdir()
-    save(other, run_dir.parent / "far" / SETTINGS)
-    fill(open_lake(other), run_of_one_step()[:1])
-    page = open_dashboard().get("/compare.json?side=here/main&side=far/main").json()
-    assert page["runs"] == ["far", "here"]
-    assert [side["counts"]["opened"] for side in page["sides"]] == [2, 1]
-
-
-def test_a_run_is_not_shown_beside_those_of_another_models_group_of_the_same_name(tmp_path: Path) -> None:
-    names = {"a": ("p", "m"), "b": ("p", "n"), "c": ("q", "m")}
-    runs = [
-        TrajectoryCompleted(project=project, trajectory=run, model=model, group="g", exchanges=1, reward=1.0)
-        for run, (project, model) in names.items()
-    ]
-    trained = [checkpoint(1, model="n", groups=("g",)), checkpoint(2, project="q", groups=("g",))]
-    fill(tmp_path, [*runs, *trained])
-    history = History(Config(run_dir=str(tmp_path)))
-    pages = {run: reading.trajectory(history, run, {}) for run in names}
-    history.close()
-    assert {(page["previous"], page["next"]) for page in pages.values()} == {(None, None)}
-    versions = {run: [row["version"] for row in page["trained_in"]] for run, page in pages.items()}
-    assert versions == {"a": [], "b": ["n@1"], "c": ["m@2"]}
-
-
 def test_groups_of_several_models_with_one_name_have_a_page_each(open_dashboard: Open, run_dir: Path) -> None:
     of_models: list[Event] = []
     for project, model, reward in (("p", "m", 1.0), ("p", "n", 0.5), ("q", "m", 0.25)):
@@ -373,17 +283,6 @@ def test_groups_of_several_models_with_one_name_have_a_page_each(open_dashboard:
         assert 'href="/group/shared?model=n&amp;project=p"' in client.get(f"/{listed}").text, listed
 
 
-@pytest.mark.parametrize("text", ['{"temperature": "auto"}', "{broken"])
-def test_a_damaged_file_of_the_base_does_not_end_the_page(text: str, tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text(text)
-    fill(tmp_path, run_of_one_step())
-    models = (ModelConfig(name="m", base=str(tmp_path)),)
-    history = History(Config(run_dir=str(tmp_path), models=models))
-    page = reading.trajectory(history, "t0", {})
-    history.close()
-    assert len(page["calls"]) == 2
-
-
 def test_a_run_without_a_group_has_its_reward_and_its_checkpoints(tmp_path: Path) -> None:
     """Other events name the run's id where it has no group. A run that waits is a group that is not scored."""
     done = TrajectoryCompleted(project="p", trajectory="solo", model="m", group="", exchanges=1)
@@ -406,47 +305,3 @@ def test_a_run_without_a_group_has_its_reward_and_its_checkpoints(tmp_path: Path
     group = reading_groups.group(history, "waits", {})
     history.close()
     assert (group["scored"], [m["trajectory"] for m in group["members"]]) == ([], ["waits"])
-
-
-def test_what_if_tells_the_differences_and_what_was_adopted(run_dir: Path, open_dashboard: Open) -> None:
-    change = Measure(
-        name="reward",
-        mean=0.75,
-        count=9,
-        difference=0.25,
-        difference_low=0.125,
-        difference_high=0.375,
-        pairs=9,
-    )
-    entrants = [("m@1", "m", Measure(name="reward", mean=0.5, count=9)), ("m+b@1", "m+b", change)]
-    events: list[Any] = [
-        PolicyEvaluated(
-            project="p", evaluation="f", entrant=name, position=place, model=model, version=name, measures=(measure,)
-        )
-        for place, (name, model, measure) in enumerate(entrants)
-    ]  # fmt: skip
-    asked = WhatIfAnswered(
-        project="p", model="m", question="q", groups=12, baseline="m@1", evaluation="f", selection="task = '<b>'",
-        variants=(Variant(branch="b", version="m+b@1", settings='{"judge.rubric": "<i>"}', groups=12),),
-    )  # fmt: skip
-    fill(run_dir, [*events, asked])
-    client = open_dashboard()
-    rows = client.get("/whatif.json").json()["rows"]
-    (row,) = (row for row in rows if row["evaluation"] == "f")
-    (variant,) = row["variants"]
-    assert [m["mean"] for m in row["baseline_measures"]] == [0.5]
-    assert (variant["measures"][0]["difference"], variant["adopted"], variant["source"]) == (
-        0.25,
-        "",
-        "b/m@1",
-    )
-    text = client.get("/whatif").text
-    assert "+0.250" in text
-    assert "+0.125 to +0.375" in text
-    assert "--adopt" in text
-    assert "<i>" not in text
-    assert "<b>" not in text
-
-    fill(run_dir, [checkpoint(2, source="elsewhere#b/m@1")])
-    again = open_dashboard().get("/whatif.json").json()["rows"]
-    assert [v["adopted"] for r in again if r["evaluation"] == "f" for v in r["variants"]] == ["m@2"]

@@ -58,15 +58,7 @@ def test_the_command_prints_where_it_is(run_dir: Path) -> None:
     with started("store.showing.dashboard.command", "--run-dir", str(run_dir), "--port", "0") as process:
         assert process.stdout is not None
         url = process.stdout.readline().rpartition(" ")[2].strip()
-        assert httpx.get(f"{url}/overview").status_code == 200
-
-
-@pytest.mark.parametrize("port", ["99999", "-1", "http"])
-def test_the_command_refuses_a_port_that_is_none(port: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.main([f"--port={port}"])
-    assert ended.value.code == 2
-    assert f"'{port}' is not a whole number from 0 to 65535" in capsys.readouterr().err
+        assert httpx.get(f"{url}/overview", timeout=60).status_code == 200
 
 
 def test_the_command_says_that_an_address_is_taken(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

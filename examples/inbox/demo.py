@@ -1,0 +1,185 @@
+"""`make demo`: a language model learns to sort a shop's inbox, on this machine.
+
+    python -m examples.inbox.demo --seed 0 --run-dir runs/demo
+
+1. A warm start: supervised training on a few dozen examples, one step of the installation's history.
+2. Base model and warm start answer the held-out messages, whose sentences are in no training message.
+3. Agents sort messages while the trainer trains. The reward is the share of right fields.
+4. The last version answers the held-out messages. The history is checked, and `<run-dir>/report.json` is written.
+
+Exits with 1 if the run failed, or if its history holds what it must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from examples.common import packaged
+from examples.common.running import (
+    JOURNEYWORK,
+    ROOT,
+    ExampleError,
+    Installation,
+    add_flags,
+    fast_bfloat16,
+    flags,
+    make_room,
+    served_step,
+)
+from examples.inbox import report
+from examples.inbox.agent import Sorter
+from examples.inbox.messages import Message, message
+from journeywork import AsyncJourneywork, EvaluationReport, LoopOptions, loop
+from journeywork.evaluation.results import EntrantResult
+from journeywork.transport import plain_errors
+
+SETTINGS = Path(__file__).with_name("journeywork.toml")
+MODEL = "inbox"
+BASE, WARM = f"{MODEL}@0", f"{MODEL}@1"
+EXAMPLES = 48
+"""Examples of the warm start."""
+EXAMPLES_FROM = 100_000
+"""Number of the first example. Training messages have smaller numbers."""
+VLLM_ARGS = tomllib.loads(SETTINGS.read_text())["vllm"]["args"]
+GROUP_SIZE = 8
+GROUPS_PER_STEP = 12
+CONCURRENCY = 48
+LOOK_EVERY_S = 10.0
+SHOW_STEPS = 10
+"""Steps between two looks at the answers to the same few held-out messages."""
+
+
+def warm_start(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace) -> None:
+    """Train the base model on examples, by `journeywork train`. The result is the version `WARM`."""
+    examples = [message("train", EXAMPLES_FROM + number, args.seed) for number in range(EXAMPLES)]
+    rows = [{"messages": [*e.prompt, {"role": "assistant", "content": e.right}]} for e in examples]
+    folder = run_dir / "examples"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    command = [
+        JOURNEYWORK, "train", "--run-dir", str(run_dir), "--on", str(folder), "--as", "sft", "--epochs", "3",
+        "--learning-rate", "1e-3", "--seed", str(args.seed), "--set", "trainer.threads=2",
+    ]  # fmt: skip
+    log = Installation(
+        run_dir, SETTINGS, settings, "--services", "store", *flags(args)
+    )
+    try:
+        anyio.run(log.ready)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    finally:
+        log.stop()
+    if done.returncode:
+        raise ExampleError(f"the warm start failed:\n{done.stderr[-3000:]}")
+
+
+async def train(client: AsyncJourneywork, sorter: Sorter, args: argparse.Namespace, up: Installation) -> int:
+    """Sort messages until the last step is served, or the time is over. Returns the newest step."""
+    last = args.steps + 1
+    options: LoopOptions[Message] = LoopOptions(
+        "train", steps=last, groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE, concurrency=CONCURRENCY,
+        max_staleness=1, describe=lambda m: m.text,
+    )  # fmt: skip
+    messages = [message("train", number, args.seed) for number in range(2 * last * GROUPS_PER_STEP)]
+    shown = [message("held_out", number) for number in range(report.SHOWN)]
+
+    async def watch() -> None:
+        told = 0
+        while True:
+            up.check()
+            step = await served_step(client, MODEL)
+            report.show_progress(sorter, step, last)
+            if step >= told + SHOW_STEPS:
+                told = step
+                version = f"{MODEL}@{step}"
+                await client.gather(MODEL, shown, sorter.rollout(training=False), split="val", pinned=version)
+                report.show_answers(sorter, [BASE, WARM, version])
+            await anyio.sleep(LOOK_EVERY_S)
+
+    with anyio.move_on_after(args.seconds):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            await loop(client, MODEL, messages, sorter.rollout(training=True), options)
+            tasks.cancel_scope.cancel()
+    return await served_step(client, MODEL)
+
+
+async def play(args: argparse.Namespace, up: Installation) -> tuple[EvaluationReport, Sorter]:
+    """Train. Returns what warm start, last version and base model made of the held-out messages, in this order."""
+    sorter, held_out = Sorter(), [message("held_out", number) for number in range(args.held_out)]
+    async with AsyncJourneywork(await up.ready()) as client:
+
+        async def evaluate(*versions: str, baseline: EntrantResult | None = None) -> EvaluationReport:
+            return await client.evaluate(
+                versions, held_out, sorter.rollout(training=False), concurrency=CONCURRENCY, progress=False,
+                name=lambda m: m.id, scenarios="held-out messages", baseline=baseline,
+            )  # fmt: skip
+
+        report.say(f"base model and warm start answer {len(held_out)} held-out messages")
+        before = await evaluate(WARM, BASE)
+        report.show_answers(sorter, [BASE, WARM])
+        step = await train(client, sorter, args, up)
+        if step < 2:
+            raise ExampleError(f"no step was trained in {args.seconds:.0f} s; see {up.run_dir}/logs")
+        report.say(f"{MODEL}@{step} answers the held-out messages")
+        warm, base = before.entrants
+        after = await evaluate(f"{MODEL}@{step}", baseline=warm)
+        report.show_answers(sorter, [BASE, WARM, f"{MODEL}@{step}"])
+    return dataclasses.replace(after, entrants=(*after.entrants, base)), sorter
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of messages, examples and trainer")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--steps", type=int, default=40, help="steps of reinforcement learning")
+    parser.add_argument("--seconds", type=float, default=560, help="they end after this time at the latest")
+    parser.add_argument("--held-out", type=int, default=252, help="number of held-out messages")
+    parser.add_argument("--base", type=Path, help="folder of another small language model")
+    add_flags(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    run_dir: Path = args.run_dir.absolute()
+    began = time.monotonic()
+    try:
+        base = args.base or packaged.make()
+        settings: dict[str, Any] = {
+            "models.0.base": str(base.absolute()), "trainer.max_steps": args.steps + 1, "trainer.seed": args.seed,
+        }  # fmt: skip
+        if fast_bfloat16():
+            settings |= {"trainer.dtype": "bfloat16", "vllm.args": [*VLLM_ARGS, "--dtype", "bfloat16"]}
+        make_room(run_dir)
+        report.say(f"warm start: {EXAMPLES} examples")
+        warm_start(run_dir, settings, args)
+        up = Installation(run_dir, SETTINGS, settings, *flags(args))
+        try:
+            with plain_errors(Exception):
+                compared, sorter = anyio.run(play, args, up)
+        finally:
+            up.stop()
+        if findings := report.conclude(compared, sorter, run_dir, args, time.monotonic() - began):
+            raise ExampleError("the history holds what it must not: " + "; ".join(findings))
+    except KeyboardInterrupt:
+        report.say(f"stopped; what was played so far is in {run_dir}")
+        raise SystemExit(130) from None
+    except ExampleError as error:
+        report.say(str(error))
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What the demo prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from examples.common import curve
+from examples.common.history import ask, rows
+from examples.common.invariants import NEVER, counting
+from examples.inbox.agent import Sorter
+from examples.inbox.messages import message, right_fields
+from journeywork import EvaluationReport
+
+SHOWN = 5
+"""Held-out messages whose answers are printed."""
+
+LINEAGE = """
+SELECT version, group_id, count(DISTINCT trajectory) AS runs, sum(sampled_tokens)::BIGINT AS tokens,
+  max(staleness) AS staleness, string_agg(DISTINCT policy_version, ' ' ORDER BY policy_version) AS sampled_by
+FROM lineage WHERE version = '{version}' GROUP BY ALL ORDER BY group_id LIMIT 4
+"""
+"""From the last version to the groups that it learned from, and to the versions that sampled them."""
+COUNTS = """
+SELECT (SELECT count(*) FROM exchanges) AS calls,
+  (SELECT count(*) FROM exchanges WHERE status <> 'complete') AS failed_calls,
+  (SELECT count(*) FROM trajectories WHERE completed_at IS NOT NULL) AS trajectories,
+  (SELECT max(step) FROM checkpoints) AS steps,
+  (SELECT max(greatest(metrics['on_policy_logprob_diff'], metrics['sampler_logprob_diff'])) FROM checkpoints)
+    AS sampler_logprob_diff
+"""
+
+console = Console(highlight=False, markup=False)
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def say(text: str) -> None:
+    console.print(f"{time.strftime('%H:%M:%S')}  {text}")
+
+
+def show_progress(sorter: Sorter, step: int, last: int) -> None:
+    """Print the step that is served, and the share of solved training messages by step, as a row of bars."""
+    shares = [fmean(solved) for _, solved in sorted(sorter.solved.items())]
+    curve = "".join(BARS[min(int(share * len(BARS)), len(BARS) - 1)] for share in shares)
+    newest = f"{fmean(shares[-4:]):.2f}" if shares else "-"
+    say(f"step {step}/{last}  solved in training {newest}  {curve}")
+
+
+def show_answers(sorter: Sorter, versions: Sequence[str]) -> None:
+    """Print the first held-out messages with the answers of these versions."""
+    table = Table("message", *versions, show_lines=True)
+    for number in range(SHOWN):
+        shown = message("held_out", number)
+        cells = []
+        for version in versions:
+            answer = sorter.answers[shown.id].get(version, "")
+            solved = right_fields(shown, answer)["solved"]
+            cells.append(Text(("✓ " if solved else "✗ ") + answer, style="green" if solved else "red"))
+        table.add_row(Text(shown.text), *cells)
+    console.print(table)
+
+
+def conclude(
+    compared: EvaluationReport, sorter: Sorter, run_dir: Path, args: argparse.Namespace, wall_s: float
+) -> list[str]:
+    """Write the report of warm start, last version and base model, in this order, and print it. Return what must not
+    be in the history and is."""
+    warm, trained, base = compared.entrants
+    (counts,) = rows(run_dir, COUNTS)
+    found = {row["finding"]: row["count"] for row in rows(run_dir, counting(NEVER)) if row["count"]}
+    points = rows(run_dir, curve.GROUPS.format(value="t.metrics['solved']"))
+    scores = {"base": base, "warm_start": warm, "trained": trained}
+    written = {
+        "seed": args.seed,
+        "versions": {name: entrant.version for name, entrant in scores.items()},
+        "held_out": {
+            name: {"value": e.mean, "ci95": [e.low, e.high], "n": e.count}
+            for name, e in ((name, entrant.estimate("solved")) for name, entrant in scores.items())
+        },
+        "difference": _difference(compared),
+        "fields": {
+            name: {field: entrant.estimate(field).mean for field in ("team", "urgency", "order")}
+            for name, entrant in scores.items()
+        },
+        "wall_s": round(wall_s, 1),
+        **counts,
+        "failed_calls": counts["failed_calls"] + sum(entrant.failed for entrant in compared.entrants),
+        "findings": found,
+        "answers": {
+            message("held_out", n).text: sorter.answers[message("held_out", n).id] for n in range(SHOWN)
+        },
+        # What `examples.common.curve` draws.
+        "training": curve.training_points(points),
+        "before": curve.as_json(warm.estimate("solved")),
+        "after": curve.as_json(trained.estimate("solved")),
+    }
+    (run_dir / "report.json").write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+    table = Table("version", "held-out messages solved", "95 % interval", "team", "urgency", "order")
+    for name, entrant in scores.items():
+        score, fields = entrant.estimate("solved"), written["fields"][name]
+        label = f"{entrant.version} ({name.replace('_', ' ')})"
+        table.add_row(
+            label, f"{score.mean:.3f}", f"{score.low:.3f} to {score.high:.3f}",
+            *(f"{fields[field]:.2f}" for field in ("team", "urgency", "order")),
+        )  # fmt: skip
+    console.print(table)
+    gain = compared.difference(1, "solved")
+    console.print(
+        f"difference of the last version and the warm start, over the same {gain.count} messages: {gain.mean:+.3f}, "
+        f"95 % interval {gain.low:+.3f} to {gain.high:+.3f}\n"
+        f"what {trained.version} learned from, in part:\n{ask(run_dir, LINEAGE.format(version=trained.version))}"
+        f"{counts['calls']:,} calls, {written['failed_calls']} failed, {len(found)} of {len(NEVER)} checks of the "
+        f"history with findings, {wall_s:.0f} s in all\n"
+        f"report: {run_dir / 'report.json'}\n"
+        f'look around: journeywork ui --run-dir {run_dir}    journeywork sql --run-dir {run_dir} "SHOW TABLES"'
+    )
+    return [f"{count:,} times {name}" for name, count in found.items()]
+
+
+def _difference(compared: EvaluationReport) -> dict[str, Any]:
+    gain = compared.difference(1, "solved")
+    return {"value": gain.mean, "ci95": [gain.low, gain.high], "n": gain.count}
