@@ -48,12 +48,8 @@ def single(name: str, messages: tuple[Message, ...], tools: tuple[dict[str, Any]
     return Transcript(name, (Conversation(messages, tools),))
 
 
-def completed(
-    trajectory: str, group: str = "g", reward: float | None = None, **fields: Any
-) -> TrajectoryCompleted:
-    return TrajectoryCompleted(
-        project="p", trajectory=trajectory, model="m", group=group, reward=reward, **fields
-    )
+def completed(trajectory: str, group: str = "g", reward: float | None = None, **fields: Any) -> TrajectoryCompleted:
+    return TrajectoryCompleted(project="p", trajectory=trajectory, model="m", group=group, reward=reward, **fields)
 
 
 def exchange(
@@ -61,11 +57,19 @@ def exchange(
 ) -> ExchangeRecorded:
     """A call of the agent's whose reply is `reply`."""
     return ExchangeRecorded(
-        project="p", trajectory=trajectory, seq=seq, model="m", policy_version="m@0", step=0,
+        project="p",
+        trajectory=trajectory,
+        seq=seq,
+        model="m",
+        policy_version="m@0",
+        step=0,
         request=msgspec.json.encode({"messages": [{"role": "user", "content": task}]}),
         response=msgspec.json.encode({"choices": [{"message": {"role": "assistant", "content": reply}}]}),
-        prompt_ids=pack_ids([1]), sampled_ids=pack_ids([2]), logprobs=pack_logprobs([-0.5]), **fields,
-    )  # fmt: skip
+        prompt_ids=pack_ids([1]),
+        sampled_ids=pack_ids([2]),
+        logprobs=pack_logprobs([-0.5]),
+        **fields,
+    )
 
 
 TOO_LONG = 413

@@ -23,9 +23,7 @@ def read(*events: AnyEvent, size: int = 3) -> GroupOnLog:
 
 def names(found: GroupOnLog) -> tuple[list[str], list[str]]:
     """Its members, and what is late."""
-    return [a.event.trajectory for a in found.group.members], [
-        a.event.trajectory for a in found.late.values()
-    ]
+    return [a.event.trajectory for a in found.group.members], [a.event.trajectory for a in found.late.values()]
 
 
 @pytest.mark.parametrize(
@@ -54,9 +52,7 @@ def test_the_order_of_the_log_decides(
     assert all(found.late[seq].seq == seq > closed_at for seq in found.late)
 
 
-@pytest.mark.parametrize(
-    ("group", "size", "closed"), [("", 0, True), ("a", 0, True), ("a", 2, False), ("g", 0, False)]
-)
+@pytest.mark.parametrize(("group", "size", "closed"), [("", 0, True), ("a", 0, True), ("a", 2, False), ("g", 0, False)])
 def test_a_run_that_names_no_group_is_one_of_its_own(group: str, size: int, closed: bool) -> None:
     """The gateway gives a run that was opened without a group the run's own id as the name of its group."""
     event = completed("a", group, group_size=size)
@@ -79,9 +75,5 @@ def test_a_trajectory_without_a_group_is_a_group_of_its_own() -> None:
 
 def test_messages_of_other_groups_are_skipped() -> None:
     val = completed("v", split="val")
-    assert names(read(val, completed("a"), GroupTimedOut(project="p", model="m", group="g", split="val")))[
-        0
-    ] == ["a"]
-    assert read_group(
-        key_of(val), [LogEntry[AnyEvent](val, "ROLLOUTS", 5, "")], 1
-    ).group.trajectories == frozenset("v")
+    assert names(read(val, completed("a"), GroupTimedOut(project="p", model="m", group="g", split="val")))[0] == ["a"]
+    assert read_group(key_of(val), [LogEntry[AnyEvent](val, "ROLLOUTS", 5, "")], 1).group.trajectories == frozenset("v")

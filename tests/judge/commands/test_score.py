@@ -42,9 +42,7 @@ GROUP: dict[str, Any] = {
 
 def settings(server: ScoringServer, **fields: Any) -> Config:
     return Config(
-        judge=with_values(
-            JudgeConfig(model="openai/scorer", api_base=server.url), {"request.retries": 0, **fields}
-        )
+        judge=with_values(JudgeConfig(model="openai/scorer", api_base=server.url), {"request.retries": 0, **fields})
     )
 
 

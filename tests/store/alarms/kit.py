@@ -49,9 +49,7 @@ def discarded(reason: Literal["stale", "no_variance"], count: int) -> list[Event
 def anchors(tau: float | None, alarm: bool = False) -> list[Event]:
     """A measurement against the anchors."""
     return [
-        JudgeMeasured(
-            project="p", kind="anchors", judge="j", model="x", ruler="default", kendall_tau=tau, alarm=alarm
-        )
+        JudgeMeasured(project="p", kind="anchors", judge="j", model="x", ruler="default", kendall_tau=tau, alarm=alarm)
     ]
 
 
@@ -59,41 +57,55 @@ def letters(count: int, reason: str = "undecodable", consumer: str = "judge", ag
     """Dead letters of one consumer."""
     return [
         DeadLettered(
-            project="", stream="ROLLOUTS", stream_seq=i, original_subject="rollout.x", consumer=consumer, reason=reason,
+            project="",
+            stream="ROLLOUTS",
+            stream_seq=i,
+            original_subject="rollout.x",
+            consumer=consumer,
+            reason=reason,
             at=now_us() - ago_us,
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def loads(*held: int, replica: str = REPLICA, server_start: str = "", ago_us: int = 0) -> list[Event]:
     """Versions that a process of a replica loaded."""
     return [
         PolicyLoaded(
-            project="p", model="m", step=step, version=f"m@{step}", replica=replica, server_start=server_start,
+            project="p",
+            model="m",
+            step=step,
+            version=f"m@{step}",
+            replica=replica,
+            server_start=server_start,
             at=now_us() - ago_us,
         )
         for step in held
-    ]  # fmt: skip
+    ]
 
 
 def passes(failed: int, made: int, ago_us: int = 0) -> list[Event]:
     """What a judge says of its last passes."""
     return [
         JudgeMeasured(
-            project="p", kind="groups", judge="j", model="x", ruler="default", recent_passes=made, recent_failed=failed,
-            failure="unreadable" if failed else "", at=now_us() - ago_us,
+            project="p",
+            kind="groups",
+            judge="j",
+            model="x",
+            ruler="default",
+            recent_passes=made,
+            recent_failed=failed,
+            failure="unreadable" if failed else "",
+            at=now_us() - ago_us,
         )
-    ]  # fmt: skip
+    ]
 
 
 def unrewarded(count: int) -> list[Event]:
     """Groups that were discarded for want of rewards."""
     why = "2 of 2 trajectories carry no reward and judge.model is not set"
-    return [
-        kit.discarded(f"u{i}", "too_small", f"u{i}-0", f"u{i}-1", by="judge", detail=why)
-        for i in range(count)
-    ]
+    return [kit.discarded(f"u{i}", "too_small", f"u{i}-0", f"u{i}-1", by="judge", detail=why) for i in range(count)]
 
 
 def costs(usd: float, step_s: float, sampled: int) -> list[Event]:
@@ -116,19 +128,10 @@ def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
     queries look at the last minutes only."""
     return {
         "kl_rise": (steps("kl", [0.1, 5.0, 5.0, 5.0, 5.0]), steps("kl", [9.0, 0.1, 0.1, 0.1, 0.1])),
-        "sampler_mismatch": (
-            steps("sampler_logprob_diff", [1e-6, 0.2]),
-            steps("sampler_logprob_diff", [1e-6, 1e-6]),
-        ),
+        "sampler_mismatch": (steps("sampler_logprob_diff", [1e-6, 0.2]), steps("sampler_logprob_diff", [1e-6, 1e-6])),
         "length_drift": (
-            [
-                checkpoint(i, metrics={"tokens": 80.0 * (1 + (i > STEPS)) + i, "trajectories": 8.0})
-                for i in _TWICE
-            ],
-            [
-                checkpoint(i, metrics={"tokens": 80.0 * (1 + (i > STEPS)), "trajectories": 8.0})
-                for i in _TWICE
-            ],
+            [checkpoint(i, metrics={"tokens": 80.0 * (1 + (i > STEPS)) + i, "trajectories": 8.0}) for i in _TWICE],
+            [checkpoint(i, metrics={"tokens": 80.0 * (1 + (i > STEPS)), "trajectories": 8.0}) for i in _TWICE],
         ),
         "over_judge_budget": (costs(5.0, 1.0, 10), costs(4.99, 9999.0, 9999)),
         "over_gpu_budget": (costs(0.1, 3600.0, 10), costs(9.0, 3599.0, 9999)),

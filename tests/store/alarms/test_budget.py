@@ -42,10 +42,7 @@ async def test_what_was_spent_survives_restarts_and_counts_once(
                 await broker.publish(completed(f"t{i}", "g", reward=float(i)))
             (discarded,) = await groups(broker, 1, "discarded")
     assert isinstance(discarded, GroupDiscarded)
-    assert (discarded.reason, discarded.detail) == (
-        "over_budget",
-        "5.5 of 5 USD are spent (budget.judge_usd)",
-    )
+    assert (discarded.reason, discarded.detail) == ("over_budget", "5.5 of 5 USD are spent (budget.judge_usd)")
     (shown,) = (await read_log(nats_config, Trust(SigningConfig()), "p"))["raised"]
     assert "(budget.judge_usd)" in shown["detail"]
     assert "Set a higher `budget.judge_usd`" in shown["action"]

@@ -16,18 +16,7 @@ from store.alarms.reading import Condition, evaluate, measured_tables, threshold
 from store.alarms.table import ALARMS, BY_NAME
 from store.docs import runnable
 from store.reading import sql
-from tests.store.alarms.kit import (
-    REPLICA,
-    SETTINGS,
-    STEPS,
-    anchors,
-    cases,
-    costs,
-    letters,
-    loads,
-    passes,
-    steps,
-)
+from tests.store.alarms.kit import REPLICA, SETTINGS, STEPS, anchors, cases, costs, letters, loads, passes, steps
 from tests.store.kit import checkpoint, fill
 
 FULL, ROOMY = Fill("ROLLOUTS", "stream", 81, 100), Fill("ROLLOUTS", "stream", 79, 100)
@@ -45,9 +34,11 @@ def found(
     budget: BudgetConfig = BUDGET,
 ) -> list[Condition]:
     config = Config(
-        budget=budget, run_dir=str(folder),
-        alarms=AlarmsConfig(**SETTINGS), vllm=VllmConfig(urls=(f"http://{REPLICA}/",)),
-    )  # fmt: skip
+        budget=budget,
+        run_dir=str(folder),
+        alarms=AlarmsConfig(**SETTINGS),
+        vllm=VllmConfig(urls=(f"http://{REPLICA}/",)),
+    )
     fill(folder, events)
     (folder / "store").mkdir(parents=True, exist_ok=True)
     with sql.connect(config) as connection:
@@ -86,21 +77,20 @@ def _lengths(*of_steps: float) -> list[Event]:
     ("name", "make", "detail"),
     [
         (
-            "sampler_mismatch", lambda: letters(3, "sampler_mismatch", "trainer"),
+            "sampler_mismatch",
+            lambda: letters(3, "sampler_mismatch", "trainer"),
             "the trainer refused to train 3 groups",
         ),
         ("judge_drift", lambda: anchors(None, alarm=True), "no anchor could be judged"),
         # The newest event is that of a process without failures.
         (
-            "judge_failing", lambda: passes(8, 8, 1_000_000) + passes(0, 2),
+            "judge_failing",
+            lambda: passes(8, 8, 1_000_000) + passes(0, 2),
             "8 of 10 passes gave no scores; the last one: the model answered, and no score could be read from its "
             "reply",
         ),
         ("over_judge_budget", lambda: costs(5.5, 1.0, 10), "5.5 of 5 USD are spent (budget.judge_usd)"),
-        (
-            "replica_behind", lambda: steps("kl", [0.1, 0.1]),
-            f"{REPLICA} serves m@0 at most; m@2 was published",
-        ),
+        ("replica_behind", lambda: steps("kl", [0.1, 0.1]), f"{REPLICA} serves m@0 at most; m@2 was published"),
         # The server restarted, and its agent could not load the newest version again.
         (
             "replica_behind",
@@ -108,13 +98,14 @@ def _lengths(*of_steps: float) -> list[Event]:
             f"{REPLICA} serves m@1 at most; m@2 was published",
         ),
         (
-            "length_drift", lambda: _lengths(*[100.0] * STEPS, *[40.0] * STEPS),
+            "length_drift",
+            lambda: _lengths(*[100.0] * STEPS, *[40.0] * STEPS),
             "a trained run has 40% of the sampled tokens that it had in the first steps",
         ),
         ("replica_behind", lambda: steps("kl", [9.0] * STEPS, branch="b") + loads(0, replica="10.0.0.9:1"), None),
         ("kl_rise", lambda: steps("kl", [9.0] * STEPS, branch="b"), None),
     ],
-)  # fmt: skip
+)
 def test_what_an_alarm_says_of_events(
     name: str, make: Callable[[], list[Event]], detail: str | None, tmp_path: Path
 ) -> None:
@@ -150,9 +141,7 @@ def test_without_a_budget_nothing_is_used_up(tmp_path: Path) -> None:
 
 
 def test_the_queries_of_the_page_run_as_they_are(tmp_path: Path) -> None:
-    events = [
-        event for name in ("dead_letters", "sampler_mismatch", "judge_drift") for event in cases()[name][0]
-    ]
+    events = [event for name in ("dead_letters", "sampler_mismatch", "judge_drift") for event in cases()[name][0]]
     fill(tmp_path, events + loads(1))
     asked = set(BY_NAME) - {"log_full", "store_behind", "file_damaged"}
     with sql.connect(tmp_path) as connection:

@@ -78,9 +78,12 @@ def judge_settings(url: str) -> JudgeConfig:
 
 
 async def test_no_text_of_a_run_outlives_its_erasure(
-    running_store: StoreProcess, nats_config: NatsConfig, nats_server: NatsServer, tmp_path: Path,
+    running_store: StoreProcess,
+    nats_config: NatsConfig,
+    nats_server: NatsServer,
+    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     refusal = f"can't read {json.dumps(f'go {SECRET}')}"
     async with (
         running_store() as config,
@@ -127,10 +130,15 @@ async def _judge_all(config: Config, broker: Broker, folder: Path) -> None:
         completed = next(e for e in judged("scored") if isinstance(e, TrajectoryCompleted))
         await broker.publish(
             DeadLettered(
-                project="", stream="ROLLOUTS", stream_seq=1, original_subject=completed.subject(),
-                consumer="judge", reason="ended_service", payload=encode(completed),
+                project="",
+                stream="ROLLOUTS",
+                stream_seq=1,
+                original_subject=completed.subject(),
+                consumer="judge",
+                reason="ended_service",
+                payload=encode(completed),
             )
-        )  # fmt: skip
+        )
         (letter,) = await broker.read(DeadLettered)
         await dead_letters.retry(broker, letter)
         with anyio.fail_after(120):

@@ -91,17 +91,32 @@ def _play(
             seconds, known, outcome = draw(rng, candidate, won)
             ended = opened + timedelta(seconds=seconds) if seconds < math.inf else None
             step = None if ended is None else 2 if candidate else 1
-            runs.append({
-                "project": str(project), "model": "m", "trajectory": trajectory,
-                "outcome": outcome if ended else "open",
-                "opened_at": opened, "completed_at": ended, "first_step": step, "last_step": step,
-                "reward": won if known == seconds < math.inf else None, "exchanges": 1 if ended else None,
-            })  # fmt: skip
+            runs.append(
+                {
+                    "project": str(project),
+                    "model": "m",
+                    "trajectory": trajectory,
+                    "outcome": outcome if ended else "open",
+                    "opened_at": opened,
+                    "completed_at": ended,
+                    "first_step": step,
+                    "last_step": step,
+                    "reward": won if known == seconds < math.inf else None,
+                    "exchanges": 1 if ended else None,
+                }
+            )
             if seconds < known < math.inf:
-                said.append({
-                    "project": str(project), "trajectory": trajectory, "kind": "number", "call": -1, "name": "solved",
-                    "value": won, "given_at": opened + timedelta(seconds=known),
-                })  # fmt: skip
+                said.append(
+                    {
+                        "project": str(project),
+                        "trajectory": trajectory,
+                        "kind": "number",
+                        "call": -1,
+                        "name": "solved",
+                        "value": won,
+                        "given_at": opened + timedelta(seconds=known),
+                    }
+                )
     for table, rows in (("trajectories", runs), ("signals", said)):
         if rows:
             given = pa.Table.from_pylist(rows)
@@ -112,11 +127,7 @@ def _play(
 
 def _begun(percent: float) -> Evidence:
     solved = "coalesce(reward, feedback['solved'])"
-    plan = Plan(
-        metric=Metric(sql=solved),
-        guards=(Guard(sql=f"1 - {solved}", worse="higher"),),
-        deadline_s=_DEADLINE_S,
-    )
+    plan = Plan(metric=Metric(sql=solved), guards=(Guard(sql=f"1 - {solved}", worse="higher"),), deadline_s=_DEADLINE_S)
     return Evidence(plan=plan, candidate="m@2", control="m@1", percent=percent, since=0, until=0)
 
 

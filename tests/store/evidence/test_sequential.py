@@ -31,9 +31,7 @@ def test_units_and_signs_change_nothing(values: list[float], low: float, width: 
     """Of a mean in other units, and of its negative."""
     plain, turned = interval(values, -1, 1), interval([-v for v in values], -1, 1)
     assert (turned.low, turned.high) == pytest.approx((-plain.high, -plain.low), abs=1e-9)
-    moved = interval(
-        [min(max(low + (v + 1) / 2 * width, low), low + width) for v in values], low, low + width
-    )
+    moved = interval([min(max(low + (v + 1) / 2 * width, low), low + width) for v in values], low, low + width)
     assert ((moved.low - low) / width, (moved.high - low) / width) == pytest.approx(
         ((plain.low + 1) / 2, (plain.high + 1) / 2), abs=1e-6
     )
