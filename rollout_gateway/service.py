@@ -141,9 +141,7 @@ async def serve(config: Config, ready: Ready) -> None:
                 tasks.start_soon(_follow_log, gateway)
                 if gateway.detector is not None:
                     tasks.start_soon(gateway.detector.run)
-                async with run_server(
-                    app, listener, limits, grace_s=settings.drain_s, admit=app.admit, cut_off=app.cut_off
-                ):
+                async with run_server(app, listener, limits, grace_s=settings.drain_s, cut_off=app.cut_off):
                     _freeze_garbage()
                     ready(url=_url(listener))
                     try:
@@ -154,7 +152,7 @@ async def serve(config: Config, ready: Ready) -> None:
         finally:
             with anyio.move_on_after(_SETTLE_S, shield=True):
                 await gateway.calls.settle()
-            gateway.fleet.disconnect()
+                await gateway.fleet.disconnect()
 
 
 def _url(listener: socket.socket) -> str:

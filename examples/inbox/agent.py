@@ -22,6 +22,8 @@ class Sorter:
     """Answers to held-out messages, by message and version."""
     solved: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     """For each policy step, whether all fields were right, in training."""
+    train_s: float = 0.0
+    """Seconds of training."""
 
     def rollout(self, *, training: bool) -> Callable[[Trajectory, Message], Awaitable[float]]:
         """Return a rollout that sorts one message: by sampling in training, else by the most probable tokens. Its

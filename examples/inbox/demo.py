@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shutil
 import subprocess
 import time
 import tomllib
@@ -46,6 +47,8 @@ from journeywork.transport import plain_errors
 SETTINGS = Path(__file__).with_name("journeywork.toml")
 MODEL = "inbox"
 BASE, WARM = f"{MODEL}@0", f"{MODEL}@1"
+WARM_START = "warm_start"
+"""Folder of the run directory with the adapter of `WARM`."""
 EXAMPLES = 48
 """Examples of the warm start."""
 EXAMPLES_FROM = 100_000
@@ -70,9 +73,7 @@ def warm_start(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace
         JOURNEYWORK, "train", "--run-dir", str(run_dir), "--on", str(folder), "--as", "sft", "--epochs", "3",
         "--learning-rate", "1e-3", "--seed", str(args.seed), "--set", "trainer.threads=2",
     ]  # fmt: skip
-    log = Installation(
-        run_dir, SETTINGS, settings, "--services", "store", *flags(args)
-    )
+    log = Installation(run_dir, SETTINGS, settings, "--services", "store", *flags(args))
     try:
         anyio.run(log.ready)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -80,6 +81,9 @@ def warm_start(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace
         log.stop()
     if done.returncode:
         raise ExampleError(f"the warm start failed:\n{done.stderr[-3000:]}")
+    # Retention deletes old checkpoints; benchmarks/peer.py begins with this one.
+    (checkpoint,) = run_dir.glob("checkpoints/**/step-00000001")
+    shutil.copytree(checkpoint, run_dir / WARM_START)
 
 
 async def train(client: AsyncJourneywork, sorter: Sorter, args: argparse.Namespace, up: Installation) -> int:
@@ -127,7 +131,9 @@ async def play(args: argparse.Namespace, up: Installation) -> tuple[EvaluationRe
         report.say(f"base model and warm start answer {len(held_out)} held-out messages")
         before = await evaluate(WARM, BASE)
         report.show_answers(sorter, [BASE, WARM])
+        began = time.monotonic()
         step = await train(client, sorter, args, up)
+        sorter.train_s = time.monotonic() - began
         if step < 2:
             raise ExampleError(f"no step was trained in {args.seconds:.0f} s; see {up.run_dir}/logs")
         report.say(f"{MODEL}@{step} answers the held-out messages")

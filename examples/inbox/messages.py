@@ -183,31 +183,44 @@ URGENCIES: dict[str, dict[Split, list[str]]] = {
             "We leave tomorrow morning.",
             "Please hurry.",
             "It can't wait.",
-            "My event is in two hours.",
+            "I need it now.",
+            "Please answer immediately.",
+            "It has to be solved before tonight.",
+            "I am running out of time.",
+            "Call me back as soon as possible.",
+            "It is for a birthday tomorrow.",
+            "Every hour counts.",
         ],
-        "held_out": ["I need this solved right now.", "It is an emergency.", "Our flight is tonight."],
+        "held_out": [
+            "I need this solved right now.",
+            "It is very urgent.",
+            "Our flight is tomorrow.",
+            "Please reply as soon as you can, I am in a hurry.",
+            "I must have it today.",
+        ],
     },
     "normal": {
         "train": [
-            "Please let me know.",
-            "Thanks for your help.",
-            "I look forward to your answer.",
-            "Kind regards.",
-            "What should I do?",
-            "Please look into it.",
-        ],
-        "held_out": ["Thank you.", "Please get back to me.", "Can you help me?"],
-    },
-    "low": {
-        "train": [
             "There is no rush.",
             "Take your time.",
-            "Answer whenever you can.",
+            "Answer whenever you like.",
             "It is not important.",
             "Next month is early enough.",
-            "I am in no hurry.",
+            "Thanks for your help.",
+            "Kind regards.",
+            "I look forward to your answer.",
+            "Any day is fine.",
+            "Have a nice weekend.",
+            "Thank you in advance.",
+            "I am just curious.",
         ],
-        "held_out": ["No hurry at all.", "It can wait.", "Some time in the next weeks is fine."],
+        "held_out": [
+            "There is no need to rush.",
+            "Thank you very much.",
+            "Answer when you have time.",
+            "Best regards.",
+            "Next week is fine.",
+        ],
     },
 }
 
@@ -246,8 +259,8 @@ class Message:
 
 
 def message(split: Split, number: int, seed: int = 0) -> Message:
-    """Return the message with this number. Held-out messages are the same for each seed. Of 18 consecutive numbers,
-    each has another pair of team and urgency; any few have several of both."""
+    """Return the message with this number. Held-out messages are the same for each seed. Of 12 consecutive numbers,
+    each has another pair of team and urgency."""
     name = f"{split}/{number}" if split == "held_out" else f"{split}/{seed}/{number}"
     drawn = random.Random(name)
     teams, urgencies = sorted(PROBLEMS), sorted(URGENCIES)

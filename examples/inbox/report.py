@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from examples.common import curve
@@ -57,7 +57,7 @@ def show_progress(sorter: Sorter, step: int, last: int) -> None:
 
 def show_answers(sorter: Sorter, versions: Sequence[str]) -> None:
     """Print the first held-out messages with the answers of these versions."""
-    table = Table("message", *versions, show_lines=True)
+    table = Table(*(Column(name, overflow="fold") for name in ("message", *versions)), show_lines=True)
     for number in range(SHOWN):
         shown = message("held_out", number)
         cells = []
@@ -92,6 +92,7 @@ def conclude(
             for name, entrant in scores.items()
         },
         "wall_s": round(wall_s, 1),
+        "train_s": round(sorter.train_s, 1),
         **counts,
         "failed_calls": counts["failed_calls"] + sum(entrant.failed for entrant in compared.entrants),
         "findings": found,

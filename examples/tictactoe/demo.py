@@ -1,6 +1,6 @@
-"""`make demo`: trains a base model on this machine until it wins measurably more games.
+"""`make demo-game`: trains a base model on this machine until it wins measurably more games.
 
-    python -m examples.tictactoe.demo --seed 0 --run-dir runs/demo
+    python -m examples.tictactoe.demo --seed 0 --run-dir runs/demo-game
 
 Starts `journeywork up` with `journeywork.toml`, plays the held-out games with the base model, lets agents play while
 the trainer trains, plays the same held-out games with the last version, stops everything in order, queries the store
@@ -226,7 +226,7 @@ def parser_of(prog: str, run_dir: str, *, steps: int, seconds: float) -> argpars
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = parser_of("python -m examples.tictactoe.demo", "runs/demo", steps=80, seconds=400)
+    parser = parser_of("python -m examples.tictactoe.demo", "runs/demo-game", steps=80, seconds=400)
     parser.add_argument("--groups", type=int, default=12, help="groups a step")
     parser.add_argument("--group-size", type=int, default=6, help="games a group")
     return parser.parse_args(argv)

@@ -35,9 +35,9 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     """Limits of connections and requests, and the host names that are served."""
 
     max_connections: Count = 10_000
-    """Connections of clients at once. Beyond it the connection that has been idle longest is closed, then the
-    oldest with an incomplete request. If all are being answered, a new one gets a 503. The limit on open files
-    of the process bounds it."""
+    """Connections of clients at once. Beyond it those that have been idle longest are closed, a hundredth of all at
+    once, then those whose request has been incomplete longest. If all are being answered, a new one gets a 503. The
+    limit on open files of the process bounds it."""
     max_body_bytes: Count = 16 * 1024 * 1024
     """Longest body of a model call. A longer one gets a 413 and is not read. A conversation of a million tokens takes
     about 5 MB; the rest is for images. Reading 16 MiB takes 0.1 to 0.3 s of the gateway's one processor."""

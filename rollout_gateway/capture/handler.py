@@ -23,7 +23,6 @@ from rollout_gateway.dialects.endpoints import MALFORMED, merged, read_answer
 from rollout_gateway.dialects.streaming import DONE, StreamCapture, replay
 from rollout_gateway.dialects.translate import StreamSink
 from rollout_gateway.http.errors import ApiError, ClientGoneError, bad_answer, timed_out
-from rollout_gateway.http.request import ignore_flow
 from rollout_gateway.http.upstream import UpstreamError, UpstreamTimeoutError
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
@@ -58,17 +57,17 @@ class CallHandler:
             if caller.is_retry and (before := await self._answered_before(exchange)) is not None:
                 if sink is None:
                     return 200, msgspec.json.encode(before)
-                sink.start(ignore_flow)
-                sink.write(replay(before))
-                sink.end()
+                await sink.start()
+                await sink.write(replay(before))
+                await sink.end()
                 return 200, b""
             attempt = await self._answer_or_record_failure(exchange)
             if attempt.status != 200:
                 return attempt.status, attempt.body
             if sink is not None:
-                sink.start(attempt.reply.flow)
+                await sink.start()
                 await self._stream(exchange, attempt, sink)
-                sink.end()
+                await sink.end()
                 return 200, b""
             exchange.answer = _read_answer(exchange, attempt.body)
             if exchange.captured:
@@ -108,23 +107,13 @@ class CallHandler:
         status: Status = "failed"
         error_event, server_failed = b"", False
 
-        def take(data: bytes) -> None:
-            if seen := capture.take(data):
-                sink.write(seen)
-
-        write_chunks = sink.write_chunks
-
-        def take_framed(data: bytes) -> int:
-            taken, seen = capture.take_framed(data)
-            if taken:
-                write_chunks(seen)  # type: ignore[misc]  # not `None` where this is used
-            return taken
-
         try:
             with exchange.caller.cancellation:
-                await attempt.reply.pipe(take, take_framed if write_chunks is not None else None)
+                while data := await attempt.reply.read_some():
+                    if seen := capture.take(data):
+                        await sink.write(seen)
             if not capture.ended:
-                raise UpstreamError("the stream ended without its last event", answered=True)
+                raise UpstreamError("the stream ended without its last event")
         except ClientGoneError:
             status = "cancelled"
         except (ApiError, UpstreamError, *MALFORMED) as error:
@@ -145,7 +134,7 @@ class CallHandler:
                 await asyncio.shield(recording)  # the record is made even if this task is cancelled
             except ApiError as error:
                 error_event = b"data: %b\n\n" % error.body()
-        sink.write(error_event or capture.last_events + DONE)
+        await sink.write(error_event or capture.last_events + DONE)
 
     async def _record_stream(self, exchange: Exchange, capture: StreamCapture, status: Status) -> None:
         try:

@@ -5,8 +5,7 @@ client that acts on the end of a reply can rely on its record.
 
 Nearly every chunk of a chat completion holds one more token's text and has the same shape. A pattern matches such a
 chunk as a whole. The gateway's own fields are cut out, and the values are kept as JSON and decoded together at the
-end. Any other chunk is decoded (`_decode`). Both ways lead to the same record. If each HTTP chunk holds exactly one
-such event, the event is taken with its HTTP framing (`take_framed`), and neither side's HTTP has to parse it."""
+end. Any other chunk is decoded (`_decode`). Both ways lead to the same record."""
 
 from __future__ import annotations
 
@@ -58,10 +57,7 @@ _EVENT = (
 _PIECE = re.compile(_EVENT, re.DOTALL)
 """A chunk with one token of the only choice, in vLLM's order of fields. Groups: all up to the logprobs, the content,
 the logprob, the token id."""
-_FRAMED = re.compile(rb"([0-9a-f]{1,8})\r\n" + _EVENT + rb"\n\n\r\n", re.DOTALL)
-"""The same as a chunk in HTTP's chunked coding. Groups: its size, then as in `_PIECE`."""
 _TAIL = b'null,"finish_reason":null}]}\n\n'
-_ADDED = len(b"data: ") + len(_TAIL)
 
 
 @dataclass(frozen=True)
@@ -154,27 +150,6 @@ class StreamCapture:
             self._take_event(data, start, end, out)
             start = end + 2
         return out[0] if len(out) == 1 else b"".join(out)
-
-    def take_framed(self, data: bytes) -> tuple[int, bytes]:
-        """Read the events of the usual shape at the start of `data`, which begins with a chunk in chunked coding.
-
-        Returns how many bytes they take, and what the client gets of them, in chunked coding too. The rest is for
-        `take`."""
-        if not self._plain or not self._top or self._finished or self._pending:
-            return 0, b""
-        out: list[bytes] = []
-        at = 0
-        while (piece := _FRAMED.match(data, at)) is not None:
-            size, shown, content, logprob, token = piece.groups()
-            end = piece.end()
-            if int(size, 16) != end - at - len(size) - 4:  # the chunk does not hold exactly one event
-                break
-            self._undecoded.append((content, logprob, token))
-            out.append(b"%x\r\ndata: %b%b\r\n" % (len(shown) + _ADDED, shown, _TAIL))
-            at = end
-        if out and not self.first_token_at:
-            self.first_token_at = now_us()
-        return at, out[0] if len(out) == 1 else b"".join(out)
 
     def _take_event(self, data: bytes, start: int, end: int, out: list[bytes]) -> None:
         if self._plain and self._top and not self._finished:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -248,24 +248,17 @@ class StreamSink:
     def __init__(self, request: Request, headers: HeaderList = ()) -> None:
         self.request, self._headers = request, headers
 
-    def start(self, flow: Callable[[bool], None]) -> None:
-        """Begin the answer. `flow(True)` is called when the client is too slow, `flow(False)` when it can take more."""
-        self.request.start(200, (*SSE_HEADERS, *self._headers))
-        self.request.on_flow = flow
+    async def start(self) -> None:
+        """Begin the answer."""
+        await self.request.start((*SSE_HEADERS, *self._headers))
 
-    @property
-    def write_chunks(self) -> Callable[[bytes], None] | None:
-        """As `write`, for data that is in HTTP's chunked coding already. `None` if the client does not get that
-        coding."""
-        return self.request.write_chunks if self.request.chunked else None
+    async def write(self, data: bytes) -> None:
+        """Write whole server-sent events. Waits while the client is too slow."""
+        await self.request.write(data)
 
-    def write(self, data: bytes) -> None:
-        """Write whole server-sent events."""
-        self.request.write(data)
-
-    def end(self) -> None:
+    async def end(self) -> None:
         """End the answer."""
-        self.request.end()
+        await self.request.end()
 
 
 class TranslatedSink(StreamSink):
@@ -276,11 +269,7 @@ class TranslatedSink(StreamSink):
         self._translation = translation
         self._failed = False
 
-    @property
-    def write_chunks(self) -> None:
-        return None  # the other API has other events
-
-    def write(self, data: bytes) -> None:
+    def translated(self, data: bytes) -> bytes:
         """Translate whole events of the stream, as `StreamCapture` and `replay` write them."""
         out = b""
         for event in data.split(b"\n\n"):
@@ -293,9 +282,15 @@ class TranslatedSink(StreamSink):
                 out += self._translation.stream_error(error)
             else:
                 out += self._translation.take(chunk)
-        self.request.write(out)
+        return out
 
-    def end(self) -> None:
-        """End the answer with the last events, unless it ended with an error."""
-        self.request.write(b"" if self._failed else self._translation.end())
-        self.request.end()
+    def last_events(self) -> bytes:
+        """The end of the stream; nothing if it ended with an error."""
+        return b"" if self._failed else self._translation.end()
+
+    async def write(self, data: bytes) -> None:
+        await self.request.write(self.translated(data))
+
+    async def end(self) -> None:
+        await self.request.write(self.last_events())
+        await self.request.end()

@@ -1,336 +1,257 @@
-"""Clients' connections: each reads requests, has them answered one at a time, and enforces deadlines; all of a server
-have limits together."""
+"""Clients' connections: uvicorn's, with the limits that its settings do not have.
+
+Only the framing headers decide where a body ends. An `Upgrade` is ignored, so nothing inside a body can become a
+request. Trailers are counted and dropped. A request that two programs could read in two ways is refused."""
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable
-from typing import cast
+from collections import deque
+from types import SimpleNamespace
 
-from pipeline.config import HttpConfig
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.errors import ApiError, ClientGoneError, internal_error
-from rollout_gateway.http.parser import RequestParser
-from rollout_gateway.http.request import Request, ignore_flow
+from rollout_gateway.http.request import CLOSE, JSON, LINGER_S, Headers, Request, State
 
 log = get_logger("rollout_gateway.http.server")
 
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_AHEAD_LIMIT = 65536
-"""Bytes a client may send ahead of an answer before reading from it pauses."""
-_DISCARD_LIMIT = 65536
-"""Bytes of a refused request's body that are read, so that its connection can be used again."""
-_WRITE_HIGH = 262144
-"""Bytes an answer may have waiting for a slow client before its source pauses."""
-_LINGER_S = 2.0
-"""How long a client that is still sending has to read why it was refused."""
-_BODY_RATE = 65536
-"""Bytes of a body for which a client has one more second."""
-
-Handler = Callable[[Request], Awaitable[None]]
-Admit = Callable[[Request], None]
-"""Decides by a request's head whether it is refused. Raises `ApiError` if it is."""
+_HEAD_LIMIT = 65536
+"""Bytes of a request's URL and headers, and of trailers or chunk extensions before the next byte of a body."""
+_CHUNKS, _LEAST_CHUNK = 10_000, 16
+"""With more chunks than that, a body needs so many bytes a chunk: each costs time on the loop of all connections."""
+_AHEAD = 32
+"""Requests that may wait for their answers on one connection."""
+_UNIQUE = frozenset(
+    (b"host", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding", b"origin", b"forwarded",
+     b"x-journeywork-trajectory", b"x-journeywork-group", b"x-journeywork-attempt")
+)  # fmt: skip
+"""Headers that decide who sent a request or where it ends. A request with two of one kind is refused."""
 
 
-class Connection(asyncio.Protocol):
-    """One client's connection."""
+class Connection(HttpToolsProtocol):
+    """One client's connection. The methods that begin with `on_` are called by httptools; an `ApiError` that they raise
+    refuses the request."""
 
-    def __init__(self, pool: ConnectionPool, handler: Handler, admit: Admit) -> None:
-        self._pool, self._handler, self._admit = pool, handler, admit
-        self._loop = asyncio.get_running_loop()
-        self.transport = cast(asyncio.Transport, None)  # until `connection_made`
-        self.ignoring = False
+    server_state: State
+
+    def __init__(self, config: uvicorn.Config, state: State) -> None:
+        super().__init__(config, state, {})
+        self._waiting: deque[tuple[RequestResponseCycle, Request]] = deque()
+        """Requests that are not answered. The first one is being answered, or its body is being read."""
+        self._since = self.loop.time()
+        """Since when the connection is idle, or the last request has been coming."""
+        self._in_head = False
+        self._silent = 0
+        """Bytes since the last complete head or byte of a body."""
+        self._chunks = self._body_size = 0
+        self._ignoring = False
         """Further input is thrown away."""
-        self.buffered = 0
-        """Bytes of its incomplete body that are counted in `ConnectionPool.buffered`."""
-        self.owner = ""
-        """The name of the API key that sends that body."""
-        self._parser = RequestParser(self)
-        self._active: Request | None = None
-        """The request that is being answered."""
-        self._queued: deque[Request] = deque()
-        """Complete requests that wait for their turn."""
-        self._unparsed = bytearray()
-        """Input that came ahead of an answer."""
-        self._paused = False
-        """Reading from the client is paused."""
-        self._fresh = True
-        """No request has come yet."""
-        self._closing_at = 0.0
-        self._heard_at = self._began_at = self._loop.time()
-        """`_began_at`: since when the connection is idle, or the current head or body has been coming."""
         self._unsent, self._unsent_at = 0, 0.0
         """Bytes that wait for a slow client, and since when it has taken none of them."""
 
-    @property
-    def closing(self) -> bool:
-        return self._pool.closing
-
     # -- asyncio.Protocol
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-        self.transport.set_write_buffer_limits(_WRITE_HIGH)
-        if not self._pool.add(self):
+    def connection_made(self, transport: object) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]  # uvloop's are no subclass
+        if not self._make_room():
             message = "The gateway has reached gateway.http.max_connections. Try again."
-            self.reject(ApiError(503, "too_many_connections", message, retry_after_s=1))
+            self.refuse(ApiError(503, "too_many_connections", message, retry_after_s=1))
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._pool.remove(self)
-        self._uncount_body()
-        self.ignoring = True
-        self._queued.clear()
-        self._unparsed.clear()
-        self._parser.reset()
-        active, self._active = self._active, None
-        if active is not None:
-            active.gone = True
-            active.cancellation.cancel(ClientGoneError())
-            active.on_flow = ignore_flow
-
-    def pause_writing(self) -> None:
-        if self._active is not None:
-            self._active.on_flow(True)
-
-    def resume_writing(self) -> None:
-        if self._active is not None:
-            self._active.on_flow(False)
+        super().connection_lost(exc)
+        self._ignoring = True
+        for cycle, request in self._waiting:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            request.cancellation.cancel(ClientGoneError())
+        self._waiting.clear()
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at = self._loop.time()
-        if self.ignoring:
+        if self._ignoring:
             return
-        if self._active is None:
-            self._feed(data)
-            return
-        self._unparsed += data
-        if len(self._unparsed) > _AHEAD_LIMIT and not self._paused:
-            self._paused = True
-            self.transport.pause_reading()
-
-    # -- reading requests
-
-    def _feed(self, data: bytes) -> None:
-        self._parser.feed(data)
-        if self._parser.parts and not self.ignoring:  # empty where the body came in one piece
-            self._pool.count_body(self, self._parser.size)
-
-    def _uncount_body(self) -> None:
-        if self.buffered:
-            self._pool.count_body(self, 0)
-
-    def new_request(self) -> Request:
-        self._began_at = self._heard_at
-        if self._active is None:
-            self._pool.set_reading(self)
-        return Request(self, self._pool.limits.max_body_bytes)
-
-    def head_complete(self, request: Request) -> None:
-        self._fresh, self._began_at = False, self._heard_at
+        self._silent += len(data)
         try:
-            self._admit(request)
-        except ApiError as error:
-            request.refusal = error
-        except Exception as error:  # noqa: BLE001 - a supervision edge, as in `_handle`
-            log.error("a request failed", target=request.target[:200], exc=error)
-            request.refusal = internal_error()
-        if request.refusal is not None:
-            request.max_body = min(request.max_body, _DISCARD_LIMIT)
-        self.owner = request.owner
-        headers = request.headers
-        if int(headers.get(b"content-length", b"0")) > request.max_body:
-            self._parser.reject_size()
-        elif (
-            b"expect" in headers
-            and headers[b"expect"].lower() == b"100-continue"
-            and request.chunked  # HTTP/1.1
-            and self._active is None
-            and request.refusal is None
-        ):
-            self.transport.write(_CONTINUE)
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._read_body(data[upgrade.args[0] :])
+            if self._silent > _HEAD_LIMIT:
+                if not self._waiting or not self._waiting[-1][0].more_body:
+                    raise _head_too_large()
+                message = f"Trailers or chunk extensions are longer than {_HEAD_LIMIT} bytes."
+                raise ApiError(431, "trailers_too_large", message)
+        except (httptools.HttpParserError, ApiError) as error:
+            cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error
+            if isinstance(cause, httptools.HttpParserError | UnicodeError):
+                cause = ApiError(400, "bad_http", "The request is not valid HTTP/1.1.")
+            elif not isinstance(cause, ApiError):
+                log.error("a request failed", exc=cause)
+                cause = internal_error()
+            self.refuse(cause)
 
-    def request_complete(self, request: Request) -> None:
-        self._uncount_body()
-        if self._active is None:
-            self._begin(request)
+    def _read_body(self, data: bytes) -> None:
+        """Read the body of a request with an `Upgrade` header, behind which httptools parses nothing. A fresh parser is
+        given only the framing headers. The connection ends with the answer."""
+        self.cycle.keep_alive = False
+        lines = [b"POST / HTTP/1.1\r\nConnection: close\r\n"]
+        for name, value in self.scope["headers"]:
+            if name in (b"content-length", b"transfer-encoding"):
+                lines.append(b"%b: %b\r\n" % (name, value))
+        names = ("on_chunk_header", "on_body", "on_message_complete")
+        body_only = SimpleNamespace(**{name: getattr(self, name) for name in names})
+        self.parser = httptools.HttpRequestParser(body_only)
+        self.parser.feed_data(b"".join([*lines, b"\r\n", data]))
+
+    # -- httptools callbacks
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._since = True, self.loop.time()
+        self._chunks = self._body_size = 0
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum([len(name) + len(value) + 4 for name, value in self.headers])
+        if size > _HEAD_LIMIT:
+            raise _head_too_large()
+        if len(self._waiting) == _AHEAD:
+            raise ApiError(400, "bad_http", f"{_AHEAD} requests of this connection wait for their answers.")
+        method, version = self.parser.get_method().decode("latin-1"), self.parser.get_http_version()
+        headers = _read_headers(self.headers, method, version)
+        target = self.url.decode("latin-1")
+        if not target.startswith("/"):  # absolute form, as proxies get it
+            authority, _, rest = target.partition("://")[2].partition("/")
+            target, headers[b"host"] = "/" + rest, authority.encode("latin-1")
+        request = Request(self.server_state, method, target, headers, version, self.server)
+        self.scope["state"]["request"] = request
+        super().on_headers_complete()
+        self._waiting.append((self.cycle, request))
+        self._in_head, self._silent = False, 0
+        self.flow.resume_reading()  # uvicorn pauses it while requests wait, and would not notice that the client left
+        self.headers = []  # of trailers, which uvicorn would add to those of the request
+
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
+        if self._chunks > _CHUNKS and self._body_size < self._chunks * _LEAST_CHUNK:
+            message = (
+                f"The body is in over {_CHUNKS:,} chunks of less than {_LEAST_CHUNK} bytes: send larger ones."
+            )
+            raise ApiError(400, "chunks_too_small", message)
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._silent = 0
+        self._body_size += len(body)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():  # else its body is still to come
+            super().on_message_complete()
+            self._silent = 0
+
+    # -- the end of a request
+
+    def on_response_complete(self) -> None:
+        """Begin the next request. uvicorn's own method would start a timer for each idle connection too."""
+        self._waiting.popleft()
+        self._since = self.loop.time()
+        if self.transport.is_closing():
+            return
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+            return
+        self.flow.resume_reading()
+        if (self._ignoring or self.server_state.closing) and not self._waiting:
+            self._end()
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer the request that is coming with an error, and end the connection. If there are requests before it,
+        their answers are the last ones."""
+        if self._ignoring:
+            return
+        self._ignoring = True
+        if self._waiting:
+            cycle, request = self._waiting[-1]
+            if cycle.more_body:
+                request.cancellation.cancel(error)
         else:
-            self._queued.append(request)
+            body = error.body()
+            headers = ((b"content-type", JSON), (b"content-length", b"%d" % len(body)), CLOSE, *error.headers)
+            head = b"".join([b"%b: %b\r\n" % header for header in headers])
+            self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + body)
+            self._end()
 
-    def reject(self, error: ApiError) -> None:
-        if self.ignoring:
-            return
-        self.ignoring = True
-        self._parser.parts = []
-        self._uncount_body()
-        if self._active is None:  # else the connection ends with the answer to that request
-            self._active = request = Request(self, 0)
-            request.answer(error.status, error.body(), error.headers)
-
-    def reject_body(self) -> None:
-        """Refuse the request whose body is being read."""
-        message = "All requests being sent together exceed gateway.http.max_buffered_bytes. Try again."
-        self.reject(ApiError(503, "too_many_bodies", message, retry_after_s=1))
-
-    # -- answering
-
-    def _begin(self, request: Request) -> None:
-        self._active = request
-        self._pool.set_answering(self)
-        if self._pool.closing:
-            request.keep_alive = False
-        self._pool.tasks.add(self._loop.create_task(self._handle(request)))
-
-    async def _handle(self, request: Request) -> None:
-        try:
-            await self._handler(request)
-        except Exception as error:  # noqa: BLE001 - a supervision edge: a request's fault does not end the service
-            log.error("a request failed", target=request.target[:200], exc=error)
-            if not request.started:
-                request.answer(500, internal_error().body())
-        finally:
-            task = asyncio.current_task()
-            assert task is not None
-            self._pool.tasks.discard(task)
-            if self._active is request:  # the handler ended in the middle of its answer
-                self.transport.abort()
-            elif self._active is None:
-                self._continue()
-
-    def answered(self, request: Request) -> None:
-        self._active = None
-        self._began_at = self._loop.time()
-        request.on_flow = ignore_flow
-        if request.keep_alive and not self._pool.closing and not (self.ignoring and not self._queued):
-            if self._parser.request is None:
-                self._pool.set_idle(self)
-            else:
-                self._pool.set_reading(self)
-            return
-        self._queued.clear()
-        if self.ignoring and not self.transport.is_closing():
-            # The client may still be sending. If we closed now, a reset could discard the answer before it is read.
-            self._closing_at = self._loop.time() + _LINGER_S
+    def _end(self) -> None:
+        """Close the connection once the client has read its last answer."""
+        self._ignoring = True
+        if not self.transport.is_closing():
             self.transport.write_eof()
-        else:
-            self.ignoring = True
-            self.transport.close()
+            self.loop.call_later(LINGER_S, self.transport.abort)
 
-    def _continue(self) -> None:
-        """Begin the next queued request, or parse the input that came ahead."""
-        if self._queued:
-            self._begin(self._queued.popleft())
-            return
-        if self.ignoring:
-            return
-        if self._unparsed:
-            data = bytes(self._unparsed)
-            self._unparsed.clear()
-            self._heard_at = self._loop.time()
-            self._feed(data)
-        if self._paused and len(self._unparsed) <= _AHEAD_LIMIT and not self.transport.is_closing():
-            self._paused = False
-            self.transport.resume_reading()
+    # -- limits
 
-    # -- deadlines
+    @property
+    def _closable(self) -> bool:
+        """The connection is idle, or its only request is still coming."""
+        return not self._waiting or (len(self._waiting) == 1 and self._waiting[0][0].more_body)
 
-    def abort(self) -> None:
-        """Close the connection at once and ignore further input."""
-        self.ignoring = True
-        self.transport.abort()
+    def _make_room(self) -> bool:
+        """At the limit of connections, close those that have been idle longest, or else have been sending a request
+        longest. Returns false if all are being answered. A hundredth is closed at once, so that the search does not
+        cost every new connection its time."""
+        connections, most = self.server_state.connections, self.server_state.limits.max_connections
+        if len(connections) <= most:
+            return True
+        others = [c for c in connections if isinstance(c, Connection) and c is not self and c._closable]
+        by_age = sorted(others, key=lambda c: (c._in_head or bool(c._waiting), c._since))
+        for connection in by_age[: max(1, most // 100)]:
+            connections.discard(connection)
+            connection.transport.abort()
+        return bool(others)
 
     def check_deadlines(self, now: float) -> None:
-        """Close the connection if its client has been silent or slow for too long. `now` is the loop's time."""
-        limits = self._pool.limits
+        """Close the connection if its client has been silent or slow for too long. `now` is the loop's time. The
+        deadline of a body is `Request.read`'s."""
+        limits, waited = self.server_state.limits, now - self._since
         unsent = self.transport.get_write_buffer_size()
         if not unsent or unsent != self._unsent:
             self._unsent, self._unsent_at = unsent, now
         elif now - self._unsent_at > limits.write_timeout_s:
             self.transport.abort()
+        if self._waiting or self._ignoring:
             return
-        if self._closing_at:
-            if now > self._closing_at:
-                self.transport.abort()
-        elif self._active is None:
-            self._check_reading(now - self._began_at)
-
-    def _check_reading(self, took_s: float) -> None:
-        limits, parser = self._pool.limits, self._parser
-        if parser.request is None:
-            if took_s > (limits.head_timeout_s if self._fresh else limits.idle_timeout_s):
-                self.transport.close()
-        elif not parser.head_done:
-            if took_s > limits.head_timeout_s:
+        if self._in_head:
+            if waited > limits.head_timeout_s:
                 message = f"The headers did not arrive within {limits.head_timeout_s:g} s."
-                self.reject(ApiError(408, "request_timeout", message))
-        elif took_s > limits.body_timeout_s + parser.size / _BODY_RATE:
-            allowed = f"{limits.body_timeout_s:g} s plus one second per {_BODY_RATE} bytes"
-            message = f"The body did not arrive within {allowed}."
-            self.reject(ApiError(408, "request_timeout", message))
+                self.refuse(ApiError(408, "request_timeout", message))
+        elif waited > (limits.head_timeout_s if self.cycle is None else limits.idle_timeout_s):
+            self.transport.close()
 
 
-class ConnectionPool:
-    """The connections of one server by state (idle, reading a request, or answering one), and the limits that hold for
-    all of them together."""
+def _head_too_large() -> ApiError:
+    return ApiError(431, "headers_too_large", f"The URL and the headers are longer than {_HEAD_LIMIT} bytes.")
 
-    def __init__(self, limits: HttpConfig) -> None:
-        self.limits = limits
-        self.connections: set[Connection] = set()
-        self.tasks: set[asyncio.Task[None]] = set()
-        """The handlers that run."""
-        self.closing = False
-        """The server stops: every connection ends with its next answer."""
-        self.buffered = 0
-        """Bytes of all incomplete bodies."""
-        self._idle: dict[Connection, None] = {}
-        """Connections without a request, longest idle first."""
-        self._reading: dict[Connection, None] = {}
-        """Connections with an incomplete request, oldest first."""
 
-    def add(self, connection: Connection) -> bool:
-        """Add a new connection. At the limit, close the longest idle connection for it, or else the one that has been
-        reading a request longest. Returns false if all connections are being answered."""
-        if len(self.connections) >= self.limits.max_connections:
-            oldest = next(iter(self._idle), None) or next(iter(self._reading), None)
-            if oldest is None:
-                return False
-            self.remove(oldest)
-            oldest.abort()
-        self.connections.add(connection)
-        self._idle[connection] = None
-        return True
-
-    def remove(self, connection: Connection) -> None:
-        self.connections.discard(connection)
-        self.set_answering(connection)
-
-    def set_idle(self, connection: Connection) -> None:
-        self._idle[connection] = None
-
-    def set_reading(self, connection: Connection) -> None:
-        self._idle.pop(connection, None)
-        self._reading[connection] = None
-
-    def set_answering(self, connection: Connection) -> None:
-        self._idle.pop(connection, None)
-        self._reading.pop(connection, None)
-
-    def count_body(self, connection: Connection, size: int) -> None:
-        """Count `size` bytes for the incomplete body of `connection`. While all incomplete bodies together exceed
-        `limits.max_buffered_bytes`, refuse the newest request of the owner whose bodies are the largest together: an
-        owner that fills the limit with bodies that never end holds up itself."""
-        self.buffered += size - connection.buffered
-        connection.buffered = size
-        for _ in range(len(self._reading)):
-            if self.buffered <= self.limits.max_buffered_bytes:
-                return
-            sums: Counter[str] = Counter()
-            newest: dict[str, Connection] = {}
-            for reading in self._reading:
-                if reading.buffered:
-                    sums[reading.owner] += reading.buffered
-                    newest[reading.owner] = reading
-            if not sums:
-                return
-            newest[sums.most_common(1)[0][0]].reject_body()
+def _read_headers(pairs: list[tuple[bytes, bytes]], method: str, version: str) -> Headers:
+    """Return the headers of a request. Raises an `ApiError` for one that two programs could read in two ways."""
+    headers: Headers = {}
+    for name, value in pairs:
+        if name in headers and name in _UNIQUE:
+            message = f"The header {name.decode('latin-1')!r} came twice: send it once."
+            raise ApiError(400, "repeated_header", message)
+        # RFC 9112 takes white space off both ends; httptools only off the beginning.
+        headers[name] = value.rstrip(b" \t")
+    if method == "CONNECT":
+        raise ApiError(405, "method_not_allowed", "CONNECT is not supported: this server is not a proxy.")
+    if version not in ("1.0", "1.1"):
+        raise ApiError(505, "bad_http", "The only supported versions are HTTP/1.0 and HTTP/1.1.")
+    if version == "1.1" and b"host" not in headers:
+        raise ApiError(400, "no_host", "The Host header is missing.")
+    if version == "1.0" and b"transfer-encoding" in headers:
+        raise ApiError(400, "bad_http", "HTTP/1.0 has no Transfer-Encoding.")
+    if headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+        message = "The only supported Transfer-Encoding is `chunked`."
+        raise ApiError(501, "unsupported_transfer_encoding", message)
+    return headers

@@ -1,153 +1,200 @@
-"""One HTTP request and its answer."""
+"""One HTTP request and its answer, over ASGI; and the bound on the bodies of all requests together."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Callable, Iterable
-from http import HTTPStatus
-from typing import Any, Protocol
+import math
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
 
+from uvicorn.server import ServerState
+
+from pipeline.config import HttpConfig
 from pipeline.running.ports import host_and_port
 from rollout_gateway.http.cancellation import Cancellation
-from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.errors import ApiError, ClientGoneError
 
+Address = tuple[str, int | None] | None
 Headers = dict[bytes, bytes]
 HeaderList = Iterable[tuple[bytes, bytes]]
 SSE_HEADERS: HeaderList = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 )
+CLOSE = (b"connection", b"close")
+JSON = b"application/json"
+LINGER_S = 2.0
+"""How long a client that is still sending has to read why it was refused."""
 
-_STATUS = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
-_HEADER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+: [\t\x20-\x7e\x80-\xff]*")
-_JSON = b"application/json"
-_JSON_200 = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-
-
-def header_line(name: bytes, value: bytes) -> bytes:
-    """Return a header as it is sent. Raises `ValueError` for a name or value that would end its line or the head."""
-    line = b"%b: %b" % (name, value)
-    if b":" in name or _HEADER.fullmatch(line) is None:
-        raise ValueError(
-            f"the name or the value of the header {name[:100]!r} can't be sent: it may hold a line break or a colon"
-        )
-    return line + b"\r\n"
+_DISCARD_LIMIT = 65536
+"""Bytes of a refused request's body that are read, so that its connection can be used again."""
+_BODY_RATE = 65536
+"""Bytes of a body for which a client has one more second."""
 
 
-def ignore_flow(_: bool) -> None:
-    """Default of `Request.on_flow`."""
+class Bodies:
+    """The incomplete bodies of all requests, bounded together."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._total = limit, 0
+        self._sizes: dict[Request, int] = {}
+        """Oldest request first."""
+
+    def count(self, request: Request, size: int) -> None:
+        """Count `size` bytes for the body of `request`. While all bodies exceed the limit, refuse the newest request of
+        the owner whose bodies are the largest together: an owner that fills the limit with bodies that never end holds
+        up itself."""
+        self._total += size - self._sizes.get(request, 0)
+        self._sizes[request] = size
+        while self._total > self._limit:
+            sums: Counter[str] = Counter()
+            for reading, part in self._sizes.items():
+                sums[reading.owner] += part
+            owner = sums.most_common(1)[0][0]
+            newest = next(r for r in reversed(self._sizes) if r.owner == owner and self._sizes[r])
+            self.remove(newest)
+            message = "All requests being sent together exceed gateway.http.max_buffered_bytes. Try again."
+            newest.cancellation.cancel(ApiError(503, "too_many_bodies", message, retry_after_s=1))
+
+    def remove(self, request: Request) -> None:
+        self._total -= self._sizes.pop(request, 0)
 
 
-class Channel(Protocol):
-    """The connection that a request came on, as its answer needs it."""
+class State(ServerState):
+    """What the connections of one server share."""
 
-    transport: asyncio.Transport
-
-    @property
-    def closing(self) -> bool:
-        """The server stops: the connection ends with this answer."""
-
-    def answered(self, request: Request) -> None:
-        """Take note that the whole answer of `request` was written: the connection then waits for the next request, or
-        closes. Not called if the client went away first, or the handler ended in the middle of its answer."""
+    def __init__(self, limits: HttpConfig) -> None:
+        super().__init__()
+        self.limits, self.bodies = limits, Bodies(limits.max_buffered_bytes)
+        self.closing = False
+        """The server stops: every connection ends with its next answer."""
 
 
 class Request:
-    """A request with its whole body. Answer it with `answer`, or with `start`, `write` and `end`."""
+    """A request whose head has come. `read` its body, then `answer` it, or `start`, `write` and `end` a stream."""
 
-    __slots__ = (
-        "_channel", "admitted", "body", "cancellation", "chunked", "gone", "headers",
-        "keep_alive", "max_body", "method", "on_flow", "owner", "refusal", "started", "target", "too_large",
-    )  # fmt: skip
+    receive: Any
+    """ASGI's functions for this request, set when its handler begins."""
+    send: Any
 
-    def __init__(self, channel: Channel, max_body: int) -> None:
-        self._channel = channel
-        self.method = ""
-        self.target = ""
+    def __init__(
+        self, state: State, method: str, target: str, headers: Headers, version: str, address: Address
+    ) -> None:
+        self._state = state
+        self.method = method
+        self.target = target
         """Path and query, not decoded."""
-        self.headers: Headers = {}
+        self.headers = headers
         """Names in lower case. Of repeated headers the last one counts. Trailers are dropped."""
+        self._address = address
         self.body = b""
-        self.max_body = max_body
-        """Bytes. A larger body is not read. `admit` may lower it."""
-        self.too_large = False
-        """The body is larger than `max_body` and was not read."""
-        self.refusal: ApiError | None = None
-        """Why `admit` refused the request. Its body was not kept."""
-        self.admitted: Any = None
-        """Result of `admit`, for the handler."""
+        self.max_body = state.limits.max_body_bytes
+        """Bytes. A larger body is not read."""
         self.owner = ""
-        """The name of the API key that sends it, set by `admit`. Limits that all callers share are divided by it."""
-        self.keep_alive = False
+        """The name of the API key that sends it. Limits that all callers share are divided by it."""
         self.cancellation = Cancellation()
         """Cancelled with a `ClientGoneError` when the client closes its connection."""
-        self.gone = False
-        """The client closed its connection."""
         self.started = False
         """The head of the answer was written."""
-        self.on_flow: Callable[[bool], None] = ignore_flow
-        """Called with true when the client takes a stream too slowly, and with false when it has caught up."""
-        self.chunked = True
-        """Streams go out in chunked coding. False for HTTP/1.0, where a stream ends with its connection."""
+        self._unread = True
+        """Some of the body may not have been received."""
+        self._abandoned = False
+        """`read` has begun, so a body that is not complete can't be used any more."""
+        self._held = bytearray() if version == "1.0" else None
+        """What was written to a stream, for HTTP/1.0, which has no chunks. It is sent as a whole."""
+        self._head: HeaderList = ()
 
     @property
     def server(self) -> str:
         """`host:port` that the client connected to."""
-        return host_and_port(*self._channel.transport.get_extra_info("sockname")[:2])
+        host, port = self._address or ("", None)
+        return host_and_port(host, port or 0)
 
-    def answer(self, status: int, body: bytes, headers: HeaderList = (), content_type: bytes = _JSON) -> None:
-        """Write a whole answer. Raises `ValueError` for an invalid header, before anything is written."""
-        if self._channel.closing:
-            self.keep_alive = False
-        if status == 200 and self.keep_alive and not headers and content_type == _JSON:
-            head = _JSON_200 % len(body)
-        else:
-            length = () if status == 204 else ((b"content-length", b"%d" % len(body)),)
-            kind = ((b"content-type", content_type),) if body else ()
-            head = self._head(status, (*kind, *length, *headers))
+    @property
+    def announced(self) -> int:
+        """Bytes of the body by the request's head; 0 if it does not say."""
+        return int(self.headers.get(b"content-length", b"0"))
+
+    async def read(self) -> None:
+        """Read the body. Raises an `ApiError`: 413 for a body larger than `max_body`, 408 for one that comes too
+        slowly, 503 for one for which there is no room; and `ClientGoneError`."""
+        self._abandoned = True
+        limits, bodies, began = self._state.limits, self._state.bodies, asyncio.get_running_loop().time()
+        body, size = bytearray(), self.announced
+        bodies.count(self, 0)
+        try:
+            while self._unread and size <= self.max_body:
+                body += await self._receive(began + limits.body_timeout_s + len(body) / _BODY_RATE)
+                size = max(size, len(body))
+                if self._unread:
+                    bodies.count(self, len(body))
+                    if self.cancellation.error is not None:
+                        raise self.cancellation.error
+        except TimeoutError as error:
+            allowed = f"{limits.body_timeout_s:g} s plus one second per {_BODY_RATE} bytes"
+            raise ApiError(408, "request_timeout", f"The body did not arrive within {allowed}.") from error
+        finally:
+            bodies.remove(self)
+        if size > self.max_body:
+            raise ApiError(413, "body_too_large", f"The body is larger than {self.max_body} bytes.")
+        self.body = bytes(body)
+
+    async def _receive(self, deadline: float) -> bytes:
+        async with asyncio.timeout_at(deadline):
+            with self.cancellation:
+                message = await self.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        self._unread = message["more_body"]
+        body: bytes = message["body"]
+        return body
+
+    async def _discard(self, most: float) -> None:
+        """Receive and drop the rest of the body, or about `most` bytes of it, for `LINGER_S` at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while self._unread and most > 0:
+                    message = await self.receive()
+                    self._unread = message.get("more_body", False)
+                    most -= len(message.get("body", b""))
+
+    async def answer(
+        self, status: int, body: bytes, headers: HeaderList = (), content_type: bytes = JSON
+    ) -> None:
+        """Write a whole answer. If the body of the request is not complete, the connection ends with it."""
+        if not self._abandoned and b"expect" not in self.headers and self.announced <= _DISCARD_LIMIT:
+            await self._discard(_DISCARD_LIMIT)
+        kind = ((b"content-type", content_type),) if body else ()
+        length = () if status == 204 else ((b"content-length", b"%d" % len(body)),)
+        unread = self._unread
+        await self._start(status, (*kind, *length, *headers), unread)
+        await self.send({"type": "http.response.body", "body": body, "more_body": unread})
+        if unread:  # if the connection was closed now, a reset could discard the answer before it is read
+            await self._discard(math.inf)
+            await self.send({"type": "http.response.body"})
+
+    async def _start(self, status: int, headers: HeaderList, last: bool = False) -> None:
+        close = (CLOSE,) if last or self._state.closing else ()
+        await self.send({"type": "http.response.start", "status": status, "headers": (*headers, *close)})
         self.started = True
-        if self._is_lost():
-            return
-        self._channel.transport.write(head if self.method == "HEAD" else head + body)
-        self._channel.answered(self)
 
-    def start(self, status: int, headers: HeaderList) -> None:
-        """Write the head of a streamed answer. Raises `ValueError` for an invalid header, as `answer` does."""
-        if self.chunked:
-            headers = (*headers, (b"transfer-encoding", b"chunked"))
-        if self._channel.closing or not self.chunked:
-            self.keep_alive = False
-        head = self._head(status, headers)
-        self.started = True
-        if not self._is_lost():
-            self._channel.transport.write(head)
+    async def start(self, headers: HeaderList) -> None:
+        """Begin a streamed answer."""
+        self._head, self.started = headers, True
+        if self._held is None:
+            await self._start(200, headers)
 
-    def write(self, data: bytes) -> None:
-        """Write a part of a streamed answer."""
-        if data and not self._is_lost():
-            self._channel.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data)
+    async def write(self, data: bytes) -> None:
+        """Write a part of a streamed answer. Waits while the client takes it too slowly."""
+        if self._held is not None:
+            self._held += data
+        elif data:
+            await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
-    def write_chunks(self, data: bytes) -> None:
-        """Write parts of a streamed answer that are in chunked coding already. Only where `chunked` is true."""
-        if not self._is_lost():
-            self._channel.transport.write(data)
-
-    def end(self) -> None:
+    async def end(self) -> None:
         """End a streamed answer."""
-        if not self._is_lost():
-            if self.chunked:
-                self._channel.transport.write(b"0\r\n\r\n")
-            self._channel.answered(self)
-
-    def _is_lost(self) -> bool:
-        """Whether nothing can be written any more. The transport knows it a moment before `gone` is set."""
-        return self.gone or self._channel.transport.is_closing()
-
-    def _head(self, status: int, headers: HeaderList) -> bytes:
-        lines = [_STATUS.get(status) or b"HTTP/1.1 %d Status\r\n" % status]
-        lines += [header_line(*header) for header in headers]
-        if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        return b"".join(lines)
+        if self._held is not None:
+            await self._start(200, (*self._head, (b"content-length", b"%d" % len(self._held))))
+        await self.send({"type": "http.response.body", "body": bytes(self._held or b"")})

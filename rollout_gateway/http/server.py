@@ -1,30 +1,30 @@
-"""The HTTP/1.1 server.
+"""The HTTP/1.1 server: uvicorn's protocol in front of one handler. TLS and HTTP/2 are left to a reverse proxy.
 
-It is written on asyncio and httptools. A general server and its interface cost as much per call as capture does
-(docs/decisions/gateway.md). TLS and HTTP/2 are left to a reverse proxy.
-
-One connection answers one request at a time. What a client sends ahead waits. When a client goes away, `Request.gone`
-is set and `Request.cancellation` is cancelled. The handler itself runs on, since it may have something to record.
-
-`admit` is called for every request when its head is complete and before its body is read. The handler gets refused
-requests too, with `Request.refusal`, and answers them in the format of its API."""
+A handler is called when the head of a request is complete, before its body is read. When a client goes away,
+`Request.cancellation` is cancelled. The handler itself runs on, since it may have something to record."""
 
 from __future__ import annotations
 
 import asyncio
 import resource
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import msgspec
+import uvicorn
 
 from pipeline.config import ConfigError, HttpConfig
 from pipeline.telemetry.logs import get_logger
-from rollout_gateway.http.connection import Admit, Connection, ConnectionPool, Handler
+from rollout_gateway.http.connection import Connection
+from rollout_gateway.http.errors import internal_error
+from rollout_gateway.http.request import Request, State
 
 log = get_logger("rollout_gateway.http.server")
+
+Handler = Callable[[Request], Awaitable[None]]
 
 _CHECK_S = 1.0
 _OTHER_FILES = 128
@@ -54,13 +54,15 @@ def checked_limits(config: HttpConfig) -> HttpConfig:
     return msgspec.structs.replace(config, max_connections=possible)
 
 
-async def _check_deadlines(connections: set[Connection], limits: HttpConfig) -> None:
-    timeouts = (limits.head_timeout_s, limits.body_timeout_s, limits.idle_timeout_s, limits.write_timeout_s)
+async def _check_deadlines(state: State) -> None:
+    limits = state.limits
+    timeouts = (limits.head_timeout_s, limits.idle_timeout_s, limits.write_timeout_s)
     pause_s = min(_CHECK_S, *(timeout / 4 for timeout in timeouts))
     while True:
         await asyncio.sleep(pause_s)
         now = asyncio.get_running_loop().time()
-        for connection in list(connections):
+        for connection in list(state.connections):
+            assert isinstance(connection, Connection)
             connection.check_deadlines(now)
 
 
@@ -90,29 +92,37 @@ async def run_server(
     limits: HttpConfig,
     *,
     grace_s: float,
-    admit: Admit,
     cut_off: Callable[[], None],
-) -> AsyncIterator[ConnectionPool]:
+) -> AsyncIterator[None]:
     """Answer requests on `listener` with `handler` while the block runs.
 
     When the block is left, running handlers have `grace_s` seconds to end. Then `cut_off` is called, which has to end
-    them. Meanwhile new requests still reach the handler. A body larger than `limits.max_body_bytes` is not read:
-    `Request.too_large` is set. Yields the server's connections."""
+    them. Meanwhile new requests still reach the handler, and each connection ends with its next answer."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        request: Request = scope["state"].pop("request")
+        request.receive, request.send = receive, send
+        try:
+            await handler(request)
+        except Exception as error:  # noqa: BLE001 - a supervision edge: a request's fault does not end the service
+            log.error("a request failed", target=request.target[:200], exc=error)
+            if not request.started:
+                await request.answer(500, internal_error().body())
+
+    state = State(limits)
+    config = uvicorn.Config(
+        app, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False
+    )
     loop = asyncio.get_running_loop()
-    pool = ConnectionPool(limits)
-
-    def connect() -> Connection:
-        return Connection(pool, handler, admit)
-
-    server = await loop.create_server(connect, sock=listener, backlog=4096)
-    checking = asyncio.ensure_future(_check_deadlines(pool.connections, limits))
+    server = await loop.create_server(lambda: Connection(config, state), sock=listener, backlog=4096)
+    checking = asyncio.ensure_future(_check_deadlines(state))
     try:
-        yield pool
+        yield
     finally:
-        pool.closing = True
+        state.closing = True
         with anyio.CancelScope(shield=True):  # the gateway stops by cancelling this task
-            await _drain(pool.tasks, grace_s, cut_off)
+            await _drain(state.tasks, grace_s, cut_off)
         server.close()
-        for connection in list(pool.connections):
+        for connection in list(state.connections):
             connection.transport.close()
         checking.cancel()

@@ -1,81 +1,72 @@
-"""A pooled HTTP/1.1 client for inference servers, on asyncio and httptools.
+"""The client for inference servers: aiohttp's, with one retry.
 
-General clients cost more per request than the rest of the gateway together (docs/decisions/gateway.md). The server may
-close a pooled connection just as a request goes out on it. If that happens before any byte of a reply came back, the
-request is sent once more, on a new connection."""
+A server may close a pooled connection just as a request goes out on it. A request whose connection ends before its
+reply's head has come is sent once more, on a new connection."""
 
 from __future__ import annotations
 
-import asyncio
-import math
 import re
-import ssl
-from collections import deque
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-from rollout_gateway.http.request import header_line
-from rollout_gateway.http.upstream_connection import Cutter, Sink, UpstreamConnection
-from rollout_gateway.http.upstream_connection import UpstreamError as UpstreamError
-from rollout_gateway.http.upstream_connection import UpstreamTimeoutError as UpstreamTimeoutError
+import aiohttp
 
-_PATH = re.compile(r"[!-~]*")
-_TIMEOUT_CHECK_S = 0.25
-"""How often timeouts are checked. A timer for each request would cost more than all these checks."""
 _CONNECT_S = 10.0
-_HEADS = 64
-"""Request heads (method and path) that are cached for each server."""
-_MAX_IDLE = 1024
-"""Connections to one server that are kept for further requests."""
+_PLAIN = re.compile(r"[!-~]*")
+
+
+class UpstreamError(Exception):
+    """The server could not be reached, or it broke off."""
+
+    sent = True
+    """The request had been sent."""
+    lost = False
+    """The connection ended before the head of a reply had come."""
+
+
+class UpstreamTimeoutError(UpstreamError):
+    """The reply was not complete in time."""
+
+
+@contextmanager
+def _errors(url: str) -> Iterator[None]:
+    """Raise what aiohttp raises in the block as an `UpstreamError`."""
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        unreachable = UpstreamError(f"{url} can't be reached: {error}")
+        unreachable.sent = False
+        raise unreachable from error
+    except TimeoutError as error:
+        raise UpstreamTimeoutError("the reply was not complete in time") from error
+    except (aiohttp.ClientError, OSError) as error:
+        broken = UpstreamError(f"the connection broke: {str(error) or type(error).__name__}")
+        broken.lost = isinstance(error, aiohttp.ServerDisconnectedError | OSError)
+        raise broken from error
 
 
 class UpstreamReply:
     """A reply whose head has come. Read it to its end, or `close` it."""
 
-    def __init__(self, connection: UpstreamConnection, release: Callable[[UpstreamConnection], None]) -> None:
-        self._connection, self._release = connection, release
-        self._open, self._paused = True, False
-        self.status = connection.status
+    def __init__(self, response: aiohttp.ClientResponse, url: str) -> None:
+        self._response, self.status, self._url = response, response.status, url
 
     async def read(self) -> bytes:
         """Return the whole body. Raises `UpstreamError`."""
-        try:
-            await self._connection.wait_done()
-            return self._connection.take()
-        finally:
-            self.close()
+        with _errors(self._url):
+            return await self._response.read()
 
-    async def pipe(self, sink: Sink, cutter: Cutter | None = None) -> None:
-        """Give the body to `sink` as it arrives, until its end. Where a chunk begins, `cutter` may first consume whole
-        chunks. Raises `UpstreamError`, and what `sink` or `cutter` raises."""
-        connection = self._connection
-        try:
-            if data := connection.take():
-                sink(data)
-            connection.sink, connection.cutter = sink, cutter
-            await connection.wait_done()
-        finally:
-            self.close()
-
-    def flow(self, pause: bool) -> None:
-        """Pause or resume reading from the server."""
-        connection = self._connection
-        if not self._open or pause == self._paused:
-            return
-        self._paused = pause
-        if connection.closed or connection.transport.is_closing():
-            return
-        if pause:
-            connection.transport.pause_reading()
-        else:
-            connection.transport.resume_reading()
+    async def read_some(self) -> bytes:
+        """Return what has arrived of the body since the last call, once something has; nothing at its end. Raises
+        `UpstreamError`."""
+        with _errors(self._url):
+            return await self._response.content.readany()
 
     def close(self) -> None:
         """Release the connection. An incomplete reply is broken off, which tells the server to stop."""
-        if self._open:
-            self.flow(pause=False)
-            self._open = False
-            self._release(self._connection)
+        self._response.close()
 
 
 class Upstream:
@@ -83,67 +74,53 @@ class Upstream:
 
     def __init__(self, url: str, *, api_key: str = "") -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not _PATH.fullmatch(parts.path):
-            raise ValueError(f"{url!r} is no http(s) URL")
+        plain = _PLAIN.fullmatch(url + api_key) and "@" not in parts.netloc and parts.port != 0
+        if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
+            raise ValueError(f"{url!r} is no http(s) URL, or its key can't be sent in a header")
         self.url = url.rstrip("/")
-        self.host = parts.hostname
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
-        self.prefix = parts.path.rstrip("/")
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._headers = header_line(b"Host", parts.netloc.rpartition("@")[2].encode())
-        self._headers += header_line(b"Content-Type", b"application/json")
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key:
-            self._headers += header_line(b"Authorization", f"Bearer {api_key}".encode())
-        self._heads: dict[tuple[str, str], bytes] = {}
-        self._idle: deque[UpstreamConnection] = deque()
-        self._all: set[UpstreamConnection] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._loop = asyncio.get_running_loop()
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
+        """By whether they keep connections. The other one opens a new connection for each request."""
 
-    def _head(self, method: str, path: str, length: int) -> bytes:
-        start = self._heads.get((method, path))
-        if start is None:
-            start = b"%b HTTP/1.1\r\n%b" % (f"{method} {self.prefix}{path}".encode(), self._headers)
-            if len(self._heads) < _HEADS:
-                self._heads[method, path] = start
-        return b"%bContent-Length: %d\r\n\r\n" % (start, length)
+    def _session(self, *, pooled: bool) -> aiohttp.ClientSession:
+        session = self._sessions.get(pooled)
+        if session is None:
+            connector = aiohttp.TCPConnector(limit=0, force_close=not pooled)
+            jar = aiohttp.DummyCookieJar()
+            session = aiohttp.ClientSession(connector=connector, cookie_jar=jar, headers=self._headers)
+            self._sessions[pooled] = session
+        return session
 
     async def request(
         self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 300.0
     ) -> UpstreamReply:
         """Send a request and wait for the head of its reply. The whole reply must have come within `timeout_s` seconds.
 
-        If the caller is cancelled, the connection is closed, which tells the server to stop. Raises `UpstreamError`. If
-        that is not `answered`, the caller may send the request again."""
-        data = self._head(method, path, len(body)) + body
-        deadline, sent = self._loop.time() + timeout_s, False
-        if (connection := self._take_idle()) is not None:
-            try:
-                return await self._exchange(connection, data, deadline)
-            except UpstreamTimeoutError:
-                raise
-            except UpstreamError as error:
-                if error.answered:
-                    raise
-            sent = True
+        If the caller is cancelled, the connection is closed, which tells the server to stop. Raises `UpstreamError`."""
+        deadline = time.monotonic() + timeout_s
         try:
-            connection = await self._connect(deadline - self._loop.time())
+            return await self._send(self._session(pooled=True), method, path, body, timeout_s)
         except UpstreamError as error:
-            error.sent = sent
-            raise
-        return await self._exchange(connection, data, deadline)
-
-    async def _exchange(self, connection: UpstreamConnection, data: bytes, deadline: float) -> UpstreamReply:
-        """Send a request on a connection and wait for the head of its reply. Raises `UpstreamError`."""
-        connection.send(data, deadline)
-        if self._timer is None:
-            self._timer = self._loop.call_later(_TIMEOUT_CHECK_S, self._check_timeouts)
+            if not error.lost:
+                raise
+        left_s = max(0.01, deadline - time.monotonic())
         try:
-            await connection.wait_head()
-        except BaseException:
-            self._release(connection)
+            return await self._send(self._session(pooled=False), method, path, body, left_s)
+        except UpstreamError as error:
+            error.sent = True
             raise
-        return UpstreamReply(connection, self._release)
+
+    async def _send(
+        self, session: aiohttp.ClientSession, method: str, path: str, body: bytes, timeout_s: float
+    ) -> UpstreamReply:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
+        with _errors(self.url):
+            response = await session.request(
+                method, self.url + path, data=body or None, timeout=timeout, allow_redirects=False
+            )
+        return UpstreamReply(response, self.url)
 
     async def fetch(
         self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 10.0
@@ -152,54 +129,7 @@ class Upstream:
         reply = await self.request(method, path, body, timeout_s=timeout_s)
         return reply.status, await reply.read()
 
-    def _take_idle(self) -> UpstreamConnection | None:
-        while self._idle:
-            connection = self._idle.pop()
-            if not connection.closed and not connection.transport.is_closing():
-                connection.reset()
-                return connection
-        return None
-
-    async def _connect(self, timeout_s: float) -> UpstreamConnection:
-        # A lost connection that is idle is dropped when it is taken out of `_idle`. Searching for it would take longer.
-        try:
-            async with asyncio.timeout(min(timeout_s, _CONNECT_S)):
-                _, connection = await self._loop.create_connection(
-                    lambda: UpstreamConnection(self._all.discard), self.host, self.port, ssl=self._tls
-                )
-        except (OSError, TimeoutError) as error:
-            why = str(error) or type(error).__name__
-            raise UpstreamError(f"{self.url} can't be reached: {why}", answered=False, sent=False) from error
-        self._all.add(connection)
-        return connection
-
-    def _release(self, connection: UpstreamConnection) -> None:
-        """Keep a connection for further requests, or close it if it can't be used again."""
-        connection.deadline = math.inf
-        connection.sink = connection.cutter = None
-        usable = (
-            connection.done and connection.keep_alive and not connection.closed and connection.error is None
-        )
-        if usable and len(self._idle) < _MAX_IDLE:
-            connection.answered = False
-            self._idle.append(connection)
-        else:
-            connection.close()
-
-    def _check_timeouts(self) -> None:
-        now, self._timer = self._loop.time(), None
-        busy = False
-        for connection in list(self._all):
-            if connection.deadline < now:
-                connection.expire()
-            busy = busy or connection.deadline < math.inf
-        if busy:
-            self._timer = self._loop.call_later(_TIMEOUT_CHECK_S, self._check_timeouts)
-
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close all connections."""
-        if self._timer is not None:
-            self._timer.cancel()
-        for connection in list(self._all):
-            connection.close()
-        self._idle.clear()
+        while self._sessions:
+            await self._sessions.popitem()[1].close()

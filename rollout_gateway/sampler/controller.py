@@ -120,8 +120,8 @@ class ServerController:
                 await self._control()
         finally:
             with anyio.move_on_after(2, shield=True):
+                await self._server.close()
                 await self._registration.remove()
-            self._server.close()
 
     async def _control(self) -> None:
         settings = self._config.gateway.replicas

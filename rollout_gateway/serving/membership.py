@@ -167,13 +167,9 @@ class Membership:
         started = await server_state.process_start_time(replica.upstream)
         loaded = await server_state.loaded_adapters(replica.upstream)
         if started and started != replica.server_start:
-            raise UpstreamError(
-                "it was restarted, and its sampler agent has not registered it since", answered=True
-            )
+            raise UpstreamError("it was restarted, and its sampler agent has not registered it since")
         if lost := replica.loaded.keys() - loaded.keys():
-            raise UpstreamError(
-                f"it lost {', '.join(sorted(lost))}; its sampler agent loads it again", answered=True
-            )
+            raise UpstreamError(f"it lost {', '.join(sorted(lost))}; its sampler agent loads it again")
         if not replica.ready:
             log.info("replica ready", replica=replica.name, server_start=replica.server_start)
         replica.up = replica.ready = True

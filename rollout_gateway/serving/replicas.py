@@ -105,6 +105,8 @@ class Fleet:
         self.replicas: list[Replica] = []
         self._departed: list[Replica] = []
         """Replicas that were removed and still have calls in flight."""
+        self._closings: set[asyncio.Task[None]] = set()
+        """Close the connections to replicas that were removed."""
         self.wanted: dict[str, float] = {}
         """Versions that calls wait for because no replica serves them, with the time at which a call last asked for it,
         by `time.monotonic`."""
@@ -134,7 +136,8 @@ class Fleet:
         self._departed = [r for r in departed if r.load]
         for idle in departed:
             if not idle.load:
-                idle.upstream.close()
+                self._closings.add(closing := asyncio.ensure_future(idle.upstream.close()))
+                closing.add_done_callback(self._closings.discard)
         self.changed()
 
     def close(self) -> None:
@@ -142,10 +145,10 @@ class Fleet:
         self.closing = True
         self.changed()
 
-    def disconnect(self) -> None:
+    async def disconnect(self) -> None:
         """Close the connections to all servers."""
         for replica in (*self.replicas, *self._departed):
-            replica.upstream.close()
+            await replica.upstream.close()
 
     def ready(self) -> list[Replica]:
         return [r for r in self.replicas if r.ready]

@@ -57,5 +57,5 @@ async def process_start_time(server: Upstream) -> str:
 async def _fetch(server: Upstream, path: str) -> bytes:
     status, body = await server.fetch("GET", path)
     if status != 200:
-        raise UpstreamError(f"GET {path} was answered with status {status}", answered=True)
+        raise UpstreamError(f"GET {path} was answered with status {status}")
     return body

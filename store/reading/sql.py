@@ -2,7 +2,7 @@
 `journeywork sql`.
 
     journeywork sql "SELECT outcome, count(*) FROM trajectories GROUP BY ALL"
-    journeywork sql --format json --run-dir runs/demo "FROM lineage WHERE version = 'tictactoe@60'"
+    journeywork sql --format json --run-dir runs/demo "FROM lineage WHERE version = 'inbox@20'"
 
 In Python: `connect("runs/demo").sql("FROM rewards").df()`. A connection sees the files that were there when it was
 made, or when `refresh` was called last.

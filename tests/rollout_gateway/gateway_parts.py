@@ -86,7 +86,7 @@ async def gateway_parts(config: Config, name: str) -> AsyncIterator[GatewayParts
         )
         yield made
         tg.cancel_scope.cancel()
-    made.fleet.disconnect()
+    await made.fleet.disconnect()
 
 
 @asynccontextmanager

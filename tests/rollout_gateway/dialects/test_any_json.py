@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -175,22 +175,21 @@ def test_any_reply_is_an_answer_or_malformed(body: bytes, logprobs: bool) -> Non
 def test_any_stream_is_an_answer_or_malformed(events: list[bytes], logprobs: bool, ids: bool) -> None:
     asked = {"logprobs": logprobs, "return_token_ids": ids, "stream": True}
     call = read_chat(json.dumps({"model": "m", "messages": [], **asked}).encode())
-    capture, written = StreamCapture(call), list[bytes]()
-    request: Any = SimpleNamespace(write=written.append, end=lambda: None)
-    sinks = [TranslatedSink(request, translation) for translation in translations(stream=True)]
+    capture = StreamCapture(call)
+    sinks = [TranslatedSink(Mock(), translation) for translation in translations(stream=True)]
     try:
         for event in events:
             seen = capture.take(b"data: %b\n\n" % event)
             for sink in sinks:
-                sink.write(seen)
+                sink.translated(seen)
     except MALFORMED:
         pass
     answer = capture.answer()
     for choice in answer.choices:
         follow(call, msgspec.json.decode(choice.fields["message"]))
     for sink in sinks:
-        sink.write(capture.last_events + DONE)
-        sink.end()
+        sink.translated(capture.last_events + DONE)
+        sink.last_events()
 
 
 @pytest.mark.parametrize("endpoint", BODIES)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -140,16 +140,15 @@ def test_reasoning_items_of_a_turn_are_one_message() -> None:
 
 def streamed(deltas: list[dict[str, Any]], finish: str | None, **asked: Any) -> list[dict[str, Any]]:
     body = {"model": "m", "input": "x", "stream": True, **asked}
-    written: list[bytes] = []
-    request: Any = SimpleNamespace(write=written.append, end=lambda: None)
-    stream = TranslatedSink(request, ResponsesTranslation(json.dumps(body).encode()))
+    written = b""
+    stream = TranslatedSink(Mock(), ResponsesTranslation(json.dumps(body).encode()))
     for number, delta in enumerate(deltas):
         reason = finish if number == len(deltas) - 1 else None
         choice = {"index": 0, "delta": delta, "finish_reason": reason}
         chunk = {"id": "chatcmpl-1", "created": 7, "model": "m@0", "choices": [choice]}
-        stream.write(b"data: %b\n\n" % json.dumps(chunk).encode())
-    stream.end()
-    return [json.loads(e.partition(b"data: ")[2]) for e in b"".join(written).split(b"\n\n") if e]
+        written += stream.translated(b"data: %b\n\n" % json.dumps(chunk).encode())
+    written += stream.last_events()
+    return [json.loads(e.partition(b"data: ")[2]) for e in written.split(b"\n\n") if e]
 
 
 def test_streamed_reasoning_is_kept_as_the_plain_one_is() -> None:

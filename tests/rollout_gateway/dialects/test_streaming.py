@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -13,7 +12,6 @@ from openai.types.chat import ChatCompletionChunk
 
 from rollout_gateway.dialects.endpoints import read_chat
 from rollout_gateway.dialects.streaming import _PIECE, StreamCapture
-from tests.rollout_gateway.http.kit import END, framed, piped, portions, unframed
 
 MOVE: Any = {
     "type": "function",
@@ -50,22 +48,6 @@ def captured(data: bytes, size: int, *, cut: bool) -> tuple[Any, ...]:
     capture._plain = cut
     seen = b"".join([capture.take(data[i : i + size]) for i in range(0, len(data), size)])
     return read(capture, seen + capture.last_events)
-
-
-def captured_with_frames(arriving: Iterable[bytes]) -> tuple[tuple[Any, ...], int]:
-    """The same from a transfer in chunks, and how many bytes of it were cut with their frames."""
-    capture = StreamCapture(read_chat(b'{"model":"m","messages":[],"stream":true}'))
-    seen, cut = [], 0
-
-    def cutter(data: bytes) -> int:
-        nonlocal cut
-        taken, shown = capture.take_framed(data)
-        cut += taken
-        seen.append(unframed(shown))
-        return taken
-
-    piped([*arriving, END], lambda data: seen.append(capture.take(data)), cutter)
-    return read(capture, b"".join(seen) + capture.last_events), cut
 
 
 def read(capture: StreamCapture, seen: bytes) -> tuple[Any, ...]:
@@ -115,44 +97,6 @@ def test_chunks_of_another_shape_between_keep_their_order() -> None:
     assert cut == captured(data, 50, cut=False)
     assert cut[3]["choices"][0]["message"]["content"] == "aBcd"
     assert cut[4][2]["choices"][0]["new_field"] == {"x": 1}
-
-
-EVENTS = [event + b"\n\n" for event in stream(*AWKWARD).split(b"\n\n")[:-1]]
-
-
-@pytest.mark.parametrize("together", [1, 2, 5])
-def test_pieces_cut_with_their_frames_are_the_same(together: int) -> None:
-    chunks = [framed(event) for event in EVENTS]
-    arriving = [b"".join(chunks[i : i + together]) for i in range(0, len(chunks), together)]
-    got, cut = captured_with_frames(arriving)
-    assert got == captured(b"".join(EVENTS), 100_000, cut=False)
-    # The role is read first, and all that arrives with it.
-    assert cut == len(b"".join(chunks[together : len(AWKWARD) + 1]))
-
-
-@pytest.mark.parametrize("size", [1, 7, 300, 1000, 100_000])
-def test_frames_in_any_portions_are_the_same(size: int) -> None:
-    got, _ = captured_with_frames(portions(framed(*EVENTS), size))
-    assert got == captured(b"".join(EVENTS), 100_000, cut=False)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_frames_that_are_not_one_piece_each_are_left_to_the_parser(size: int) -> None:
-    pairs = [b"".join(EVENTS[i : i + 2]) for i in range(0, len(EVENTS), 2)]
-    halves = [half for event in EVENTS for half in (event[:9], event[9:])]
-    for pieces in (pairs, halves):
-        arriving = [framed(*pieces[i : i + size]) for i in range(0, len(pieces), size)]
-        assert captured_with_frames(arriving) == (captured(b"".join(EVENTS), 100_000, cut=False), 0)
-
-
-def test_a_frame_whose_size_is_wrong_is_left_to_the_parser() -> None:
-    capture = StreamCapture(read_chat(b'{"model":"m","messages":[],"stream":true}'))
-    first, second, *_ = stream("a").split(b"\n\n")
-    capture.take(first + b"\n\n")
-    good = framed(second + b"\n\n")
-    size, _, rest = good.partition(b"\r\n")
-    assert capture.take_framed(b"%x\r\n%b" % (int(size, 16) + 1, rest)) == (0, b"")
-    assert capture.take_framed(good)[0] == len(good)
 
 
 def test_an_invalid_delta_ends_the_stream_and_leaves_what_came_before() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -126,18 +126,19 @@ def server_sent(draw: st.DrawFn, events: list[dict[str, Any]]) -> bytes:
     return out + b"data: [DONE]" + line + line
 
 
-def captured(data: bytes, size: int, sink: TranslatedSink) -> dict[str, Any]:
-    """Give a stream, in portions of a size, to the record and to the client. Returns the recorded message."""
+def captured(data: bytes, size: int, sink: TranslatedSink) -> tuple[dict[str, Any], bytes]:
+    """Give a stream, in portions of a size, to the record and to the client. Returns the recorded message, and what the
+    client gets."""
+    written = b""
     capture = StreamCapture(sink._translation.call())
     for at in range(0, len(data), size):
         if seen := capture.take(data[at : at + size]):
             assert all(event.count(b"\n") == 0 for event in seen.split(b"\n\n"))
-            sink.write(seen)
+            written += sink.translated(seen)
     assert capture.ended
     assert capture.error is None
-    sink.write(capture.last_events + DONE)
-    sink.end()
-    return dict(msgspec.json.decode(capture.answer().client_body())["choices"][0]["message"])
+    written += sink.translated(capture.last_events + DONE) + sink.last_events()
+    return dict(msgspec.json.decode(capture.answer().client_body())["choices"][0]["message"]), written
 
 
 def translation_of(kind: type[Translation], history: list[Any], **more: Any) -> Translation:
@@ -189,15 +190,13 @@ USER = {"role": "user", "content": "go"}
 def test_a_client_sends_back_what_was_recorded(
     kind: type[Translation], data: st.DataObject, deltas: list[Delta], size: int
 ) -> None:
-    written: list[bytes] = []
-    request: Any = SimpleNamespace(write=written.append, end=lambda: None)
-    sink = TranslatedSink(request, translation_of(kind, [USER], stream=True))
-    message = captured(data.draw(server_sent(chunks(deltas))), size, sink)
+    sink = TranslatedSink(Mock(), translation_of(kind, [USER], stream=True))
+    message, written = captured(data.draw(server_sent(chunks(deltas))), size, sink)
     assert told(message) == expected(deltas)
     assert len(set(ids(message))) == len(ids(message))
     assert all(ids(message))
 
-    events = [json.loads(e.partition(b"data: ")[2]) for e in b"".join(written).split(b"\n\n") if e]
+    events = [json.loads(e.partition(b"data: ")[2]) for e in written.split(b"\n\n") if e]
     if kind is MessagesTranslation:
         history = [USER, {"role": "assistant", "content": claude_blocks(events)}]
     else:
@@ -223,14 +222,13 @@ def test_a_client_sends_back_what_was_recorded(
 
 def test_an_error_of_null_is_none_and_any_other_ends_the_stream() -> None:
     def failed(*events: Any) -> tuple[StreamCapture, list[Any]]:
-        written: list[bytes] = []
-        request: Any = SimpleNamespace(write=written.append, end=lambda: None)
-        sink = TranslatedSink(request, translation_of(ResponsesTranslation, [USER], stream=True))
+        written = b""
+        sink = TranslatedSink(Mock(), translation_of(ResponsesTranslation, [USER], stream=True))
         capture = StreamCapture(sink._translation.call())
         for event in events:
-            sink.write(capture.take(b"data: %b\n\n" % json.dumps(event).encode()))
-        sink.end()
-        return capture, [json.loads(e.partition(b"data: ")[2]) for e in b"".join(written).split(b"\n\n") if e]
+            written += sink.translated(capture.take(b"data: %b\n\n" % json.dumps(event).encode()))
+        written += sink.last_events()
+        return capture, [json.loads(e.partition(b"data: ")[2]) for e in written.split(b"\n\n") if e]
 
     first = chunks([{"content": "a"}])[1]
     for fine in (first | {"error": None}, {"error": None}, {"object": "ping"}):

@@ -1,69 +1,15 @@
-"""The client for inference servers: a body in chunks, in whatever portions it arrives, with and without a cutter."""
+"""The client for inference servers: its key, its timeouts, and servers that end a connection."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rollout_gateway.http.upstream import Upstream, UpstreamError, UpstreamTimeoutError
-from rollout_gateway.http.upstream_connection import UpstreamConnection
-from tests.rollout_gateway.http.kit import END, framed, piped, portions
-
-PIECE = st.binary(min_size=1, max_size=20) | st.sampled_from(
-    [b"\r\n", b"5\r\nhello\r\n", b"0\r\n\r\n", b"data: x\n\n", b"1\r"]
-)
-_CHUNK = re.compile(rb"([0-9a-f]+)\r\n")
-
-
-@given(st.lists(PIECE, min_size=1, max_size=12), st.integers(1, 60), st.lists(st.integers(0, 3), min_size=1))
-def test_what_a_cutter_takes_and_what_it_leaves_are_the_body_in_order(
-    pieces: list[bytes], size: int, appetite: list[int]
-) -> None:
-    got: list[bytes] = []
-    asked = iter(appetite * 1000)
-
-    def cutter(data: bytes) -> int:
-        at = 0
-        for _ in range(next(asked)):
-            begun = _CHUNK.match(data, at)
-            if begun is None:
-                break
-            end = begun.end() + int(begun[1], 16) + 2
-            if end > len(data) or begun[1] == b"0":
-                break
-            assert data[end - 2 : end] == b"\r\n"
-            got.append(data[begun.end() : end - 2])
-            at = end
-        # It is asked only where a chunk begins.
-        assert re.match(rb"[0-9a-f]+(\r(\n|$)|$)", data) is not None
-        return at
-
-    connection = piped(portions(framed(*pieces) + END, size), got.append, cutter)
-    assert b"".join(got) == b"".join(pieces)
-    assert connection.done
-    assert connection.error is None
-    assert connection.keep_alive
-
-
-def test_a_cutters_fault_is_raised_where_the_body_is_read() -> None:
-    def cutter(data: bytes) -> int:
-        raise RuntimeError("cut")
-
-    connection = piped([framed(b"a"), framed(b"b"), END], lambda _: None, cutter)
-    assert isinstance(connection.error, RuntimeError)
-    assert not connection.done
-
-
-def test_what_is_no_chunk_after_a_cut_is_an_error() -> None:
-    connection = piped([framed(b"a"), b"no chunk"], lambda _: None, lambda _: 0)
-    assert isinstance(connection.error, UpstreamError)
 
 
 def test_the_api_key_goes_with_every_request_and_into_no_error() -> None:
@@ -82,10 +28,13 @@ def test_the_api_key_goes_with_every_request_and_into_no_error() -> None:
             without = Upstream(f"http://127.0.0.1:{port}")
             for upstream in (with_key, with_key, without):
                 assert await upstream.fetch("GET", "/v1/models") == (200, b"{}")
-            with_key.close()
-            without.close()
+            await with_key.close()
+            await without.close()
+        nobody = Upstream("http://127.0.0.1:9", api_key="sk-secret")
         with pytest.raises(UpstreamError) as caught:
-            await Upstream("http://127.0.0.1:9", api_key="sk-secret").fetch("GET", "/v1/models")
+            await nobody.fetch("GET", "/v1/models")
+        await nobody.close()
+        assert not caught.value.sent
         assert "sk-secret" not in str(caught.value)
 
     asyncio.run(run())
@@ -95,8 +44,9 @@ def test_the_api_key_goes_with_every_request_and_into_no_error() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize(("url", "key"), [
     ("http://a/x y", ""), ("http://a/\x0b", ""), ("http://a\x0b/", ""), ("http://a", "k\r\nX: y"),
+    ("http://a:70000", ""), ("http://a:b@c", "k"), ("ftp://a", ""), ("http://", ""),
 ])  # fmt: skip
-async def test_a_url_or_key_that_would_change_a_requests_head_is_refused(url: str, key: str) -> None:
+async def test_a_url_or_key_that_can_not_be_sent_is_refused(url: str, key: str) -> None:
     with pytest.raises(ValueError):
         Upstream(url, api_key=key)
 
@@ -122,29 +72,43 @@ async def served(
         try:
             yield upstream
         finally:
-            upstream.close()
+            await upstream.close()
             await asyncio.gather(*(handler for handler in handlers if handler is not None))
 
 
 @pytest.mark.anyio
-async def test_a_request_that_waited_long_for_its_connection_has_its_timeout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize(
+    "said", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"]
+)
+async def test_a_reply_that_is_not_complete_in_time_is_a_timeout(said: bytes) -> None:
     async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
+        writer.write(said)
+        await reader.read()  # until the client ends the connection
 
-    async with served(hear) as upstream:
-        connect = upstream._connect
+    async with served(hear) as upstream, asyncio.timeout(60):
+        with pytest.raises(UpstreamTimeoutError):
+            await upstream.fetch("GET", "/v1/models", timeout_s=0.3)
 
-        async def connect_late(timeout_s: float) -> UpstreamConnection:
-            while upstream._timer is not None:  # a check that finds no request in progress
-                await asyncio.sleep(0.01)
-            return await connect(timeout_s)
 
-        monkeypatch.setattr(upstream, "_connect", connect_late)
-        async with asyncio.timeout(60):
-            with pytest.raises(UpstreamTimeoutError):
-                await upstream.fetch("GET", "/v1/models", timeout_s=1.0)
+@pytest.mark.anyio
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_reply_that_breaks_off_is_an_error_and_not_asked_for_again(chunked: bool) -> None:
+    heads = 0
+
+    async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal heads
+        await reader.readuntil(b"\r\n\r\n")
+        heads += 1
+        coding = b"transfer-encoding: chunked\r\n\r\n4\r\n" if chunked else b"content-length: 9\r\n\r\n"
+        writer.write(b"HTTP/1.1 200 OK\r\n" + coding + b"half")
+
+    async with served(break_off) as upstream:
+        reply = await upstream.request("POST", "/v1/chat/completions", b"{}")
+        assert await reply.read_some() == b"half"
+        with pytest.raises(UpstreamError, match="broke"):
+            await reply.read_some()
+        reply.close()
+    assert heads == 1
 
 
 @pytest.mark.anyio
@@ -164,3 +128,17 @@ async def test_a_request_reaches_a_server_that_dies_of_it_twice_at_most() -> Non
             await upstream.fetch("POST", "/v1/chat/completions", b"{}", timeout_s=60.0)
         assert caught.value.sent
         assert posts == 2
+
+
+@pytest.mark.anyio
+async def test_a_request_whose_pooled_connection_ends_is_sent_on_a_new_one() -> None:
+    """The server ends each connection with the second request on it, unanswered."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await reader.readuntil(b"\r\n\r\n")
+
+    async with served(answer) as upstream:
+        for _ in range(4):
+            assert await upstream.fetch("POST", "/v1/chat/completions", timeout_s=60.0) == (200, b"{}")

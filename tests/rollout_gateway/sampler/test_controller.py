@@ -91,6 +91,7 @@ async def test_what_a_restarted_agent_finds_in_its_server_stays_on_the_disk_unti
     assert on_log == ["tictactoe@2", "tictactoe@1"]
     await agent.delete_unused()
     assert set(disk.iterdir()) == {folders[version] for version in adopted}
+    await agent.controller._server.close()
 
 
 async def test_an_adapter_that_a_restarted_agent_finds_and_that_fails_the_probe_is_unloaded(
@@ -107,6 +108,7 @@ async def test_an_adapter_that_a_restarted_agent_finds_and_that_fails_the_probe_
     await agent.reach_server()
     assert (agent.controller.loaded, fake_vllm.loaded) == ({}, {})
     assert await broker.read(PolicyLoaded) == []
+    await agent.controller._server.close()
 
 
 async def test_what_the_log_says_beyond_what_the_server_holds_is_corrected_at_the_next_check(
@@ -126,3 +128,4 @@ async def test_what_the_log_says_beyond_what_the_server_holds_is_corrected_at_th
     agent.controller.loaded["mine"] = fake_vllm.loaded["mine"] = "/mine"
     await agent.controller._check()
     assert [r.event.version for r in await broker.read(PolicyUnloaded)] == ["tictactoe@1"]
+    await agent.controller._server.close()
